@@ -15,8 +15,9 @@ typedef struct dtrain_dataset dtrain_dataset;
 
 /* The format of a dataset's files. Their items are tokens, or samples: an image and its label. */
 typedef enum dtrain_data_format {
-    /* By magic BIN, otherwise BYTES, but not of what is no text under a larger vocabulary, or
-     * another file of llm.c */
+    /* BIN by its magic, otherwise BYTES. A file that looks like something else is an error: tokens
+     * of 2, 4 or 8 bytes, UTF-16, compressed data, .npy, other files of llm.c, and under a larger
+     * vocabulary whatever is no text */
     DTRAIN_DATA_AUTO = 0,
     DTRAIN_DATA_BYTES = 1, /* any file; its bytes are the tokens, vocabulary 256 */
     /* llm.c's .bin: uint16 tokens (magic 20240520, version 1) or uint32 ones (20240801, 7) behind a
@@ -25,7 +26,8 @@ typedef enum dtrain_data_format {
     DTRAIN_DATA_U16 = 3,      /* nanoGPT's .bin: uint16 tokens without a header; vocabulary 50257 */
     DTRAIN_DATA_CIFAR10 = 4,  /* the binary version: (3, 32, 32) bytes, red first; labels 0 to 9 */
     DTRAIN_DATA_CIFAR100 = 5, /* likewise; of its two labels the fine one, 0 to 99 */
-    DTRAIN_DATA_IDX = 6 /* MNIST's: images of 2 to 4 axes of bytes, labels 0 to 9 beside them */
+    DTRAIN_DATA_IDX = 6, /* MNIST's: images of 2 to 4 axes of bytes, labels 0 to 9 beside them */
+    DTRAIN_DATA_U32 = 7  /* as U16, for larger vocabularies: uint32 tokens without a header */
 } dtrain_data_format;
 
 /* Read `count` items from item `first` on: tokens (count) as int32_t, or samples (count,

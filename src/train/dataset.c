@@ -21,10 +21,11 @@ static const dtrain__format dtrain__formats[] = {
     {"auto", 0, 0, 0, NULL, NULL},
     {"bytes", 256, 0, 0, dtrain__bytes_learn, dtrain__tokens_read},
     {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
-    {"uint16 tokens", 50257, 0, 0, dtrain__u16_learn, dtrain__tokens_read},
+    {"uint16 tokens", 50257, 2, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"CIFAR-10", 10, 1 + 3072, 1, dtrain__cifar_learn, dtrain__cifar_read},
     {"CIFAR-100", 100, 2 + 3072, 2, dtrain__cifar_learn, dtrain__cifar_read},
     {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__idx_read},
+    {"uint32 tokens", 50257, 4, 0, dtrain__raw_learn, dtrain__tokens_read},
 };
 
 static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);

@@ -133,15 +133,15 @@ static void test_dataset_guesses(void)
     static const struct {
         uint32_t magic;
         const char *what;
-    } files[] = {{20240326, "is a model of llm.c"},
-                 {20240327, "is a debugging state of llm.c"},
-                 {20240328, "is a tokenizer of llm.c"},
-                 {20240522, "is an evaluation of llm.c"}};
+    } files[] = {{20240326, "be a model of llm.c"},
+                 {20240327, "be a debugging state of llm.c"},
+                 {20240328, "be a tokenizer of llm.c"},
+                 {20240522, "be an evaluation of llm.c"}};
     dtrain_dataset *dataset = NULL;
     write_file("train.bin", (const char *)tokens, sizeof tokens);
     write_file("text.txt", "One\ttwo\r\n\f\x1b[0m \xc3\xa9\n", 17);
     CHECK(open_file(path_of("train.bin"), 0, 50257, &dataset) == DTRAIN_ERROR_DATA && !dataset);
-    CHECK_MSG(strstr(dtrain_last_error(), "train.bin is no text") &&
+    CHECK_MSG(strstr(dtrain_last_error(), "train.bin seems to be no text") &&
                   strstr(dtrain_last_error(), "DTRAIN_DATA_U16"),
               "%s", dtrain_last_error());
     for (uint32_t format = 0; format < 4; format += format ? 2 : 1) { /* auto, bytes, u16 */
@@ -158,6 +158,159 @@ static void test_dataset_guesses(void)
         CHECK(open_file(path_of("llmc"), 1, 0, &dataset) == DTRAIN_OK);
         dtrain_dataset_close(dataset);
     }
+}
+
+/* Kinds of files of bytes, which are read as bytes if nobody says otherwise, and then of files that are something else,
+ * each with what the refusal calls it. */
+static const struct {
+    const char *name, *seems;
+} file_kinds[] = {
+    {"text of ASCII", NULL},
+    {"text of UTF-8 with two bytes a letter", NULL},
+    {"text of UTF-8 with three bytes a letter", NULL},
+    {"text of Latin-1", NULL},
+    {"random bytes", NULL},
+    {"sound of 16 bits", NULL},
+    {"sound of 8 bits", NULL},
+    {"floats", NULL},
+    {"a picture", NULL},
+    {"text in blocks of zeros, as tar's", NULL},
+    {"mostly zeros", NULL},
+    {"uint16 of a few characters", "uint16 tokens"},
+    {"uint16 of many words", "uint16 tokens"},
+    {"uint16 of any words", "uint16 tokens"},
+    {"uint32 of a few characters", "uint32 tokens"},
+    {"uint32 of many words", "uint32 tokens"},
+    {"int64 of a few characters", "integers of 64 bits"},
+    {"int64 of many words", "integers of 64 bits"},
+    {"UTF-16, little endian", "text in UTF-16"},
+    {"UTF-16, big endian", "text in UTF-16"},
+};
+
+static uint64_t draw(uint64_t *seeds, uint64_t most)
+{
+    *seeds = *seeds * 6364136223846793005u + 1442695040888963407u;
+    return (*seeds >> 33) % most;
+}
+
+/* A token of a large vocabulary: small ids are frequent, as in the files of byte pair encodings. */
+static uint32_t draw_word(uint64_t *seeds)
+{
+    const double share = (double)draw(seeds, 1000000) * 1e-6;
+    return (uint32_t)(pow(50257.0, share) - 1) % 50257;
+}
+
+static size_t put(unsigned char *at, uint64_t value, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++) at[i] = (unsigned char)(value >> 8 * i);
+    return bytes;
+}
+
+/* Write the next few bytes of a file of a kind; return how many. */
+static size_t make_bytes(uint64_t *seeds, size_t kind, size_t place, unsigned char at[16])
+{
+    static const char letters[] = "etaoin shrdlu\ncmfw ypvbgkjqxz";
+    const unsigned char letter = (unsigned char)letters[draw(seeds, sizeof letters - 1)];
+    const double wave = sin(0.05 * (double)place) * 9000 + (double)draw(seeds, 500);
+    const bool blank = draw(seeds, 6) == 0;
+    switch (kind) {
+    case 0: return put(at, letter, 1);
+    case 1: return blank ? put(at, ' ', 1) : put(at, 0x80d0 + (draw(seeds, 64) << 8), 2);
+    case 2:
+        return blank ? put(at, ' ', 1)
+                     : put(at, 0x8080e4 + (draw(seeds, 0x4000) & 0x3f3f) * 256, 3);
+    case 3: return put(at, draw(seeds, 9) ? letter : 0xe0 + draw(seeds, 32), 1);
+    case 4: return put(at, draw(seeds, 256), 1);
+    case 5: return put(at, (uint64_t)(int64_t)wave, 2);
+    case 6: return put(at, (uint64_t)(wave / 256 + 128), 1);
+    case 7: {
+        const float value = (float)((double)draw(seeds, 2000000) * 1e-6 - 1);
+        memcpy(at, &value, sizeof value);
+        return sizeof value;
+    }
+    case 8: return put(at, (place / 7 + draw(seeds, 9)) % 256, 1);
+    case 9: return put(at, place / 300 % 2 ? 0 : letter, 1);
+    case 10: return put(at, draw(seeds, 400) ? 0 : draw(seeds, 256), 1);
+    case 11: return put(at, draw(seeds, 65), 2);
+    case 12: return put(at, draw_word(seeds), 2);
+    case 13: return put(at, draw(seeds, 50257), 2);
+    case 14: return put(at, draw(seeds, 65), 4);
+    case 15: return put(at, draw_word(seeds) + (blank ? 65536 : 0), 4);
+    case 16: return put(at, draw(seeds, 65), 8);
+    case 17: return put(at, draw_word(seeds), 8);
+    case 18: return put(at, draw(seeds, 50) ? letter : 0x2019, 2);
+    default: return put(at, (draw(seeds, 50) ? letter : 0x60) << 8, 2);
+    }
+}
+
+/* Files of every kind and many sizes: bytes are never refused, and what is something else is never read as bytes. */
+static void test_dataset_kinds(void)
+{
+    static unsigned char bytes[100016];
+    dtrain_dataset *dataset = NULL;
+    uint64_t seeds = test_seed();
+    for (int round = 0; round < 200; round++) {
+        const size_t kind = draw(&seeds, sizeof file_kinds / sizeof *file_kinds);
+        const size_t size = 600 + draw(&seeds, round % 2 ? 3000 : 99000);
+        const int64_t vocab = draw(&seeds, 2) ? 0 : 65;
+        const char *const seems = file_kinds[kind].seems;
+        size_t made = 0;
+        for (size_t place = 0; made < size || (seems && made % 8); place++)
+            made += make_bytes(&seeds, kind, place, bytes + made);
+        write_file("kind", bytes, made);
+        const dtrain_result result = open_file(path_of("kind"), 0, vocab, &dataset);
+        CHECK_MSG(seems ? result == DTRAIN_ERROR_DATA && strstr(dtrain_last_error(), seems)
+                        : result == DTRAIN_OK,
+                  "%s, %zu bytes, round %d of seed %llu: %s", file_kinds[kind].name, made, round,
+                  (unsigned long long)test_seed(), result ? dtrain_last_error() : "read as bytes");
+        dtrain_dataset_close(dataset);
+        CHECK(open_file(path_of("kind"), DTRAIN_DATA_BYTES, vocab, &dataset) == DTRAIN_OK);
+        dtrain_dataset_close(dataset);
+    }
+}
+
+/* Files with a beginning that says what they are; and uint32 tokens without a header. */
+static void test_dataset_magics(void)
+{
+    static const struct {
+        const char *magic, *words;
+    } files[] = {{"\x93NUMPY\x01", "be a .npy file: array.tofile"},
+                 {"\x1f\x8b\x08\x08", "compressed"},
+                 {"\x28\xb5\x2f\xfd", "compressed"},
+                 {"\xfd\x37zXZ", "compressed"},
+                 {"BZh91AY&SY", "compressed"},
+                 {"PK\x03\x04", "compressed"},
+                 {"PAR1\x15", "Parquet"},
+                 {"\xff\xfeH", "iconv -f UTF-16"},
+                 {"\xfe\xff", "iconv -f UTF-16"}};
+    static const uint32_t tokens[] = {70000, 1, 128255};
+    static const char *const texts[] = {"BZh9 is how bzip2 begins", "PAR1 is how Parquet does",
+                                        "PK"};
+    int32_t got[3];
+    dtrain_dataset *dataset = NULL;
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        char bytes[64] = "";
+        snprintf(bytes, sizeof bytes, "%s", files[i].magic);
+        write_file("magic", bytes, sizeof bytes);
+        check_refused("magic", 0, DTRAIN_ERROR_DATA, files[i].words);
+    }
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        write_file("magic", texts[i], strlen(texts[i]));
+        CHECK(open_file(path_of("magic"), 0, 0, &dataset) == DTRAIN_OK);
+        dtrain_dataset_close(dataset);
+    }
+    write_file("magic", "\x93NUMPY\x01 ", 8);
+    check_refused("magic", DTRAIN_DATA_U16, DTRAIN_ERROR_DATA,
+                  "begins with the header of a .npy file");
+    check_refused("magic", DTRAIN_DATA_U32, DTRAIN_ERROR_DATA, "and uint32 tokens have none");
+    write_file("u32", tokens, sizeof tokens);
+    CHECK(open_file(path_of("u32"), DTRAIN_DATA_U32, 128256, &dataset) == DTRAIN_OK);
+    CHECK(dtrain__dataset_read(dataset, 0, 3, got, NULL) == DTRAIN_OK);
+    CHECK(got[0] == 70000 && got[1] == 1 && got[2] == 128255);
+    dtrain_dataset_close(dataset);
+    write_file("u32", tokens, 10);
+    check_refused("u32", DTRAIN_DATA_U32, DTRAIN_ERROR_DATA,
+                  "10 bytes, no whole number of uint32 tokens");
 }
 
 static void test_dataset_bad_files(void)
@@ -205,7 +358,7 @@ static void test_dataset_arguments(void)
     CHECK(dtrain_dataset_open(NULL, NULL, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file(NULL, 0, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file("", 0, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(open_file(path_of("text"), 7, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(open_file(path_of("text"), 8, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file(path_of("text"), 0, -1, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file(path_of("text"), 0, INT64_MAX, &dataset) == DTRAIN_ERROR_ARGUMENT);
 }
@@ -784,6 +937,8 @@ int main(int argc, char **argv)
     RUN(test_randperm_long);
     RUN(test_dataset_formats);
     RUN(test_dataset_guesses);
+    RUN(test_dataset_kinds);
+    RUN(test_dataset_magics);
     RUN(test_dataset_bad_files);
     RUN(test_dataset_arguments);
     RUN(test_dataset_token_outside_vocabulary);

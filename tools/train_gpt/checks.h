@@ -92,11 +92,11 @@ static int encode_data(settings *s)
     uint32_t magic = 0;
     FILE *file = NULL;
     if (!s->data) return make_sums(s);
-    if (!s->tokenizer || s->data_format >= (long)DTRAIN_DATA_BIN) return 0; /* tokens already */
+    if (!s->tokenizer || s->data_format >= 2) return 0; /* tokens already */
     dtrain_result result = read_file(s->data, &text, &bytes);
     if (result != DTRAIN_OK)
         return BAD("--data: %s; --tokenizer encodes one file of text, and files that have tokens "
-                   "already need --data-format bin or u16",
+                   "already need --data-format bin, u16 or u32",
                    dtrain_last_error());
     for (size_t i = 0; i < 4 && i < bytes; i++) magic |= (uint32_t)(uint8_t)text[i] << 8 * i;
     const bool encoded = magic == magics[0] || magic == magics[1];
@@ -183,8 +183,8 @@ static int check_data(settings *s)
     }
 cleanup:
     if (!dataset)
-        return BAD("--data: %s; --data-format bytes, bin or u16 says what it is",
-                   dtrain_last_error());
+        return name_error(result, "--data", ""),
+               BAD("%s; --data-format bytes, bin, u16 or u32 says what it is", dtrain_last_error());
     dtrain_dataset_close(dataset);
     return result == DTRAIN_OK ? 0 : BAD("%s", dtrain_last_error());
 }

@@ -54,6 +54,8 @@ static dtrain_result next_batch(void *user)
 
 static dtrain_dataset_desc dataset_desc(const settings *s)
 {
+    static const uint32_t formats[] = {DTRAIN_DATA_AUTO, DTRAIN_DATA_BYTES, DTRAIN_DATA_BIN,
+                                       DTRAIN_DATA_U16, DTRAIN_DATA_U32}; /* of data_formats */
     dtrain_dataset_desc desc;
     memset(&desc, 0, sizeof desc);
     if (s->sums) {
@@ -65,7 +67,7 @@ static dtrain_dataset_desc dataset_desc(const settings *s)
         return desc;
     }
     desc.path = s->tokens ? s->tokens : s->data;
-    desc.format = s->tokens ? (uint32_t)DTRAIN_DATA_BIN : (uint32_t)s->data_format;
+    desc.format = formats[s->tokens ? 2 : s->data_format];
     desc.vocab_count = s->vocab;
     return desc;
 }

@@ -39,7 +39,7 @@ static settings flags = {
     .temperature = 0.8,
 };
 
-static words data_formats = {"auto", "bytes", "bin", "u16"}; /* dtrain_data_format */
+static words data_formats = {"auto", "bytes", "bin", "u16", "u32"};
 
 static const flag model_flags[] = {
     FLAG_GROUP("model"),
@@ -67,7 +67,8 @@ static const flag data_flags[] = {
      "of two numbers of two digits",
      NULL},
     {"--data-format", 'w', &flags.data_format, 0, 0,
-     "any file as bytes, llm.c's .bin, or nanoGPT's .bin (u16); auto: bin by its magic, else bytes",
+     "any file as bytes, llm.c's .bin, or tokens of 16 or 32 bits, as nanoGPT's .bin (u16); auto: "
+     "bin by its magic, else bytes, and an error where it looks like something else",
      data_formats},
     {"--tokenizer", 's', &flags.tokenizer_path, 0, 0,
      "for text in --data, --prompt and what is written: a directory with tokenizer.json "
