@@ -4546,6 +4546,7 @@ typedef struct dtrain__log_sink {
 /* core/platform.c */
 DTRAIN__PRIVATE int dtrain__above_stdio(int file);
 DTRAIN__PRIVATE int dtrain__open(const char *path, int flags);
+DTRAIN__PRIVATE int dtrain__open_new(const char *path);
 DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
@@ -4562,6 +4563,8 @@ DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
 DTRAIN__PRIVATE void dtrain__set_last_error(const char *text);
+DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
+DTRAIN__PRIVATE char *dtrain__visible(char *text);
 
 /* core/log.c */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out);
@@ -4614,6 +4617,13 @@ DTRAIN__PRIVATE int dtrain__above_stdio(int file)
 DTRAIN__PRIVATE int dtrain__open(const char *path, int flags)
 {
     return dtrain__above_stdio(open(path, flags | O_CLOEXEC, 0666));
+}
+
+/* Make a file that is renamed when it is complete. What has its name is removed, never followed. */
+DTRAIN__PRIVATE int dtrain__open_new(const char *path)
+{
+    if (unlink(path) != 0 && errno != ENOENT) return -1;
+    return dtrain__open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW);
 }
 
 /* Open a directory, to be read and closed by readdir and closedir. */
@@ -4692,6 +4702,41 @@ static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 o
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void) { return dtrain__thread_rank; }
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank) { dtrain__thread_rank = rank; }
 
+/* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is cut off, longer
+ * than its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the
+ * last three (RFC 3629, section 4). */
+DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left)
+{
+    const unsigned char *at = (const unsigned char *)text;
+    const unsigned char first = at[0];
+    size_t bytes = 4;
+    if (first < 0x80) return 1;
+    if (first < 0xc2 || first > 0xf4) return 0;
+    if (first < 0xe0) bytes = 2;
+    else if (first < 0xf0) bytes = 3;
+    if (bytes > left) return 0;
+    for (size_t i = 1; i < bytes; i++)
+        if ((at[i] & 0xc0) != 0x80) return 0;
+    if ((first == 0xe0 && at[1] < 0xa0) || (first == 0xed && at[1] > 0x9f)) return 0;
+    if ((first == 0xf0 && at[1] < 0x90) || (first == 0xf4 && at[1] > 0x8f)) return 0;
+    return bytes;
+}
+
+/* Replace by '?' what a terminal would obey, or read as the end of a sentence: control characters
+ * and bytes that are not UTF-8. Names in sentences come from files and from the environment. */
+DTRAIN__PRIVATE char *dtrain__visible(char *text)
+{
+    for (size_t at = 0, end = strlen(text), bytes; at < end; at += bytes) {
+        const unsigned char *c = (const unsigned char *)text + at;
+        bytes = dtrain__utf8_bytes(text + at, end - at);
+        const bool shown = *c == 0xc2 ? c[1] > 0x9f : *c > 31 && *c != 127;
+        if (bytes && shown) continue;
+        if (!bytes) bytes = 1;
+        memset(text + at, '?', bytes);
+    }
+    return text;
+}
+
 /* Replace the last error of this thread, without the rank in front. */
 DTRAIN__PRIVATE void dtrain__set_last_error(const char *text)
 {
@@ -4724,7 +4769,7 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     va_start(args, format);
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
-    memcpy(dtrain__error_text, text, sizeof text);
+    memcpy(dtrain__error_text, dtrain__visible(text), sizeof text);
     return code;
 }
 
@@ -4827,6 +4872,7 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     dtrain_log_level limit = sink->level == DTRAIN_LOG_DEFAULT ? DTRAIN_LOG_INFO : sink->level;
     if (level > limit || level < DTRAIN_LOG_ERROR) return;
     vsnprintf(text, sizeof text, format, args);
+    dtrain__visible(text);
     if (sink->write) sink->write(sink->user, level, sink->rank, text);
     else if (sink->rank < 0) fprintf(stderr, "dtrain %s: %s\n", names[level], text);
     else if (sink->rank == 0 || level < DTRAIN_LOG_INFO)
@@ -9101,7 +9147,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
     if (mkdir(directory, 0777) != 0 && errno != EEXIST) out.error = errno;
     if (!out.error) {
         failed = "open";
-        out.file = dtrain__open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
+        out.file = dtrain__open_new(temporary);
         if (out.file < 0) out.error = errno;
     }
     if (!out.error) {
@@ -35918,26 +35964,6 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
  * The caller finds members that occur twice. The reader builds no tree and goes 16 levels deep: the
  * memory and the stack that it needs do not depend on the text. No call depends on the locale. */
 
-/* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is cut off, longer
- * than its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the
- * last three (RFC 3629, section 4). */
-static size_t dtrain__utf8_bytes(const char *text, size_t left)
-{
-    const unsigned char *at = (const unsigned char *)text;
-    const unsigned char first = at[0];
-    size_t bytes = 4;
-    if (first < 0x80) return 1;
-    if (first < 0xc2 || first > 0xf4) return 0;
-    if (first < 0xe0) bytes = 2;
-    else if (first < 0xf0) bytes = 3;
-    if (bytes > left) return 0;
-    for (size_t i = 1; i < bytes; i++)
-        if ((at[i] & 0xc0) != 0x80) return 0;
-    if ((first == 0xe0 && at[1] < 0xa0) || (first == 0xed && at[1] > 0x9f)) return 0;
-    if ((first == 0xf0 && at[1] < 0x90) || (first == 0xf4 && at[1] > 0x8f)) return 0;
-    return bytes;
-}
-
 /* ---- Text that grows --------------------------------------------------------------------------*/
 
 /* Make room for more bytes and a 0 behind them. The room at least doubles, so that the time of all
@@ -38149,7 +38175,7 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     const dtrain__text *text = dtrain__record_begin(metrics);
     dtrain__prometheus_version(metrics, finished);
     if (text->failed) return DTRAIN_ERROR_MEMORY;
-    const int file = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
+    const int file = dtrain__open_new(p->next);
     if (file < 0) return dtrain__file_fail(p->next, "opened");
     dtrain_result result = dtrain__write_all(file, p->next, text->at, text->bytes);
     const bool closed = close(file) == 0 || errno == EINTR;

@@ -107,7 +107,7 @@ static inline int config__line(const char *where, const flag *table, int count, 
     static char before[CONFIG_VALUE], after[CONFIG_VALUE];
     char *equals = strchr(line, '='), name[FLAGS_NAME + 2] = "--";
     if (!equals) {
-        fprintf(stderr, "%s: \"%.*s\" is not of the form key = value\n", where, FLAGS_SHOWN, line);
+        say(stderr, "%s: \"%.*s\" is not of the form key = value\n", where, FLAGS_SHOWN, line);
         return 2;
     }
     *equals = 0;
@@ -117,17 +117,17 @@ static inline int config__line(const char *where, const flag *table, int count, 
     if (at < 0 || !config__kept(&table[at])) {
         const char *nearest = flags_nearest(table, count, key, strlen(key));
         if (at >= 0 && table[at].kind == 'a')
-            fprintf(stderr, "%s: --%s belongs on the command line\n", where, key);
-        else if (at >= 0) fprintf(stderr, "%s: a file cannot name another one\n", where);
+            say(stderr, "%s: --%s belongs on the command line\n", where, key);
+        else if (at >= 0) say(stderr, "%s: a file cannot name another one\n", where);
         else
-            fprintf(stderr, "%s: unknown key \"%.*s\"%s%s%s\n", where, FLAGS_SHOWN, key,
-                    nearest ? "; did you mean " : "; keys are the flags that --help lists",
-                    nearest ? nearest + 2 : "", nearest ? "?" : ", without dashes");
+            say(stderr, "%s: unknown key \"%.*s\"%s%s%s\n", where, FLAGS_SHOWN, key,
+                nearest ? "; did you mean " : "; keys are the flags that --help lists",
+                nearest ? nearest + 2 : "", nearest ? "?" : ", without dashes");
         return 2;
     }
     if (!value || set_at[at]) {
-        if (!value) fprintf(stderr, "%s: %s needs a value\n", where, key);
-        else fprintf(stderr, "%s: %s was already set in line %d\n", where, key, set_at[at]);
+        if (!value) say(stderr, "%s: %s needs a value\n", where, key);
+        else say(stderr, "%s: %s was already set in line %d\n", where, key, set_at[at]);
         return 2;
     }
     set_at[at] = number;
@@ -136,6 +136,17 @@ static inline int config__line(const char *where, const flag *table, int count, 
     config__value(&table[at], after, sizeof after);
     if (strcmp(before, after) != 0) flags_given[at] = true;
     return 0;
+}
+
+/* Tell whether a line has characters that a terminal would obey when a run prints its flags: ASCII's but the tab, DEL,
+ * and those from U+0080 to U+009F. */
+static inline bool config__controls(const char *line)
+{
+    for (const unsigned char *at = (const unsigned char *)line; *at; at++)
+        if ((*at < 32 && *at != '\t') || *at == 127 ||
+            (*at == 0xc2 && at[1] >= 0x80 && at[1] < 0xa0))
+            return true;
+    return false;
 }
 
 /* Set the flags that a text names, which came from `path`. The text is cut into pieces, to which flags point
@@ -149,6 +160,10 @@ static inline int config_parse(const char *program, const char *path, const flag
         if (end) *end++ = 0;
         char *line = config__trim(text);
         snprintf(where, sizeof where, "%s: %.400s:%d", program, path, number);
+        if (config__controls(line)) {
+            say(stderr, "%s: there is a control character in this line\n", where);
+            return 2;
+        }
         if (*line && *line != '#' && config__line(where, table, count, line, set_at, number))
             return 2;
         text = end;
@@ -165,11 +180,15 @@ static inline int config_read(const char *program, const char *path, const flag 
     const size_t bytes = file ? fread(text, 1, sizeof text, file) : 0;
     if (file && ferror(file)) why = strerror(errno);
     if (file) fclose(file);
-    if (why) fprintf(stderr, "%s: --config: %s: %s\n", program, path, why);
+    if (why) say(stderr, "%s: --config: %s: %s\n", program, path, why);
     else if (bytes == sizeof text || memchr(text, 0, bytes))
-        fprintf(stderr, "%s: --config: %s is not a text of less than %d bytes\n", program, path,
-                CONFIG_BYTES);
-    else return text[bytes] = 0, config_parse(program, path, table, count, text);
+        say(stderr, "%s: --config: %s is not a text of less than %d bytes\n", program, path,
+            CONFIG_BYTES);
+    else {
+        const bool mark = bytes >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0; /* of some editors */
+        text[bytes] = 0;
+        return config_parse(program, path, table, count, text + (mark ? 3 : 0));
+    }
     return 2;
 }
 

@@ -3,6 +3,8 @@
 #ifndef FLAGS_H
 #define FLAGS_H
 
+#include "tools/say.h"
+
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -100,8 +102,8 @@ static inline int flags__word(const char *program, const flag *f, const char *te
             return *value = i, 0;
         snprintf(list + strlen(list), sizeof list - strlen(list), " %s", f->words[i]);
     }
-    fprintf(stderr, "%s: %s is \"%.*s\"; it takes %s of:%s\n", program, f->name,
-            flags__shown(length), text, f->kind == 'W' ? "several, with commas," : "one", list);
+    say(stderr, "%s: %s is \"%.*s\"; it takes %s of:%s\n", program, f->name, flags__shown(length),
+        text, f->kind == 'W' ? "several, with commas," : "one", list);
     return 2;
 }
 
@@ -111,11 +113,11 @@ static inline int flags__number(const char *program, const flag *f, const char *
     char *end = NULL;
     *value = strtod(text, &end);
     if (end == text || end != text + length || !(*value >= f->low && *value <= f->high))
-        fprintf(stderr, "%s: %s is \"%.*s\"; it takes a number from %g to %g\n", program, f->name,
-                flags__shown(length), text, f->low, f->high);
+        say(stderr, "%s: %s is \"%.*s\"; it takes a number from %g to %g\n", program, f->name,
+            flags__shown(length), text, f->low, f->high);
     else if (f->kind != 'f' && *value != floor(*value))
-        fprintf(stderr, "%s: %s is \"%.*s\"; it takes a whole number\n", program, f->name,
-                flags__shown(length), text);
+        say(stderr, "%s: %s is \"%.*s\"; it takes a whole number\n", program, f->name,
+            flags__shown(length), text);
     else return 0;
     return 2;
 }
@@ -134,7 +136,7 @@ static inline int flags__list(const char *program, const flag *f, const char *te
         text += length;
         if (!*text) return 0;
     }
-    fprintf(stderr, "%s: %s has more than %d entries\n", program, f->name, FLAGS_LIST);
+    say(stderr, "%s: %s has more than %d entries\n", program, f->name, FLAGS_LIST);
     return 2;
 }
 
@@ -142,7 +144,7 @@ static inline int flags__switch(const char *program, const flag *f, const char *
 {
     *(long *)f->value = *text == '1';
     if (strcmp(text, "0") == 0 || strcmp(text, "1") == 0) return 0;
-    fprintf(stderr, "%s: %s is \"%.*s\"; it takes 0 or 1\n", program, f->name, FLAGS_SHOWN, text);
+    say(stderr, "%s: %s is \"%.*s\"; it takes 0 or 1\n", program, f->name, FLAGS_SHOWN, text);
     return 2;
 }
 
@@ -213,9 +215,9 @@ static inline int flags__unknown(const char *program, const flag *table, int cou
 {
     const size_t dashes = strspn(name, "-") < length ? strspn(name, "-") : length;
     const char *nearest = flags_nearest(table, count, name + dashes, length - dashes);
-    fprintf(stderr, "%s: unknown flag \"%.*s\"; ", program, flags__shown(length), name);
-    if (nearest) fprintf(stderr, "did you mean %s? ", nearest);
-    fprintf(stderr, "--help lists them\n");
+    say(stderr, "%s: unknown flag \"%.*s\"; ", program, flags__shown(length), name);
+    if (nearest) say(stderr, "did you mean %s? ", nearest);
+    say(stderr, "--help lists them\n");
     return 2;
 }
 
@@ -234,7 +236,7 @@ static inline int flags_parse(const char *program, const flag *table, int count,
         else if (table[at].kind != 'b' && table[at].kind != 'a')
             value = ++a < given ? arguments[a] : NULL;
         if (!value) {
-            fprintf(stderr, "%s: %s needs a value\n", program, table[at].name);
+            say(stderr, "%s: %s needs a value\n", program, table[at].name);
             return 2;
         }
         if (flags__set(program, &table[at], value)) return 2;

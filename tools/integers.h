@@ -1,6 +1,8 @@
-/* integers.h: integers of the JSON that dtrain writes about runs: a root or a rank that there is not is -1. */
+/* integers.h: integers and labels of the JSON that dtrain writes about runs: a root or a rank that there is not is -1. */
 #ifndef INTEGERS_H
 #define INTEGERS_H
+
+#include "tools/say.h"
 
 /* Read an integer whose magnitude is below 2^63. */
 static inline bool json_i64(dtrain__json *json, int64_t *value)
@@ -10,6 +12,21 @@ static inline bool json_i64(dtrain__json *json, int64_t *value)
     json->at += negative;
     if (!dtrain__json_count(json, value)) return false;
     if (negative) *value = -*value;
+    return true;
+}
+
+/* Read a string of any length into the room for it: the rest is left out, from a whole character on, and what a
+ * terminal would obey is replaced. Names of parameters have no limit, and a label has one. */
+static inline bool json_label(dtrain__json *json, char *text, size_t room)
+{
+    static char whole[1 << 16];
+    if (!dtrain__json_string(json, whole, sizeof whole)) return false;
+    size_t length = strlen(whole);
+    if (length >= room)
+        for (length = room - 1; length > 0 && ((unsigned char)whole[length] & 0xc0) == 0x80;)
+            length--;
+    whole[length] = 0;
+    memcpy(text, visible(whole), length + 1);
     return true;
 }
 

@@ -126,7 +126,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
     if (mkdir(directory, 0777) != 0 && errno != EEXIST) out.error = errno;
     if (!out.error) {
         failed = "open";
-        out.file = dtrain__open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
+        out.file = dtrain__open_new(temporary);
         if (out.file < 0) out.error = errno;
     }
     if (!out.error) {

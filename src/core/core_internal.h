@@ -38,6 +38,7 @@ typedef struct dtrain__log_sink {
 /* core/platform.c */
 DTRAIN__PRIVATE int dtrain__above_stdio(int file);
 DTRAIN__PRIVATE int dtrain__open(const char *path, int flags);
+DTRAIN__PRIVATE int dtrain__open_new(const char *path);
 DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
@@ -54,6 +55,8 @@ DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
 DTRAIN__PRIVATE void dtrain__set_last_error(const char *text);
+DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
+DTRAIN__PRIVATE char *dtrain__visible(char *text);
 
 /* core/log.c */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out);

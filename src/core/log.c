@@ -92,6 +92,7 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     dtrain_log_level limit = sink->level == DTRAIN_LOG_DEFAULT ? DTRAIN_LOG_INFO : sink->level;
     if (level > limit || level < DTRAIN_LOG_ERROR) return;
     vsnprintf(text, sizeof text, format, args);
+    dtrain__visible(text);
     if (sink->write) sink->write(sink->user, level, sink->rank, text);
     else if (sink->rank < 0) fprintf(stderr, "dtrain %s: %s\n", names[level], text);
     else if (sink->rank == 0 || level < DTRAIN_LOG_INFO)

@@ -30,6 +30,13 @@ DTRAIN__PRIVATE int dtrain__open(const char *path, int flags)
     return dtrain__above_stdio(open(path, flags | O_CLOEXEC, 0666));
 }
 
+/* Make a file that is renamed when it is complete. What has its name is removed, never followed. */
+DTRAIN__PRIVATE int dtrain__open_new(const char *path)
+{
+    if (unlink(path) != 0 && errno != ENOENT) return -1;
+    return dtrain__open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW);
+}
+
 /* Open a directory, to be read and closed by readdir and closedir. */
 DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
 {

@@ -14,6 +14,41 @@ static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 o
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void) { return dtrain__thread_rank; }
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank) { dtrain__thread_rank = rank; }
 
+/* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is cut off, longer
+ * than its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the
+ * last three (RFC 3629, section 4). */
+DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left)
+{
+    const unsigned char *at = (const unsigned char *)text;
+    const unsigned char first = at[0];
+    size_t bytes = 4;
+    if (first < 0x80) return 1;
+    if (first < 0xc2 || first > 0xf4) return 0;
+    if (first < 0xe0) bytes = 2;
+    else if (first < 0xf0) bytes = 3;
+    if (bytes > left) return 0;
+    for (size_t i = 1; i < bytes; i++)
+        if ((at[i] & 0xc0) != 0x80) return 0;
+    if ((first == 0xe0 && at[1] < 0xa0) || (first == 0xed && at[1] > 0x9f)) return 0;
+    if ((first == 0xf0 && at[1] < 0x90) || (first == 0xf4 && at[1] > 0x8f)) return 0;
+    return bytes;
+}
+
+/* Replace by '?' what a terminal would obey, or read as the end of a sentence: control characters
+ * and bytes that are not UTF-8. Names in sentences come from files and from the environment. */
+DTRAIN__PRIVATE char *dtrain__visible(char *text)
+{
+    for (size_t at = 0, end = strlen(text), bytes; at < end; at += bytes) {
+        const unsigned char *c = (const unsigned char *)text + at;
+        bytes = dtrain__utf8_bytes(text + at, end - at);
+        const bool shown = *c == 0xc2 ? c[1] > 0x9f : *c > 31 && *c != 127;
+        if (bytes && shown) continue;
+        if (!bytes) bytes = 1;
+        memset(text + at, '?', bytes);
+    }
+    return text;
+}
+
 /* Replace the last error of this thread, without the rank in front. */
 DTRAIN__PRIVATE void dtrain__set_last_error(const char *text)
 {
@@ -46,7 +81,7 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     va_start(args, format);
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
-    memcpy(dtrain__error_text, text, sizeof text);
+    memcpy(dtrain__error_text, dtrain__visible(text), sizeof text);
     return code;
 }
 

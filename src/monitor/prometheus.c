@@ -128,7 +128,7 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     const dtrain__text *text = dtrain__record_begin(metrics);
     dtrain__prometheus_version(metrics, finished);
     if (text->failed) return DTRAIN_ERROR_MEMORY;
-    const int file = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
+    const int file = dtrain__open_new(p->next);
     if (file < 0) return dtrain__file_fail(p->next, "opened");
     dtrain_result result = dtrain__write_all(file, p->next, text->at, text->bytes);
     const bool closed = close(file) == 0 || errno == EINTR;

@@ -12,26 +12,6 @@
 #include "core/result.h"
 #include "state/json_internal.h"
 
-/* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is cut off, longer
- * than its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the
- * last three (RFC 3629, section 4). */
-static size_t dtrain__utf8_bytes(const char *text, size_t left)
-{
-    const unsigned char *at = (const unsigned char *)text;
-    const unsigned char first = at[0];
-    size_t bytes = 4;
-    if (first < 0x80) return 1;
-    if (first < 0xc2 || first > 0xf4) return 0;
-    if (first < 0xe0) bytes = 2;
-    else if (first < 0xf0) bytes = 3;
-    if (bytes > left) return 0;
-    for (size_t i = 1; i < bytes; i++)
-        if ((at[i] & 0xc0) != 0x80) return 0;
-    if ((first == 0xe0 && at[1] < 0xa0) || (first == 0xed && at[1] > 0x9f)) return 0;
-    if ((first == 0xf0 && at[1] < 0x90) || (first == 0xf4 && at[1] > 0x8f)) return 0;
-    return bytes;
-}
-
 /* ---- Text that grows --------------------------------------------------------------------------*/
 
 /* Make room for more bytes and a 0 behind them. The room at least doubles, so that the time of all

@@ -97,8 +97,27 @@ if [ "$(id -u)" = 0 ] && unshare --time --monotonic 5000 true 2>/dev/null; then
     else skip "clocks of ranks over MPI" "no $build/openmpi/mpi/train_gpt (make openmpi) or no mpirun.openmpi" 2; fi
 else skip "ranks whose clocks differ" "needs root and time namespaces" 6; fi
 
+# Names as those of Hugging Face's models, of 38 to 140 bytes and with accents.
+[ -e "$build/dtrain.a" ] || make -s BUILD="$build" "$build/dtrain.a" || exit 1
+for tool in flight trace; do [ -e "$build/$tool" ] || make -s BUILD="$build" "$build/$tool" || exit 1; done
+mkdir "$tmp/long"
+try "a program with long names" ${CC:-cc} -std=c99 -pedantic -Wall -Wextra -Werror -I. tests/cli/long_names.c "$build/dtrain.a" \
+    -o "$tmp/long_names" -lm -lpthread
+timeout 60 "$tmp/long_names" "$tmp/long" >"$tmp/out" 2>&1
+[ -s "$tmp/long/model.safetensors" ] && [ -s "$tmp/long/checkpoints/latest" ]
+result "long names: a checkpoint and an export, read again" $? "$tmp/out"
+check rules "$tmp"/long/t.rank*.json; result "long names: the rules of the format" $? "$tmp/said"
+good "long names: trace merge" "files in" "$build/trace" merge "$tmp/long/all.json" "$tmp"/long/t.rank*.json
+check rules "$tmp/long/all.json"; result "long names: the rules of the format, merged" $? "$tmp/said"
+good "long names: trace show" "step" "$build/trace" show "$tmp"/long/t.rank*.json
+good "long names: trace svg" "step 3" "$build/trace" svg "$tmp/long/step.svg" "$tmp/long/all.json" 3
+grep -q '"of":"bucket [0-9]*, model.layers.4.self_attn.q_proj' "$tmp/long/all.json" && grep -q '<svg' "$tmp/long/step.svg"
+result "long names: stand behind their buckets" $? "$tmp/said"
+"$build/flight" "$tmp/long" >"$tmp/out" 2>&1
+grep -q 'rank 1' "$tmp/out" && ! grep -q 'cannot be read' "$tmp/out"; result "long names: flight" $? "$tmp/out"
+
 bad_lines=6
-bad "a trace in a directory that is not there" "nowhere/t.rank[01].json cannot be written" $gpt --ranks 2 --steps 2 --trace "$tmp/nowhere/t.json"
+bad "a trace in a directory that cannot be" "--trace /proc/nowhere/t.json cannot be written" $gpt --ranks 2 --steps 2 --trace /proc/nowhere/t.json
 bad "show without files" "trace merge OUT" "$build/trace" show
 bad "no file" "cannot be read" "$build/trace" show "$tmp/none.json"
 echo '[{"ph":"X",},' >"$tmp/wrong.json"; echo '{}]' >>"$tmp/wrong.json"

@@ -1119,9 +1119,52 @@ static void test_safetensors_beside_python(void)
     CHECK(memory.live == 0 && memory.wrong == 0);
 }
 
+/* Sentences of any bytes, each a piece that is kept as it is or one that becomes a question mark for each of its bytes:
+ * control characters of ASCII and of Unicode, and what is not UTF-8. */
+static void test_sentences_are_visible(void)
+{
+    static const struct {
+        const char *bytes;
+        bool kept;
+    } pieces[] = {{"a ", true},
+                  {"~", true},
+                  {"\xc2\xa0", true},
+                  {"\xc3\xa9", true},
+                  {"\xe6\x97\xa5", true},
+                  {"\xf0\x9d\x84\x9e", true},
+                  {"\x1b", false},
+                  {"\n", false},
+                  {"\r", false},
+                  {"\t", false},
+                  {"\x7f", false},
+                  {"\x01", false},
+                  {"\xc2\x9b", false},
+                  {"\xc2\x80", false},
+                  {"\xff", false},
+                  {"\xc0\xaf", false},
+                  {"\xed\xa0\x80", false},
+                  {"\xf5", false}};
+    uint64_t seeds = test_seed();
+    for (int round = 0; round < 2000; round++) {
+        char given[400] = "", expected[400] = "";
+        for (int i = 0; i < round % 60; i++) {
+            seeds = seeds * 6364136223846793005u + 1442695040888963407u;
+            const size_t k = (size_t)(seeds >> 33) % (sizeof pieces / sizeof *pieces);
+            strcat(given, pieces[k].bytes);
+            if (pieces[k].kept) strcat(expected, pieces[k].bytes);
+            else strncat(expected, "????", strlen(pieces[k].bytes));
+        }
+        (void)dtrain_fail(DTRAIN_ERROR_DATA, "%s", given);
+        CHECK_MSG(strcmp(dtrain_last_error(), expected) == 0,
+                  "round %d of seed %llu: %s, expected %s", round, (unsigned long long)test_seed(),
+                  dtrain_last_error(), expected);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
+    RUN(test_sentences_are_visible);
     RUN(test_crc_vectors);
     RUN(test_crc_paths);
     RUN(test_text_strings);

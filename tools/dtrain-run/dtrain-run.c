@@ -37,6 +37,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include "tools/say.h"
 #include "options.h"
 #include "ranks.h"
 #include "report.h"
@@ -167,7 +168,7 @@ static void log_line(void *user, dtrain_log_level level, int rank, const char *t
     char line[1024];
     (void)user, (void)level, (void)rank;
     as_nodes(text, line, sizeof line);
-    fprintf(stderr, "dtrain-run: %s\n", line);
+    say(stderr, "dtrain-run: %s\n", line);
 }
 
 /* The dtrain-runs exchange records and no tensors: their world needs a communicator that does nothing, because one that
@@ -221,7 +222,7 @@ static int run_nodes(run_job *job)
         if (!job->met) {
             char text[1024];
             as_nodes(dtrain_last_error(), text, sizeof text);
-            fprintf(stderr, "dtrain-run: node %d: %s\n", o->node_rank, text);
+            say(stderr, "dtrain-run: node %d: %s\n", o->node_rank, text);
             if (before) run_print_advice(o, false, 0);
             job->code = before ? before : 1;
         }

@@ -100,7 +100,7 @@ static bool run_decide(run_job *job)
     if (!s->failed) return true;
     const bool again = dtrain__restarts_next(&s->restarts, s->announced, &wait_ns, what);
     s->announced = 0;
-    if (job->options->node_rank == 0 && s->restarts.most) fprintf(stderr, "dtrain-run: %s\n", what);
+    if (job->options->node_rank == 0 && s->restarts.most) say(stderr, "dtrain-run: %s\n", what);
     if (!again) return false;
     s->attempt++;
     run_signals_quit(0); /* a request to stop ends the wait, and the run */

@@ -160,7 +160,7 @@ static void run_print_failure(const run_node *node, const run_failure *failure)
 {
     char error[RUN_SENTENCE] = "";
     int others = 0;
-    fprintf(stderr, "dtrain-run: %s", failure->sentence);
+    say(stderr, "dtrain-run: %s", failure->sentence);
     if (!failure->here) {
         fprintf(stderr, "\n");
         if (failure->lost)
@@ -172,7 +172,7 @@ static void run_print_failure(const run_node *node, const run_failure *failure)
     if (others) fprintf(stderr, "; %d other%s failed after it", others, others > 1 ? "s" : "");
     fprintf(stderr, "\n");
     run_error_message(&node->ranks[failure->local], error, sizeof error);
-    if (error[0]) fprintf(stderr, "dtrain-run: its error: %s\n", error);
+    if (error[0]) say(stderr, "dtrain-run: its error: %s\n", error);
     run_print_tail(&node->ranks[failure->local]);
 }
 

@@ -12,6 +12,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/descriptors.h"
+#include "tools/open.h"
+#include "tools/say.h"
 #include "tools/integers.h"
 
 #include <dirent.h>
@@ -66,7 +68,7 @@ static void flight_read(dtrain__json *json, const flight_field *fields, flight_d
         if (!field->name) (void)dtrain__json_skip(json);
         else if (field->number) (void)json_i64(json, field->number);
         else if (field->flag) (void)dtrain__json_bool(json, field->flag);
-        else if (field->text) (void)dtrain__json_string(json, field->text, field->room);
+        else if (field->text) (void)json_label(json, field->text, field->room);
         else if (dtrain__json_enter(json, '['))
             while (dtrain__json_item(json)) field->item(json, dump);
     }
@@ -153,7 +155,9 @@ static void flight_read_group(dtrain__json *json, flight_dump *dump)
 /* Read one file; NULL, with the last error, when that fails. */
 static flight_dump *flight_load(const char *path)
 {
-    FILE *file = fopen(path, "r");
+    const char *why;
+    FILE *file = open_to_read(path, &why);
+    if (!file) return (void)dtrain_fail(DTRAIN_ERROR_FILE, "%s", why), (flight_dump *)NULL;
     const size_t room = (size_t)1 << 20;
     char *text = (char *)malloc(room);
     flight_dump *d = (flight_dump *)calloc(1, sizeof *d);
@@ -486,7 +490,7 @@ static int flight_load_all(const char *directory)
         snprintf(path, sizeof path, "%s/%s", directory, entry->d_name);
         flight_dump *d = flight_load(path);
         if (!d) {
-            fprintf(stderr, "%s cannot be read: %s\n", path, dtrain_last_error());
+            say(stderr, "%s cannot be read: %s\n", path, dtrain_last_error());
             status = 2;
             continue;
         }
@@ -511,9 +515,9 @@ int main(int argc, char **argv)
     take_descriptors();
     const int status = argc == 2 ? flight_load_all(argv[1]) : 1;
     if (!flight_size) {
-        fprintf(stderr,
-                argc == 2 ? "no flight-RANK.json in %s that can be read\n" : "flight DIRECTORY%s\n",
-                argc == 2 ? argv[1] : "");
+        say(stderr,
+            argc == 2 ? "no flight-RANK.json in %s that can be read\n" : "flight DIRECTORY%s\n",
+            argc == 2 ? argv[1] : "");
         return status ? status : 1;
     }
     flight_drop_late();

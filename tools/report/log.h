@@ -103,7 +103,7 @@ static int add_step(run *r, const double *row)
     if (r->count == r->room) {
         const size_t room = r->room ? 2 * r->room : 1024;
         double(*more)[KEYS] = (double(*)[KEYS])realloc(r->rows, room * sizeof *more);
-        if (!more) return fprintf(stderr, "there is no memory for %s\n", r->path), 2;
+        if (!more) return say(stderr, "there is no memory for %s\n", r->path), 2;
         r->rows = more;
         r->room = room;
     }
@@ -135,12 +135,13 @@ static int take_line(run *r, log_line *line)
 /* Read a log. The last line of a run that goes on, or was killed, may be cut off. */
 static int read_run(run *r)
 {
-    FILE *in = fopen(r->path, "rb");
+    const char *why;
+    FILE *in = open_to_read(r->path, &why);
     char *text = NULL;
     size_t room = 0, number = 0;
     ssize_t length;
     int failed = 0;
-    if (!in) return fprintf(stderr, "%s cannot be read: %s\n", r->path, strerror(errno)), 2;
+    if (!in) return say(stderr, "%s cannot be read: %s\n", r->path, why), 2;
     for (int k = 0; k < KEYS; k++) r->summary[k] = r->start[k] = NAN;
     while (!failed && (length = getline(&text, &room, in)) > 0) {
         log_line line;
@@ -149,8 +150,7 @@ static int read_run(run *r)
         if (length == 1 && !cut) continue;
         if (read_line(r->path, text, (size_t)length, &line)) failed = take_line(r, &line);
         else if (!cut)
-            failed =
-                (fprintf(stderr, "%s: line %zu: %s\n", r->path, number, dtrain_last_error()), 2);
+            failed = (say(stderr, "%s: line %zu: %s\n", r->path, number, dtrain_last_error()), 2);
     }
     fclose(in);
     free(text);

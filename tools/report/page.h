@@ -408,7 +408,7 @@ static void texts(FILE *out, const char *const *lines, size_t count)
 static int write_page(const char *path, const run *runs, int count)
 {
     FILE *out = fopen(path, "wb");
-    if (!out) return fprintf(stderr, "%s cannot be written: %s\n", path, strerror(errno)), 2;
+    if (!out) return say(stderr, "%s cannot be written: %s\n", path, strerror(errno)), 2;
     fprintf(out, "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">"
                  "<meta name=\"viewport\" content=\"width=device-width\">\n<title>");
     title(out, runs, count);
@@ -437,8 +437,8 @@ static int write_page(const char *path, const run *runs, int count)
     fprintf(out, "<script>");
     texts(out, page_script, sizeof page_script / sizeof *page_script);
     fprintf(out, "</script>\n</body></html>\n");
-    if (fclose(out) != 0) return fprintf(stderr, "%s: %s\n", path, strerror(errno)), 2;
-    printf("%d run%s in %s\n", count, count > 1 ? "s" : "", path);
+    if (fclose(out) != 0) return say(stderr, "%s: %s\n", path, strerror(errno)), 2;
+    say(stdout, "%d run%s in %s\n", count, count > 1 ? "s" : "", path);
     return 0;
 }
 

@@ -16,6 +16,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/descriptors.h"
+#include "tools/open.h"
+#include "tools/say.h"
 #include "tools/report/page.h"
 
 enum { REPORT_RUNS = 16 };
@@ -54,7 +56,7 @@ int main(int argc, char **argv)
         take_argument(&runs[i], argv[2 + i]);
         const int failed = read_run(&runs[i]);
         if (failed) return failed;
-        if (!runs[i].count) return fprintf(stderr, "%s has no steps\n", runs[i].path), 2;
+        if (!runs[i].count) return say(stderr, "%s has no steps\n", runs[i].path), 2;
     }
     return write_page(argv[1], runs, count);
 }

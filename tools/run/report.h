@@ -152,7 +152,7 @@ static void show_strategy(const run_job *j, int ranks)
            plural(info.replicas), info.bucket_count, plural((int64_t)info.bucket_count),
            (unsigned long long)info.step_bytes, j->mesh ? " over the data axis" : "");
     show_links(j, &info, ranks);
-    if (info.reason[0]) printf("auto    %s\n", info.reason);
+    if (info.reason[0]) say(stdout, "auto    %s\n", info.reason);
     if (j->accum > 1) show_accumulation(j, &info, ranks);
     printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
            "buffers "
@@ -171,13 +171,13 @@ static void show_resumed(const run_job *j, int ranks)
     dtrain_strategy_info info;
     dtrain_strategy_query(j->strategy, &info);
     if (from->step < 0) return;
-    printf("resume  step %lld from %s: %llu parameters, %.1f MiB read by rank 0 in %.2f s\n",
-           (long long)from->step, from->path, (unsigned long long)from->values, mib(from->bytes),
-           from->seconds);
+    say(stdout, "resume  step %lld from %s: %llu parameters, %.1f MiB read by rank 0 in %.2f s\n",
+        (long long)from->step, from->path, (unsigned long long)from->values, mib(from->bytes),
+        from->seconds);
     if (from->ranks != ranks || strcmp(from->strategy, info.name) != 0)
-        printf("        saved by %d rank%s of %s, resharded to %d of %s\n", from->ranks,
-               plural(from->ranks), from->strategy, ranks, info.name);
-    if (from->note[0]) printf("        %s\n", from->note);
+        say(stdout, "        saved by %d rank%s of %s, resharded to %d of %s\n", from->ranks,
+            plural(from->ranks), from->strategy, ranks, info.name);
+    if (from->note[0]) say(stdout, "        %s\n", from->note);
     if (strstr(from->note, "--seed was"))
         printf("        the order of data and dropout stay with the old --seed\n");
 }
@@ -282,7 +282,8 @@ static void show_stopped(const run_job *j)
     printf("\nstopped by a signal, as asked, after step %lld of %lld", (long long)j->stopped_at,
            (long long)j->steps);
     if (j->saved)
-        printf("; saved in %s: the same command with --resume auto goes on\n", j->s->checkpoints);
+        say(stdout, "; saved in %s: the same command with --resume auto goes on\n",
+            j->s->checkpoints);
     else if (j->checkpoint) printf("; it could not be saved\n");
     else printf("; with --checkpoint DIR it would be saved, to go on from here\n");
 }

@@ -340,7 +340,7 @@ static void add_shared_flags(void)
 /* ---- reading them ------------------------------------------------------------------------------- */
 
 /* One sentence about a bad request; the caller returns it as main's exit code. */
-#define BAD(...) (fprintf(stderr, RUN_NAME ": " __VA_ARGS__), fputc('\n', stderr), 2)
+#define BAD(...) (say(stderr, RUN_NAME ": " __VA_ARGS__), fputc('\n', stderr), 2)
 
 /* Read the command line, and under it the file that it names. Return 0, or main's exit status. */
 static int read_flags(int count, char **arguments)

@@ -42,6 +42,7 @@
 #include "dtrain.h"
 
 #include "tools/flags.h"
+#include "tools/open.h"
 #include "tools/descriptors.h"
 #include "tools/schedule.h"
 
@@ -873,8 +874,9 @@ static int run_check(dtrain_world *world, const char *path)
     char line[1024], *fields[FIELDS];
     double errors[MOST_FIGURES];
     int lines = 0, changed = 0, code = 0, tenths = 0;
-    FILE *file = fopen(path, "r");
-    if (!file) return BAD("cannot read \"%s\": %s", path, strerror(errno));
+    const char *why;
+    FILE *file = open_to_read(path, &why);
+    if (!file) return BAD("cannot read \"%s\": %s", path, why);
     printf("%-46s %13s %9s %7s\n", "", "published", "predicted", "error");
     while (!code && fgets(line, sizeof line, file)) {
         double predicted = 0;
@@ -914,8 +916,9 @@ static int run_measured(dtrain_world *world, const char *path)
 {
     char line[4096];
     int code = 0, lines = 0;
-    FILE *file = fopen(path, "r");
-    if (!file) return BAD("cannot read \"%s\": %s", path, strerror(errno));
+    const char *why;
+    FILE *file = open_to_read(path, &why);
+    if (!file) return BAD("cannot read \"%s\": %s", path, why);
     printf("%5s %5s %8s %12s %12s %8s\n", "nodes", "ranks", "Gb/s", "measured ms", "predicted ms",
            "error %");
     for (sim.rate_scale = 1; !code && fgets(line, sizeof line, file); lines++) {

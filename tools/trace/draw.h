@@ -96,7 +96,7 @@ static void draw_collectives(drawing *d, const trace_event *events, size_t count
         while (lane < DRAW_LANES - 1 && ends[lane] > next->begin) lane++;
         ends[lane] = next->end;
         if (lane >= lanes) lanes = lane + 1;
-        char label[112];
+        char label[192];
         snprintf(label, sizeof label, "%s%s%s", next->of, next->of[0] ? ", " : "", next->name);
         draw_event(d, next, d->y + lane * DRAW_ROW, label);
     }
@@ -222,7 +222,7 @@ static int draw(const trace *all, const char *path, int64_t number, bool only_pa
     memset(&d, 0, sizeof d);
     while (count < all->count && all->events[count].pid == all->events[0].pid) count++;
     const trace_event *step = find_step(all->events, count, number);
-    if (!step) return fprintf(stderr, "there is no such step in %s\n", all->files[0].path), 2;
+    if (!step) return say(stderr, "there is no such step in %s\n", all->files[0].path), 2;
     d.begin = step->begin;
     d.end = step->end > step->begin ? step->end : step->begin + 1;
     char *body = NULL;
@@ -235,12 +235,12 @@ static int draw(const trace *all, const char *path, int64_t number, bool only_pa
     draw_axis(&d);
     fclose(d.out);
     if (only_passes && !passes) {
-        fprintf(stderr, "there are no passes of a pipeline in %s\n", all->files[0].path);
+        say(stderr, "there are no passes of a pipeline in %s\n", all->files[0].path);
         return free(body), 2;
     }
     FILE *out = fopen(path, "wb");
     if (!out) {
-        fprintf(stderr, "%s cannot be written: %s\n", path, strerror(errno));
+        say(stderr, "%s cannot be written: %s\n", path, strerror(errno));
         return free(body), 2;
     }
     fprintf(out,
@@ -249,8 +249,8 @@ static int draw(const trace *all, const char *path, int64_t number, bool only_pa
     fprintf(out, "<text x=\"4\" y=\"16\" class=\"title\">step %lld: %.2f ms</text>\n%s</svg>\n",
             (long long)step->number, 1e-6 * (double)(d.end - d.begin), body);
     free(body);
-    if (fclose(out) != 0) return fprintf(stderr, "%s: %s\n", path, strerror(errno)), 2;
-    printf("step %lld in %s\n", (long long)step->number, path);
+    if (fclose(out) != 0) return say(stderr, "%s: %s\n", path, strerror(errno)), 2;
+    say(stdout, "step %lld in %s\n", (long long)step->number, path);
     return 0;
 }
 

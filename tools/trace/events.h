@@ -15,7 +15,7 @@ typedef struct trace_event {
     size_t length;
     int64_t begin, end, bytes, number; /* times in ns */
     int pid, tid, file;
-    char phase[4], name[48], kind[24], of[48];
+    char phase[4], name[64], kind[24], of[112];
 } trace_event;
 typedef struct trace_file {
     const char *path;

@@ -16,6 +16,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "tools/open.h"
+#include "tools/say.h"
 #include "draw.h"
 #include "tools/descriptors.h"
 #include "tools/integers.h"
@@ -38,7 +40,7 @@ static void read_args(dtrain__json *json, trace_event *event, trace_file *file)
     int64_t number = 0;
     if (!dtrain__json_enter(json, '{')) return;
     while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "of") == 0) (void)dtrain__json_string(json, event->of, sizeof event->of);
+        if (strcmp(name, "of") == 0) (void)json_label(json, event->of, sizeof event->of);
         else if (strcmp(name, "bytes") == 0) (void)json_i64(json, &event->bytes);
         else if (strcmp(name, "number") == 0) (void)json_i64(json, &event->number);
         else if (strcmp(name, "clock_offset_ns") == 0) (void)json_i64(json, &file->offset);
@@ -61,12 +63,10 @@ static bool read_event(trace_file *file, const char *line, size_t length, trace_
     event->number = -1;
     if (!dtrain__json_enter(&json, '{')) return false;
     while (dtrain__json_member(&json, name, sizeof name)) {
-        if (strcmp(name, "ph") == 0)
-            (void)dtrain__json_string(&json, event->phase, sizeof event->phase);
+        if (strcmp(name, "ph") == 0) (void)json_label(&json, event->phase, sizeof event->phase);
         else if (strcmp(name, "name") == 0)
-            (void)dtrain__json_string(&json, event->name, sizeof event->name);
-        else if (strcmp(name, "cat") == 0)
-            (void)dtrain__json_string(&json, event->kind, sizeof event->kind);
+            (void)json_label(&json, event->name, sizeof event->name);
+        else if (strcmp(name, "cat") == 0) (void)json_label(&json, event->kind, sizeof event->kind);
         else if (strcmp(name, "ts") == 0) event->begin = read_ns(&json);
         else if (strcmp(name, "dur") == 0) event->end = read_ns(&json);
         else if (strcmp(name, "pid") == 0 && json_i64(&json, &number)) event->pid = (int)number;
@@ -79,9 +79,9 @@ static bool read_event(trace_file *file, const char *line, size_t length, trace_
 }
 
 /* Read a whole file into memory that stays until the program ends. */
-static char *read_text(const char *path, size_t *bytes)
+static char *read_text(const char *path, size_t *bytes, const char **why)
 {
-    FILE *in = fopen(path, "rb");
+    FILE *in = open_to_read(path, why);
     size_t room = 1 << 16, got;
     char *text = in ? (char *)malloc(room) : NULL;
     *bytes = 0;
@@ -92,6 +92,7 @@ static char *read_text(const char *path, size_t *bytes)
             text = more;
         }
     if (in) fclose(in);
+    if (!text && !*why) *why = strerror(ENOMEM);
     return text;
 }
 
@@ -100,8 +101,9 @@ static int read_file(trace *all, const char *path)
 {
     size_t bytes, at = 0;
     trace_file *file = &all->files[all->file_count++];
-    char *text = read_text(path, &bytes);
-    if (!text) return fprintf(stderr, "%s cannot be read: %s\n", path, strerror(errno)), 2;
+    const char *why;
+    char *text = read_text(path, &bytes, &why);
+    if (!text) return say(stderr, "%s cannot be read: %s\n", path, why), 2;
     memset(file, 0, sizeof *file);
     file->path = path;
     file->first = all->count;
@@ -114,10 +116,10 @@ static int read_file(trace *all, const char *path)
         while (end > line && (end[-1] == ',' || end[-1] == '\r' || end[-1] == ' ')) end--;
         if (end == line || *line == ']') continue;
         trace_event *event = trace_room(all);
-        if (!event) return fprintf(stderr, "there is no memory for the events of %s\n", path), 2;
+        if (!event) return say(stderr, "there is no memory for the events of %s\n", path), 2;
         if (read_event(file, line, (size_t)(end - line), event)) all->count++;
-        else if (cut) fprintf(stderr, "%s: the last event is cut off, and left out\n", path);
-        else return fprintf(stderr, "%s: %s\n", path, dtrain_last_error()), 2;
+        else if (cut) say(stderr, "%s: the last event is cut off, and left out\n", path);
+        else return say(stderr, "%s: %s\n", path, dtrain_last_error()), 2;
     }
     file->last = all->count;
     for (size_t i = file->first; i < file->last; i++) {
@@ -189,18 +191,18 @@ static int merge(trace *all, const char *path)
 {
     int64_t start = INT64_MAX;
     FILE *out = fopen(path, "wb");
-    if (!out) return fprintf(stderr, "%s cannot be written: %s\n", path, strerror(errno)), 2;
+    if (!out) return say(stderr, "%s cannot be written: %s\n", path, strerror(errno)), 2;
     qsort(all->events, all->count, sizeof *all->events, by_time);
     for (size_t i = 0; i < all->count; i++)
         if (all->events[i].phase[0] != 'M' && all->events[i].begin < start)
             start = all->events[i].begin;
     for (size_t i = 0; i < all->count; i++) write_event(out, &all->events[i], start, i == 0);
     fprintf(out, "%s\n]\n", all->count ? "" : "[");
-    if (fclose(out) != 0) return fprintf(stderr, "%s: %s\n", path, strerror(errno)), 2;
+    if (fclose(out) != 0) return say(stderr, "%s: %s\n", path, strerror(errno)), 2;
     for (size_t i = 0; i < all->file_count; i++)
         if (all->files[i].offset)
-            printf("%s: its clock is moved by %.3f ms, +-%.3f\n", all->files[i].path,
-                   1e-6 * (double)all->files[i].offset, 1e-6 * (double)all->files[i].error);
+            say(stdout, "%s: its clock is moved by %.3f ms, +-%.3f\n", all->files[i].path,
+                1e-6 * (double)all->files[i].offset, 1e-6 * (double)all->files[i].error);
     printf("%zu events of %zu files in %s\n", all->count, all->file_count, path);
     return 0;
 }
@@ -208,7 +210,7 @@ static int merge(trace *all, const char *path)
 /* ---- show --------------------------------------------------------------------------------------------------- */
 
 typedef struct total { /* of all spans with a name in a kind */
-    char name[48], kind[24];
+    char name[64], kind[24];
     int64_t count, ns, own, most; /* own: not in spans inside of it */
 } total;
 
@@ -347,8 +349,8 @@ int main(int argc, char **argv)
             const trace_file *a = &all.files[j - first], *b = &all.files[i - first];
             if (a->last > a->first && b->last > b->first &&
                 all.events[a->first].pid == all.events[b->first].pid)
-                return fprintf(stderr, "%s and %s are both of rank %d\n", a->path, b->path,
-                               all.events[a->first].pid % 1000),
+                return say(stderr, "%s and %s are both of rank %d\n", a->path, b->path,
+                           all.events[a->first].pid % 1000),
                        2;
         }
     }

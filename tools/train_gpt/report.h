@@ -19,16 +19,17 @@ static void show_gpt(dtrain_world *world, const run_job *j)
     dtrain_strategy_query(j->strategy, &info);
     const uint64_t elements = info.total_elements - (uint64_t)(padding * s->channels);
     show_device(j->s, world);
-    printf("model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: "
-           "%.2f M parameters (%llu)\n",
-           s->model, s->layers, s->heads, s->channels, s->seq, s->vocab, 1e-6 * (double)elements,
-           (unsigned long long)elements);
+    say(stdout,
+        "model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: "
+        "%.2f M parameters (%llu)\n",
+        s->model, s->layers, s->heads, s->channels, s->seq, s->vocab, 1e-6 * (double)elements,
+        (unsigned long long)elements);
     if (s->sums)
         printf(
             "data    sums: %lld like \"42 plus 17 is fifty-nine.\", of which %lld are held out\n",
             (long long)tokens, (long long)(tokens - sums_held_out(s->sums, s->val_split)));
     else {
-        printf("data    %s: %lld tokens", s->data, (long long)tokens);
+        say(stdout, "data    %s: %lld tokens", s->data, (long long)tokens);
         if (data.file_count > 1) printf(" in %zu files", data.file_count);
         printf(", the last %lld held out\n", (long long)((double)tokens * s->val_split));
     }
@@ -88,9 +89,12 @@ static bool show_token(void *user, int32_t token)
     if (!w->prints) return true;
     if (t) text = tokenizer_text(t, token, &bytes);
     if (!t && w->s->vocab != 256) printf("%d ", (int)token);
-    else if (w->raw) fwrite(text, 1, bytes, stdout);
+    else if (w->raw && !isatty(1)) fwrite(text, 1, bytes, stdout);
     else
-        for (size_t i = 0; i < bytes; i++) show_byte(&w->held, text[i]);
+        for (size_t i = 0; i < bytes; i++) {
+            if (w->raw && text[i] == '\n') show_held(&w->held), putchar('\n');
+            else show_byte(&w->held, text[i]);
+        }
     fflush(stdout);
     return true;
 }

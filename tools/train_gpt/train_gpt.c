@@ -46,7 +46,7 @@ static dtrain_result finish_gpt(dtrain_world *world, run_job *j)
     if (j->stopped) return DTRAIN_OK;
     if (own->s->export_to) {
         TRY(export_or_spare(world, own->s, &own->model, j->strategy, elsewhere));
-        if (first && !*elsewhere) printf("  exported             %s\n", own->s->export_to);
+        if (first && !*elsewhere) say(stdout, "  exported             %s\n", own->s->export_to);
     }
     if (!own->s->sample) result = DTRAIN_OK;
     else if (own->s->sums && sums_fit(own->s->sums, own->s->seq) && !own->s->prompt)
@@ -88,7 +88,7 @@ static int use_model(dtrain_world *world, void *user)
     TRY(open_model(world, &j));
     if (own.s->export_to)
         TRY(export_weights(world, own.s, &own.model, j.strategy, own.s->export_to));
-    if (own.s->export_to && first) printf("  exported             %s\n", own.s->export_to);
+    if (own.s->export_to && first) say(stdout, "  exported             %s\n", own.s->export_to);
     if (own.s->generate) TRY(show_generated(world, &j, first));
 cleanup:
     dtrain_tape_destroy(own.tape);
