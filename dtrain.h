@@ -2992,7 +2992,8 @@ typedef struct dtrain_storage {
  * A checkpoint is a directory of its own inside the one that a run saves to:
  *
  *     runs/gpt/latest                               the name of the newest, for people and scripts
- *     runs/gpt/lock                                 whoever saves here holds it
+ *     runs/gpt/lock                                 whoever saves here holds it, by flock; without
+ *                                                   flock: DTRAIN_NO_LOCK=1 in the environment
  *     runs/gpt/step-000000001000/manifest.json      what there is, and where; CRC-32C of all of it
  *                                model-00000.safetensors    values, of rank 0
  *                                state-00000.safetensors    everything else, of rank 0
@@ -32857,7 +32858,15 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
                            "another run saves checkpoints to %s (its lock is held); end it, or use "
                            "another directory",
                            c->folder.path);
-    if (c->lock < 0) return dtrain__storage_fail(lock.text, "opened", c->lock);
+    const char *unlocked = getenv("DTRAIN_NO_LOCK");
+    if (c->lock == -ENOSYS || c->lock == -EOPNOTSUPP || c->lock == -ENOLCK) {
+        if (!unlocked || strcmp(unlocked, "1") != 0)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s is on a file system without locks (flock: %s): nothing would "
+                               "stop a second run from saving to it; use another directory, or set "
+                               "DTRAIN_NO_LOCK=1 if only one run saves there",
+                               c->folder.path, strerror(-c->lock));
+    } else if (c->lock < 0) return dtrain__storage_fail(lock.text, "opened", c->lock);
     DTRAIN__TRY(dtrain__remove_unfinished(&c->folder));
     return dtrain__history_join(c);
 }

@@ -127,7 +127,15 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
                            "another run saves checkpoints to %s (its lock is held); end it, or use "
                            "another directory",
                            c->folder.path);
-    if (c->lock < 0) return dtrain__storage_fail(lock.text, "opened", c->lock);
+    const char *unlocked = getenv("DTRAIN_NO_LOCK");
+    if (c->lock == -ENOSYS || c->lock == -EOPNOTSUPP || c->lock == -ENOLCK) {
+        if (!unlocked || strcmp(unlocked, "1") != 0)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s is on a file system without locks (flock: %s): nothing would "
+                               "stop a second run from saving to it; use another directory, or set "
+                               "DTRAIN_NO_LOCK=1 if only one run saves there",
+                               c->folder.path, strerror(-c->lock));
+    } else if (c->lock < 0) return dtrain__storage_fail(lock.text, "opened", c->lock);
     DTRAIN__TRY(dtrain__remove_unfinished(&c->folder));
     return dtrain__history_join(c);
 }
