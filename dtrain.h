@@ -3767,7 +3767,11 @@ typedef struct dtrain_embedding_args {
  *
  * A query sees the first key_lengths[b] keys of its batch element; if causal, of those the keys up
  * to its own number. The mask is added to the scores, -infinity hides a key. A query that sees no
- * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0. */
+ * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0.
+ *
+ * Where all scores of a row are large, as where a mask hides it with -1e9, lse = maximum + log(sum)
+ * loses the sum to rounding: e^(score - lse - lse_rest) has it. lse_rest is 0 below 4e-6, which a
+ * log-sum-exp up to 64 does not exceed. */
 typedef struct dtrain_attention_args {
     int64_t batch, queries, keys; /* of a batch element */
     int64_t heads, kv_heads, d;   /* kv_heads divides heads; d elements a head */
@@ -3781,6 +3785,7 @@ typedef struct dtrain_attention_args {
     int64_t mask_batch_step, mask_head_step; /* elements from mask to mask; 0: they share one */
     void *y;                                 /* (batch*queries, heads*d) */
     float *lse;                              /* (batch, heads, queries): log-sum-exp of each row */
+    float *lse_rest; /* likewise: what rounding took from lse, where that is not small; or NULL */
 } dtrain_attention_args;
 
 /* The gradients lie as q, k and v do, and are overwritten; NULL: not wanted. */
@@ -3824,6 +3829,7 @@ typedef struct dtrain_cross_entropy_args {
     int64_t first_class, whole_classes; /* whole_classes 0: `classes` */
     float *parts;                       /* (3,rows), with smoothing (4,rows); or NULL */
     const float *whole_max;             /* (rows): of cross_entropy_finish */
+    float *lse_rest;                    /* (rows), as of attention; or NULL */
 
     const float *upstream; /* (1) device memory, or NULL = 1 */
 } dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args, dtrain_cross_entropy_finish_args;
@@ -23830,8 +23836,9 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
     args->y = op->output_data[0];
-    args->lse =
-        (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->batch * args->heads * args->queries);
+    const int64_t rows = args->batch * args->heads * args->queries;
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     return DTRAIN_OK;
 }
 
@@ -25307,6 +25314,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
     loss->lane = op->tape->groups.exact ? whole_n / DTRAIN__SUM_LANES : 0;
     if (loss->lane) DTRAIN__TRY(dtrain__cross_entropy_lanes_check(op, whole_n));
@@ -39493,6 +39501,13 @@ static inline int64_t dtrain__classes_here(const dtrain_cross_entropy_args *a)
     return a->classes < 0 ? 0 : a->classes ? a->classes : a->n;
 }
 
+/* Return what rounding takes from lse = top + log_sum; 0 where it is too little to be seen. */
+static inline float dtrain__lse_rest(float top, double log_sum, float lse)
+{
+    const double rest = log_sum - ((double)lse - (double)top);
+    return fabs(rest) > 4e-6 && lse < INFINITY ? (float)rest : 0;
+}
+
 static inline int64_t dtrain__classes_whole(const dtrain_cross_entropy_args *a)
 {
     return a->whole_classes ? a->whole_classes : dtrain__classes_here(a);
@@ -39531,7 +39546,7 @@ typedef struct dtrain__head {
     float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
     float *d_out, *d_out_t;     /* (64, width), (width, 64) */
     float *slopes;              /* (64, 64): dS^T */
-    float *delta, *lse;         /* (64): rowsum(dO O) */
+    float *delta, *lse, *rest;  /* (64): rowsum(dO O) */
     float *d_keys, *d_values;   /* (keys rounded up to 64, width) */
     float *values;              /* (64, width): V of halves, backward */
     float *mask_rows, *mask_t;  /* (64, 64): a part of the mask, and transposed */
@@ -40439,7 +40454,7 @@ static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool ba
     int64_t floats = 4 * block * width + block * block + 3 * block;
     if (args->mask) floats += 2 * block * block;
     if (backward) {
-        floats += 3 * block * width + block * block + 2 * block;
+        floats += 3 * block * width + block * block + 3 * block;
         floats += 2 * dtrain__multiple(args->keys, block) * width;
     }
     return dtrain__multiple(floats, DTRAIN__LINE);
@@ -40522,6 +40537,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     backward.logits = args->logits;
     backward.targets = args->targets;
     backward.lse = args->lse;
+    backward.lse_rest = args->lse_rest;
     backward.d_logits = args->d_logits;
     backward.dtype = args->dtype;
     backward.classes = args->classes;
@@ -40537,6 +40553,8 @@ DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int
     const double lse = ignored ? 0 : (double)top + log(sum), smoothing = (double)args->smoothing;
     const double classes = (double)dtrain__classes_whole(args);
     args->lse[row] = (float)lse;
+    if (args->lse_rest)
+        args->lse_rest[row] = ignored ? 0 : dtrain__lse_rest(top, log(sum), (float)lse);
     args->loss[row] =
         ignored
             ? 0
@@ -44289,6 +44307,7 @@ DTRAIN__KERNEL(cross_entropy_backward)
     const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__classes_whole(a));
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
+        const dtrain__v rest = dtrain__vset(a->lse_rest ? a->lse_rest[row] : 0);
         const int64_t first = row * a->n, column = dtrain__target_column(a, row);
         const int64_t target = first + column;
         const bool ignored = a->targets[row] == -1;
@@ -44302,11 +44321,11 @@ DTRAIN__KERNEL(cross_entropy_backward)
             const int64_t n = classes - i;
             const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
             dtrain__vstore_as(a->d_logits, dtype, first + i,
-                              dtrain__vexp(x - lse) * scale - uniform, n);
+                              dtrain__vexp(x - lse - rest) * scale - uniform, n);
         }
         if (column >= 0)
             dtrain__vstore_as(a->d_logits, dtype, target,
-                              dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
+                              dtrain__vexp(wanted - lse - rest) * scale - uniform - one_hot, 1);
     }
 }
 
@@ -45739,10 +45758,10 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
     }
 }
 
-/* Store y and lse of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
+/* Store y, lse and its rest of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
  * anything. */
 DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0, int64_t m,
-                                              float *lse)
+                                              float *lse, float *rest)
 {
     const dtrain_attention_args *a = h->args;
     for (int64_t r = 0; r < m; r++) {
@@ -45754,6 +45773,7 @@ DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0,
             dtrain__vstore_as(a->y, a->dtype, at + j, seen ? y : dtrain__vset(0), h->d - j);
         }
         lse[q0 + r] = seen ? h->top[r] + logf(h->sum[r]) : INFINITY;
+        if (rest) rest[q0 + r] = dtrain__lse_rest(h->top[r], log((double)h->sum[r]), lse[q0 + r]);
     }
 }
 
@@ -45792,7 +45812,9 @@ DTRAIN__KERNEL(attention)
             dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
                             1, block, h.rows, h.width, h.out, h.width, k0 > 0);
         }
-        DTRAIN__K(close_queries)(&h, q0, m, a->lse + head * a->queries);
+        DTRAIN__K(close_queries)
+        (&h, q0, m, a->lse + head * a->queries,
+         a->lse_rest ? a->lse_rest + head * a->queries : NULL);
     }
 }
 
@@ -45800,10 +45822,11 @@ DTRAIN__KERNEL(attention)
 
 /* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
 DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *d_y, int64_t q0,
-                                             int64_t m, const float *lse)
+                                             int64_t m, int64_t item)
 {
     const dtrain_attention_args *a = h->args;
     const int64_t padded = DTRAIN__K(padded)(m), at = h->at + q0 * h->y_stride;
+    const int64_t row = item * a->queries + q0;
     dtrain__pack_rows(h->queries, h->width, padded, a->q, a->dtype, h->q + q0 * a->q_stride,
                       a->q_stride, m, h->d, h->scale);
     dtrain__pack_rows(h->d_out, h->width, padded, d_y, a->dtype, at, h->y_stride, m, h->d, 1);
@@ -45816,7 +45839,8 @@ DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *
                 dtrain__vload(h->d_out + r * h->width + j),
                 dtrain__vload_as(a->y, a->dtype, at + r * h->y_stride + j, h->d - j), delta);
         h->delta[r] = dtrain__vsum(delta);
-        h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
+        h->lse[r] = r < m ? a->lse[row + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
+        h->rest[r] = r < m && a->lse_rest ? a->lse_rest[row + r] : 0;
     }
 }
 
@@ -45827,10 +45851,11 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t qu
     for (int64_t c = 0; c < queries; c += DTRAIN__W) {
         const int64_t seen = DTRAIN__K(mask_column)(h->scores, c, keys, diagonal);
         const dtrain__v lse = dtrain__vload(h->lse + c), delta = dtrain__vload(h->delta + c);
+        const dtrain__v rest = dtrain__vload(h->rest + c);
         float *s = h->scores + c, *g = h->slopes + c;
         for (int64_t key = 0; key < seen;
              key++, s += DTRAIN__ATTENTION_BLOCK, g += DTRAIN__ATTENTION_BLOCK) {
-            const dtrain__v p = dtrain__vexp(dtrain__vload(s) - lse);
+            const dtrain__v p = dtrain__vexp(dtrain__vload(s) - lse - rest);
             dtrain__vstore(s, p);
             dtrain__vstore(g, p * (dtrain__vload(g) - delta));
         }
@@ -45891,7 +45916,8 @@ DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
     h->slopes = h->d_out_t + block * h->width;
     h->delta = h->slopes + block * block;
     h->lse = h->delta + block;
-    h->d_keys = h->lse + block;
+    h->rest = h->lse + block;
+    h->d_keys = h->rest + block;
     h->d_values = h->d_keys + rounded * h->width;
     h->values = h->d_values + rounded * h->width;
     if (first) memset(h->d_keys, 0, (size_t)(2 * rounded * h->width) * sizeof(float));
@@ -45899,7 +45925,7 @@ DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
         const int64_t m = a->queries - q0 < block ? a->queries - q0 : block;
         const int64_t limit = DTRAIN__K(seen_keys)(h, q0, m);
         if (limit == 0) memset(h->out, 0, (size_t)(m * h->width) * sizeof(float));
-        else DTRAIN__K(open_queries)(h, pass->d_y, q0, m, a->lse + item * a->queries);
+        else DTRAIN__K(open_queries)(h, pass->d_y, q0, m, item);
         for (int64_t k0 = 0; k0 < limit; k0 += block)
             DTRAIN__K(attend_backward)(h, q0, m, k0, limit - k0 < block ? limit - k0 : block);
         dtrain__unpack_rows(pass->d_q, a->dtype, h->q + q0 * a->q_stride, a->q_stride, h->out,

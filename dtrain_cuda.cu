@@ -4520,6 +4520,14 @@ static __device__ __forceinline__ float dtrain_cuda_softmax_anchor(float top)
     return top > -INFINITY ? top : 0;
 }
 
+/* Return what rounding takes from lse = top + log_sum (Knuth's two-sum, exact); 0 where it is too
+ * little to be seen, or no number. */
+static __device__ __forceinline__ float dtrain_cuda_lse_rest(float top, float log_sum, float lse)
+{
+    const float added = lse - top, rest = (top - (lse - added)) + (log_sum - added);
+    return fabsf(rest) > 4e-6f ? rest : 0;
+}
+
 template <int WIDTH, typename T>
 static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softmax &softmax,
                                                                const T *from)
@@ -4567,7 +4575,7 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(const T *row, int64_
 /* The numbers that a row's gradient is made of; target -1 gives zeros, n is of another rank. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
-    float lse, scale;
+    float lse, rest, scale;
     float one_hot, uniform; /* label smoothing: 1 - smoothing, smoothing / classes */
 };
 
@@ -4583,7 +4591,7 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     float d[WIDTH];
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
-        const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
+        const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse - gradient.rest);
         const float wanted = hit == e ? gradient.one_hot : 0;
         d[e] = gradient.target < 0 ? 0 : (p - wanted - gradient.uniform) * gradient.scale;
     }
@@ -4631,9 +4639,9 @@ static __global__ void __launch_bounds__(1024)
         T *const d_logits = args.d_logits ? (T *)args.d_logits + row * args.n : NULL;
         const dtrain_cuda_span span =
             dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.classes);
-        dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args, row, fault), 0, args.scale,
-                                             1 - args.smoothing,
-                                             args.smoothing / (float)args.whole_classes};
+        dtrain_cuda_row_gradient gradient = {
+            dtrain_cuda_target(args, row, fault),      0, 0, args.scale, 1 - args.smoothing,
+            args.smoothing / (float)args.whole_classes};
         dtrain_cuda_softmax softmax = {-INFINITY, 0};
         float of_target = 0, sum = 0;
         if (gradient.target >= 0) { /* the same for the whole block */
@@ -4641,7 +4649,9 @@ static __global__ void __launch_bounds__(1024)
             if (gradient.target < args.n) of_target = dtrain_cuda_widen(logits[gradient.target]);
             softmax = dtrain_cuda_row_softmax(logits, span, args.classes, slots);
             if (args.smoothing > 0) sum = dtrain_cuda_row_sum(logits, args.classes, slots);
-            gradient.lse = dtrain_cuda_softmax_anchor(softmax.top) + logf(softmax.sum);
+            const float anchor = dtrain_cuda_softmax_anchor(softmax.top);
+            gradient.lse = anchor + logf(softmax.sum);
+            gradient.rest = dtrain_cuda_lse_rest(anchor, logf(softmax.sum), gradient.lse);
         }
         if (threadIdx.x == 0 && args.parts) {
             float *const part = args.parts + row;
@@ -4652,7 +4662,8 @@ static __global__ void __launch_bounds__(1024)
         } else if (threadIdx.x == 0) {
             float wanted = (1 - args.smoothing) * of_target;
             if (args.smoothing > 0) wanted += args.smoothing * (sum / (float)args.classes);
-            args.loss[row] = gradient.lse - wanted, args.lse[row] = gradient.lse;
+            args.loss[row] = gradient.lse - wanted + gradient.rest, args.lse[row] = gradient.lse;
+            if (args.lse_rest) args.lse_rest[row] = gradient.rest;
         }
         if (d_logits)
             dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.classes, args.n);
@@ -4667,10 +4678,13 @@ static __global__ void __launch_bounds__(1024)
     for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
         const T *const logits = (const T *)args.logits + row * args.n;
         T *const d_logits = (T *)args.d_logits + row * args.n;
-        const dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args, row, fault), args.lse[row],
-            args.upstream ? args.scale * args.upstream[0] : args.scale, 1 - args.smoothing,
-            args.smoothing / (float)args.whole_classes};
+        const dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args, row, fault),
+                                                   args.lse[row],
+                                                   args.lse_rest ? args.lse_rest[row] : 0,
+                                                   args.upstream ? args.scale * args.upstream[0]
+                                                                 : args.scale,
+                                                   1 - args.smoothing,
+                                                   args.smoothing / (float)args.whole_classes};
         dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
                                      dtrain_cuda_span_of<T>(logits, d_logits, args.classes),
                                      args.classes, args.n);
@@ -4697,6 +4711,8 @@ static __global__ void __launch_bounds__(256)
         if (smoothing > 0)
             wanted += smoothing * ((double)part[3 * args.rows] / (double)args.whole_classes);
         args.lse[row] = (float)lse;
+        const double rest = log((double)*sum) - ((double)(float)lse - (double)top);
+        if (args.lse_rest) args.lse_rest[row] = !ignored && fabs(rest) > 4e-6 ? (float)rest : 0;
         args.loss[row] = ignored ? 0 : (float)(lse - wanted);
     }
 }
@@ -5186,8 +5202,10 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     const float most = dtrain_cuda_score_row_max(row, lane);
     const float sum = dtrain_cuda_score_row_sum(row, lane, most);
     const float lse = sum == 0 ? INFINITY : most + logf(sum);
-    if (lane == 0)
-        args.lse[(softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r] = lse;
+    const float rest = dtrain_cuda_lse_rest(most, logf(sum), lse);
+    const int64_t at = (softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r;
+    if (lane == 0) args.lse[at] = lse;
+    if (lane == 0 && args.lse_rest) args.lse_rest[at] = rest;
     for (int64_t base = 0; base < args.keys; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {};
@@ -5195,7 +5213,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         if (j < row.limit) x = dtrain_cuda_score_row_load(row, j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
-        for (int i = 0; i < 4; i++) x.at[i] = j + i < row.limit ? expf(x.at[i] - lse) : 0.0f;
+        for (int i = 0; i < 4; i++) x.at[i] = j + i < row.limit ? expf(x.at[i] - lse - rest) : 0.0f;
         dtrain_cuda_narrow(x.at, p);
         if (j < args.keys) dtrain_cuda_store(out + j, p);
     }
@@ -5232,8 +5250,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     const int64_t at = token * softmax.heads.n + head * args.d;
     const float mean =
         dtrain_cuda_score_row_dot((const T *)args.y + at, (const T *)d_y + at, args.d, lane);
-    const float lse =
-        args.lse[(softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r];
+    const int64_t stored =
+        (softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r;
+    const float lse = args.lse[stored], rest = args.lse_rest ? args.lse_rest[stored] : 0;
     float *const grads = softmax.grads + r * softmax.ld;
     T *const p_out = (T *)row.scores, *const d_out = (T *)grads;
     for (int64_t base = 0; base < args.keys; base += DTRAIN_CUDA_SOFTMAX_STEP) {
@@ -5246,7 +5265,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
             const bool seen = j + i < row.limit;
-            x.at[i] = seen ? expf(x.at[i] - lse) : 0.0f;
+            x.at[i] = seen ? expf(x.at[i] - lse - rest) : 0.0f;
             g.at[i] = seen ? x.at[i] * (g.at[i] - mean) : 0.0f;
         }
         dtrain_cuda_narrow(x.at, p);
@@ -6015,11 +6034,13 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
 }
 
 /* Finish: divide y by the sum; the first lane of each row stores lse, the log of the sum of
- * exponentials. */
+ * exponentials, and its rest. The backward here does without the rest: no mask comes here, so that
+ * only scores in the tens of thousands would need it, which halves round by far more. */
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
-                         const float (&sum)[2 * M], float scale, float *lse, int row, int queries)
+                         const float (&sum)[2 * M], float scale, float *lse, float *rest, int row,
+                         int queries)
 {
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
     DTRAIN_CUDA_UNROLL
@@ -6031,8 +6052,9 @@ dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
         const float inverse = total == 0 ? 0.0f : __fdividef(1, total);
         DTRAIN_CUDA_UNROLL
         for (int n = 0; n < 2 * COLUMNS; n++) y[part / 2][n / 2][part % 2 * 2 + n % 2] *= inverse;
-        if (lane % 4 == 0 && here < queries)
-            lse[here] = total == 0 ? INFINITY : top[part] * scale + logf(total);
+        if (lane % 4 != 0 || here >= queries) continue;
+        lse[here] = total == 0 ? INFINITY : top[part] * scale + logf(total);
+        if (rest) rest[here] = dtrain_cuda_lse_rest(top[part] * scale, logf(total), lse[here]);
     }
 }
 
@@ -6098,8 +6120,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         dtrain_cuda_flash_work_of<HEAD, false>(order, args.causal);
     const dtrain_cuda_flash_side<Storage> y = dtrain_cuda_flash_side_of<false>(
         args, own_work, (Storage *)NULL, (Storage *)args.y); /* as dY lies */
-    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + own_work.pair * args.queries, row,
-                             y.rows);
+    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + own_work.pair * args.queries,
+                             args.lse_rest ? args.lse_rest + own_work.pair * args.queries : NULL,
+                             row, y.rows);
     dtrain_cuda_flash_store<HEAD>(y.b, y.b_stride, row, y.rows, sums, 1.0f);
 }
 

@@ -137,7 +137,11 @@ typedef struct dtrain_embedding_args {
  *
  * A query sees the first key_lengths[b] keys of its batch element; if causal, of those the keys up
  * to its own number. The mask is added to the scores, -infinity hides a key. A query that sees no
- * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0. */
+ * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0.
+ *
+ * Where all scores of a row are large, as where a mask hides it with -1e9, lse = maximum + log(sum)
+ * loses the sum to rounding: e^(score - lse - lse_rest) has it. lse_rest is 0 below 4e-6, which a
+ * log-sum-exp up to 64 does not exceed. */
 typedef struct dtrain_attention_args {
     int64_t batch, queries, keys; /* of a batch element */
     int64_t heads, kv_heads, d;   /* kv_heads divides heads; d elements a head */
@@ -151,6 +155,7 @@ typedef struct dtrain_attention_args {
     int64_t mask_batch_step, mask_head_step; /* elements from mask to mask; 0: they share one */
     void *y;                                 /* (batch*queries, heads*d) */
     float *lse;                              /* (batch, heads, queries): log-sum-exp of each row */
+    float *lse_rest; /* likewise: what rounding took from lse, where that is not small; or NULL */
 } dtrain_attention_args;
 
 /* The gradients lie as q, k and v do, and are overwritten; NULL: not wanted. */
@@ -194,6 +199,7 @@ typedef struct dtrain_cross_entropy_args {
     int64_t first_class, whole_classes; /* whole_classes 0: `classes` */
     float *parts;                       /* (3,rows), with smoothing (4,rows); or NULL */
     const float *whole_max;             /* (rows): of cross_entropy_finish */
+    float *lse_rest;                    /* (rows), as of attention; or NULL */
 
     const float *upstream; /* (1) device memory, or NULL = 1 */
 } dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args, dtrain_cross_entropy_finish_args;

@@ -226,8 +226,9 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
     args->y = op->output_data[0];
-    args->lse =
-        (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->batch * args->heads * args->queries);
+    const int64_t rows = args->batch * args->heads * args->queries;
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     return DTRAIN_OK;
 }
 

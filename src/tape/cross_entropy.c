@@ -108,6 +108,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
     loss->lane = op->tape->groups.exact ? whole_n / DTRAIN__SUM_LANES : 0;
     if (loss->lane) DTRAIN__TRY(dtrain__cross_entropy_lanes_check(op, whole_n));

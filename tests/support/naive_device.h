@@ -331,7 +331,15 @@ static double naive_score(const dtrain_attention_args *a, int64_t b, int64_t h, 
     if ((a->causal && u > t) || (a->key_lengths && u >= a->key_lengths[b])) return -INFINITY;
     for (int64_t j = 0; j < a->d; j++)
         sum += naive_get(a->q, a->dtype, q + j) * naive_get(a->k, a->dtype, k + j);
-    return sum / sqrt((double)a->d) + (a->mask ? (double)a->mask[mask] : 0);
+    sum /= sqrt((double)a->d);
+    return a->mask ? (double)((float)sum + a->mask[mask]) : sum; /* a mask of -1e9 absorbs it */
+}
+
+/* What rounding takes from lse = top + log(sum). */
+static float naive_rest(double top, double sum, float lse)
+{
+    const double rest = log(sum) - ((double)lse - top);
+    return isfinite(rest) ? (float)rest : 0;
 }
 
 static dtrain_result naive_attention(dtrain_device *device, const dtrain_attention_args *a)
@@ -348,6 +356,7 @@ static dtrain_result naive_attention(dtrain_device *device, const dtrain_attenti
         }
         for (int64_t u = 0; u < a->keys; u++) sum += p[u] = isinf(top) ? 0 : exp(p[u] - top);
         a->lse[i] = sum == 0 ? INFINITY : (float)(top + log(sum));
+        if (a->lse_rest) a->lse_rest[i] = sum == 0 ? 0 : naive_rest(top, sum, a->lse[i]);
         for (int64_t j = 0; j < a->d; j++) {
             double y = 0;
             for (int64_t u = 0; u < a->keys; u++)
@@ -385,8 +394,9 @@ static void naive_attention_slopes(const dtrain_attention_backward_args *pass, i
         for (int64_t u = 0; u < a->keys; u++) {
             const int64_t k = naive_kv(a, a->k_stride, b, head, u);
             const int64_t v = naive_kv(a, a->v_stride, b, head, u);
-            const double lse = (double)a->lse[(b * a->heads + head) * a->queries + t];
-            const double p = exp(naive_score(a, b, head, t, u) - lse);
+            const int64_t at = (b * a->heads + head) * a->queries + t;
+            const double rest = a->lse_rest ? (double)a->lse_rest[at] : 0;
+            const double p = exp(naive_score(a, b, head, t, u) - (double)a->lse[at] - rest);
             double d_p = 0;
             if (p == 0) continue;
             for (int64_t j = 0; j < d; j++) {
@@ -444,7 +454,8 @@ static dtrain_result naive_cross_entropy_backward(dtrain_device *device,
     for (int64_t i = 0; i < a->rows; i++)
         for (int64_t j = 0; j < a->n; j++) {
             const bool counts = a->targets[i] >= 0 && j < classes;
-            double p = exp(naive_get(a->logits, a->dtype, i * a->n + j) - (double)a->lse[i]);
+            double p = exp(naive_get(a->logits, a->dtype, i * a->n + j) - (double)a->lse[i] -
+                           (a->lse_rest ? (double)a->lse_rest[i] : 0));
             if (a->targets[i] == a->first_class + j) p -= 1 - (double)a->smoothing;
             p -= (double)a->smoothing / (double)naive_whole_classes(a);
             naive_put(a->d_logits, a->dtype, i * a->n + j, counts ? p * scale : 0);
@@ -477,6 +488,7 @@ static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cro
             continue;
         }
         a->lse[i] = a->targets[i] < 0 ? 0 : (float)(top + log(sum));
+        if (a->lse_rest) a->lse_rest[i] = a->targets[i] < 0 ? 0 : naive_rest(top, sum, a->lse[i]);
         a->loss[i] = 0;
         if (a->targets[i] < 0) continue;
         const double of_target = naive_get(a->logits, a->dtype, i * a->n + a->targets[i]);
@@ -492,7 +504,8 @@ static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cro
                                                          .d_logits = a->d_logits,
                                                          .dtype = a->dtype,
                                                          .classes = a->classes,
-                                                         .smoothing = a->smoothing};
+                                                         .smoothing = a->smoothing,
+                                                         .lse_rest = a->lse_rest};
     return naive_cross_entropy_backward(device, &backward);
 }
 
@@ -511,6 +524,9 @@ static dtrain_result naive_cross_entropy_finish(dtrain_device *device,
         double loss = lse - (1 - s) * (double)part[2 * a->rows];
         if (s > 0) loss -= s * (double)part[3 * a->rows] / (double)naive_whole_classes(a);
         a->lse[i] = (float)lse;
+        if (a->lse_rest)
+            a->lse_rest[i] =
+                a->targets[i] < 0 ? 0 : naive_rest(top, (double)part[a->rows], a->lse[i]);
         a->loss[i] = a->targets[i] < 0 ? 0 : (float)loss;
     }
     return DTRAIN_OK;

@@ -6,6 +6,8 @@
 #ifndef RANDOM_KERNELS_H
 #define RANDOM_KERNELS_H
 
+#include <float.h>
+
 #include "dtrain.h"
 #include "naive_device.h"
 #include "test.h"
@@ -216,6 +218,16 @@ static void case_norm(void)
     kernel_same(d_bias, 3e-4, "d_bias");
 }
 
+/* Sometimes move all logits far from 0, where a log-sum-exp is rounded to a multiple of 0.06. */
+static void kernel_offset(kernel_data *logits, float smoothing)
+{
+    const bool moves = kernel_draw(3) == 0 && !(smoothing > 0) && logits->dtype != DTRAIN_DTYPE_F16;
+    for (int64_t i = 0; i < logits->count && moves; i++)
+        naive_put(logits->of[1], logits->dtype, i,
+                  naive_get(logits->of[1], logits->dtype, i) + 1e6);
+    kernel_copy(logits, DTRAIN_COPY_HOST_TO_DEVICE);
+}
+
 static void case_cross_entropy(void)
 {
     const int64_t rows = kernel_size(8), n = kernel_size(kernel_draw(6) ? 100 : 5000);
@@ -226,7 +238,9 @@ static void case_cross_entropy(void)
     kernel_data *logits = kernel_make(rows * n, type, 3), *loss = kernel_make(rows, f32, 1);
     kernel_data *lse = kernel_make(rows, f32, 1), *d = kernel_make(rows * n, type, 1);
     kernel_data *targets = kernel_make(rows, DTRAIN_DTYPE_I32, 1), *up = kernel_make(1, f32, 1);
+    kernel_data *rest = kernel_make(rows, f32, 1);
     const bool fused = kernel_flag();
+    kernel_offset(logits, smoothing);
     for (int64_t i = 0; i < rows; i++) {
         const uint64_t below = (uint64_t)(classes ? classes : n);
         ((int32_t *)targets->of[1])[i] = kernel_draw(5) ? (int32_t)kernel_draw(below) : -1;
@@ -242,9 +256,11 @@ static void case_cross_entropy(void)
                             .scale = 0.7f,
                             .dtype = type,
                             .classes = classes,
-                            .smoothing = smoothing})
+                            .smoothing = smoothing,
+                            .lse_rest = F32(rest)})
     kernel_same(loss, 1e-4, "loss");
     kernel_same(lse, 3e-5, "lse");
+    kernel_same(rest, 1e-4, "what lse lost");
     if (!fused)
         ON_EACH(cross_entropy_backward, {.rows = rows,
                                          .n = n,
@@ -256,7 +272,8 @@ static void case_cross_entropy(void)
                                          .upstream = F32(up),
                                          .dtype = type,
                                          .classes = classes,
-                                         .smoothing = smoothing})
+                                         .smoothing = smoothing,
+                                         .lse_rest = F32(rest)})
     kernel_same(d, 3e-5, "d_logits");
 }
 
@@ -326,7 +343,7 @@ static void case_permute(void)
 static dtrain_attention_args attention_args; /* sizes and flags, without addresses */
 
 /* The arguments with addresses in the memory of `side`. Packed: q is qkv, and k is NULL. */
-static dtrain_attention_args attention_at(int side, kernel_data *const x[7])
+static dtrain_attention_args attention_at(int side, kernel_data *const x[8])
 {
     dtrain_attention_args args = attention_args;
     const size_t bytes = dtrain_dtype_bytes(args.dtype);
@@ -334,12 +351,12 @@ static dtrain_attention_args attention_at(int side, kernel_data *const x[7])
     if (!x[1]) args.k = (const char *)args.q + (size_t)(args.heads * args.d) * bytes;
     if (!x[1]) args.v = (const char *)args.k + (size_t)(args.kv_heads * args.d) * bytes;
     args.key_lengths = (const int32_t *)AT(x[3]), args.mask = F32(x[4]);
-    args.y = AT(x[5]), args.lse = F32(x[6]);
+    args.y = AT(x[5]), args.lse = F32(x[6]), args.lse_rest = F32(x[7]);
     return args;
 }
 
 static dtrain_attention_backward_args
-attention_back(int side, kernel_data *const x[7], const kernel_data *d_y, kernel_data *const d[3])
+attention_back(int side, kernel_data *const x[8], const kernel_data *d_y, kernel_data *const d[3])
 {
     const dtrain_attention_args f = attention_at(side, x);
     char *const packed = (char *)AT(d[0]);
@@ -349,14 +366,17 @@ attention_back(int side, kernel_data *const x[7], const kernel_data *d_y, kernel
     return args;
 }
 
-/* Lengths from 0 on; a mask that adds, hides, and hides all of a row. */
+/* Lengths from 0 on; a mask that adds, hides, and hides all of a row: with -infinity, or as others write it. */
 static void attention_hide(kernel_data *lengths, kernel_data *mask)
 {
     for (int64_t i = 0; lengths && i < lengths->count; i++)
         ((int32_t *)lengths->of[1])[i] = (int32_t)kernel_draw((uint64_t)attention_args.keys + 1);
-    for (int64_t i = 0; mask && i < mask->count; i++)
-        if (kernel_draw(4) == 0 || i / attention_args.keys % 7 == 3)
-            ((float *)mask->of[1])[i] = -INFINITY;
+    const float all[3] = {-INFINITY, -1e9f, -FLT_MAX};
+    for (int64_t i = 0; mask && i < mask->count; i++) {
+        const int64_t row = i / attention_args.keys;
+        if (kernel_draw(4) == 0) ((float *)mask->of[1])[i] = -INFINITY;
+        if (row % 7 >= 3 && row % 7 < 6) ((float *)mask->of[1])[i] = all[row % 7 - 3];
+    }
     if (lengths) kernel_copy(lengths, DTRAIN_COPY_HOST_TO_DEVICE);
     if (mask) kernel_copy(mask, DTRAIN_COPY_HOST_TO_DEVICE);
 }
@@ -384,16 +404,18 @@ static void case_attention(void)
     a->q_stride = q_stride, a->k_stride = a->v_stride = kv_stride;
     a->mask_head_step = each[1] > 1 ? T * U : 0;
     a->mask_batch_step = each[0] > 1 ? each[1] * T * U : 0;
-    kernel_data *x[7] = {kernel_make(batch * T * q_stride, type, 1)};
+    kernel_data *x[8] = {kernel_make(batch * T * q_stride, type, 1)};
     x[1] = apart ? kernel_make(batch * U * kv, type, 1) : NULL;
     x[2] = apart ? kernel_make(batch * U * kv, type, 1) : NULL;
     x[3] = kernel_maybe(kernel_draw(3) == 0, batch, DTRAIN_DTYPE_I32);
     x[4] = kernel_maybe(kernel_draw(3) == 0, each[0] * each[1] * T * U, f32);
     attention_hide(x[3], x[4]);
     x[5] = kernel_make(batch * T * n, type, 1), x[6] = kernel_make(batch * heads * T, f32, 1);
+    x[7] = kernel_make(batch * heads * T, f32, 1);
     ON_EACH(attention, attention_at(side, x))
     kernel_same(x[5], loose, "y");
     kernel_same(x[6], 1e-4, "lse");
+    kernel_same(x[7], 1e-4, "what lse lost");
     kernel_data *d_y = kernel_make(batch * T * n, type, 1), *slopes[3] = {NULL, NULL, NULL};
     for (int i = 0; i < (apart ? 3 : 1); i++) /* apart, one of them may not be wanted */
         slopes[i] = kernel_maybe(!apart || kernel_draw(4) > 0, x[i]->count, type);
@@ -604,6 +626,8 @@ static void case_cut_cross_entropy(void)
     kernel_data *loss = kernel_make(rows, f32, 1), *lse = kernel_make(rows, f32, 1);
     kernel_data *d = kernel_make(rows * classes, type, 1), *top = kernel_make(rows, f32, 1);
     kernel_data *sums = kernel_make(4 * rows, f32, 1), *targets = kernel_targets(rows, classes);
+    kernel_data *rest = kernel_make(rows, f32, 1);
+    kernel_offset(logits, smoothing);
     if (kernel_draw(4) == 0)
         naive_put(logits->of[1], type, (int64_t)kernel_draw((uint64_t)(rows * classes)),
                   (double)NAN);
@@ -613,6 +637,7 @@ static void case_cut_cross_entropy(void)
     args[0] = whole;
     whole.logits = logits->of[1], whole.targets = (const int32_t *)targets->of[1];
     whole.loss = kernel_f32(loss, 1), whole.lse = kernel_f32(lse, 1), whole.d_logits = d->of[1];
+    whole.lse_rest = kernel_f32(rest, 1);
     if (kernels.naive)
         KERNEL_CHECK(kernels.naive->ops->cross_entropy(kernels.naive, &whole) == DTRAIN_OK);
     for (int64_t i = 0; i < rows; i++) kernel_f32(top, 1)[i] = -INFINITY;
@@ -648,13 +673,15 @@ static void case_cut_cross_entropy(void)
     kernel_copy(sums, DTRAIN_COPY_HOST_TO_DEVICE);
     whole = args[ranks - 1];
     whole.parts = kernel_f32(sums, 0), whole.loss = kernel_f32(loss, 0);
-    whole.lse = kernel_f32(lse, 0);
+    whole.lse = kernel_f32(lse, 0), whole.lse_rest = kernel_f32(rest, 0);
     KERNEL_CHECK(on->ops->cross_entropy_finish(on, &whole) == DTRAIN_OK);
     kernel_same(loss, 1e-4, "loss");
     kernel_same(lse, 3e-5, "lse");
+    kernel_same(rest, 1e-2, "what lse lost"); /* of 10^4 two roundings are an ulp of 1e-3 apart */
     for (int r = 0; r < ranks; r++) {
         kernel_data *d_local = in_place ? local[r] : kernel_make(local[r]->count, type, 1);
         args[r].lse = whole.lse, args[r].d_logits = d_local->of[0];
+        args[r].lse_rest = whole.lse_rest;
         KERNEL_CHECK(on->ops->cross_entropy_backward(on, &args[r]) == DTRAIN_OK);
         kernel_columns(d_local, d, rows, at[r], at[r + 1] - at[r], 0);
         kernel_same(d_local, 3e-5, "d_logits");

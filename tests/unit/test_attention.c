@@ -285,18 +285,24 @@ static void test_nothing_seen(void)
 }
 
 /* The smallest number as a mask, which others write for -infinity, hides like it beside keys that are seen, and a row
- * of nothing else weighs all keys alike, as in PyTorch. */
+ * of nothing else weighs all keys alike, as in PyTorch, also for its gradients. So does -1e9. */
 static void test_smallest_number(void)
 {
-    static outcome all;
+    static outcome all, seen, large;
     static float mask[T * T];
     const setting plain = {NULL, 1, 0, 0, false};
     make_qkv();
     memset(q, 0, sizeof q);
-    for (int i = 0; i < T * T; i++) mask[i] = i / T == 2 || i % T == 7 ? -FLT_MAX : 0;
+    for (int i = 0; i < T * T; i++) mask[i] = i % T == 7 ? -FLT_MAX : 0;
     now_is(APART, T, 0, HEADS, 0, true); /* query 2 sees three keys; what is later stays hidden */
     now_masks(T, T, 0, 0, mask);
+    run(plain, &seen);
+    for (int i = 2 * T; i < 3 * T; i++) mask[i] = -1e9f;
+    run(plain, &large);
+    for (int i = 2 * T; i < 3 * T; i++) mask[i] = -FLT_MAX;
     run(plain, &all);
+    check_near(&large, &seen, 1e-6, "a row hidden by -1e9");
+    check_near(&all, &seen, 1e-6, "a row hidden by the smallest number");
     for (int query = 0; query < T; query += 1)
         for (int i = 0; i < N; i++) {
             double sum = 0, count = 0;

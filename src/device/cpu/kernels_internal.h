@@ -153,6 +153,13 @@ static inline int64_t dtrain__classes_here(const dtrain_cross_entropy_args *a)
     return a->classes < 0 ? 0 : a->classes ? a->classes : a->n;
 }
 
+/* Return what rounding takes from lse = top + log_sum; 0 where it is too little to be seen. */
+static inline float dtrain__lse_rest(float top, double log_sum, float lse)
+{
+    const double rest = log_sum - ((double)lse - (double)top);
+    return fabs(rest) > 4e-6 && lse < INFINITY ? (float)rest : 0;
+}
+
 static inline int64_t dtrain__classes_whole(const dtrain_cross_entropy_args *a)
 {
     return a->whole_classes ? a->whole_classes : dtrain__classes_here(a);
@@ -191,7 +198,7 @@ typedef struct dtrain__head {
     float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
     float *d_out, *d_out_t;     /* (64, width), (width, 64) */
     float *slopes;              /* (64, 64): dS^T */
-    float *delta, *lse;         /* (64): rowsum(dO O) */
+    float *delta, *lse, *rest;  /* (64): rowsum(dO O) */
     float *d_keys, *d_values;   /* (keys rounded up to 64, width) */
     float *values;              /* (64, width): V of halves, backward */
     float *mask_rows, *mask_t;  /* (64, 64): a part of the mask, and transposed */

@@ -86,7 +86,7 @@ static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool ba
     int64_t floats = 4 * block * width + block * block + 3 * block;
     if (args->mask) floats += 2 * block * block;
     if (backward) {
-        floats += 3 * block * width + block * block + 2 * block;
+        floats += 3 * block * width + block * block + 3 * block;
         floats += 2 * dtrain__multiple(args->keys, block) * width;
     }
     return dtrain__multiple(floats, DTRAIN__LINE);
@@ -169,6 +169,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     backward.logits = args->logits;
     backward.targets = args->targets;
     backward.lse = args->lse;
+    backward.lse_rest = args->lse_rest;
     backward.d_logits = args->d_logits;
     backward.dtype = args->dtype;
     backward.classes = args->classes;
@@ -184,6 +185,8 @@ DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int
     const double lse = ignored ? 0 : (double)top + log(sum), smoothing = (double)args->smoothing;
     const double classes = (double)dtrain__classes_whole(args);
     args->lse[row] = (float)lse;
+    if (args->lse_rest)
+        args->lse_rest[row] = ignored ? 0 : dtrain__lse_rest(top, log(sum), (float)lse);
     args->loss[row] =
         ignored
             ? 0

@@ -243,8 +243,10 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     const float most = dtrain_cuda_score_row_max(row, lane);
     const float sum = dtrain_cuda_score_row_sum(row, lane, most);
     const float lse = sum == 0 ? INFINITY : most + logf(sum);
-    if (lane == 0)
-        args.lse[(softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r] = lse;
+    const float rest = dtrain_cuda_lse_rest(most, logf(sum), lse);
+    const int64_t at = (softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r;
+    if (lane == 0) args.lse[at] = lse;
+    if (lane == 0 && args.lse_rest) args.lse_rest[at] = rest;
     for (int64_t base = 0; base < args.keys; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {};
@@ -252,7 +254,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         if (j < row.limit) x = dtrain_cuda_score_row_load(row, j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
-        for (int i = 0; i < 4; i++) x.at[i] = j + i < row.limit ? expf(x.at[i] - lse) : 0.0f;
+        for (int i = 0; i < 4; i++) x.at[i] = j + i < row.limit ? expf(x.at[i] - lse - rest) : 0.0f;
         dtrain_cuda_narrow(x.at, p);
         if (j < args.keys) dtrain_cuda_store(out + j, p);
     }
@@ -289,8 +291,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     const int64_t at = token * softmax.heads.n + head * args.d;
     const float mean =
         dtrain_cuda_score_row_dot((const T *)args.y + at, (const T *)d_y + at, args.d, lane);
-    const float lse =
-        args.lse[(softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r];
+    const int64_t stored =
+        (softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r;
+    const float lse = args.lse[stored], rest = args.lse_rest ? args.lse_rest[stored] : 0;
     float *const grads = softmax.grads + r * softmax.ld;
     T *const p_out = (T *)row.scores, *const d_out = (T *)grads;
     for (int64_t base = 0; base < args.keys; base += DTRAIN_CUDA_SOFTMAX_STEP) {
@@ -303,7 +306,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
             const bool seen = j + i < row.limit;
-            x.at[i] = seen ? expf(x.at[i] - lse) : 0.0f;
+            x.at[i] = seen ? expf(x.at[i] - lse - rest) : 0.0f;
             g.at[i] = seen ? x.at[i] * (g.at[i] - mean) : 0.0f;
         }
         dtrain_cuda_narrow(x.at, p);

@@ -207,11 +207,13 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
 }
 
 /* Finish: divide y by the sum; the first lane of each row stores lse, the log of the sum of
- * exponentials. */
+ * exponentials, and its rest. The backward here does without the rest: no mask comes here, so that
+ * only scores in the tens of thousands would need it, which halves round by far more. */
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
-                         const float (&sum)[2 * M], float scale, float *lse, int row, int queries)
+                         const float (&sum)[2 * M], float scale, float *lse, float *rest, int row,
+                         int queries)
 {
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
     DTRAIN_CUDA_UNROLL
@@ -223,8 +225,9 @@ dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
         const float inverse = total == 0 ? 0.0f : __fdividef(1, total);
         DTRAIN_CUDA_UNROLL
         for (int n = 0; n < 2 * COLUMNS; n++) y[part / 2][n / 2][part % 2 * 2 + n % 2] *= inverse;
-        if (lane % 4 == 0 && here < queries)
-            lse[here] = total == 0 ? INFINITY : top[part] * scale + logf(total);
+        if (lane % 4 != 0 || here >= queries) continue;
+        lse[here] = total == 0 ? INFINITY : top[part] * scale + logf(total);
+        if (rest) rest[here] = dtrain_cuda_lse_rest(top[part] * scale, logf(total), lse[here]);
     }
 }
 
@@ -290,8 +293,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         dtrain_cuda_flash_work_of<HEAD, false>(order, args.causal);
     const dtrain_cuda_flash_side<Storage> y = dtrain_cuda_flash_side_of<false>(
         args, own_work, (Storage *)NULL, (Storage *)args.y); /* as dY lies */
-    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + own_work.pair * args.queries, row,
-                             y.rows);
+    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + own_work.pair * args.queries,
+                             args.lse_rest ? args.lse_rest + own_work.pair * args.queries : NULL,
+                             row, y.rows);
     dtrain_cuda_flash_store<HEAD>(y.b, y.b_stride, row, y.rows, sums, 1.0f);
 }
 

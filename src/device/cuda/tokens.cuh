@@ -442,6 +442,14 @@ static __device__ __forceinline__ float dtrain_cuda_softmax_anchor(float top)
     return top > -INFINITY ? top : 0;
 }
 
+/* Return what rounding takes from lse = top + log_sum (Knuth's two-sum, exact); 0 where it is too
+ * little to be seen, or no number. */
+static __device__ __forceinline__ float dtrain_cuda_lse_rest(float top, float log_sum, float lse)
+{
+    const float added = lse - top, rest = (top - (lse - added)) + (log_sum - added);
+    return fabsf(rest) > 4e-6f ? rest : 0;
+}
+
 template <int WIDTH, typename T>
 static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softmax &softmax,
                                                                const T *from)
@@ -489,7 +497,7 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(const T *row, int64_
 /* The numbers that a row's gradient is made of; target -1 gives zeros, n is of another rank. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
-    float lse, scale;
+    float lse, rest, scale;
     float one_hot, uniform; /* label smoothing: 1 - smoothing, smoothing / classes */
 };
 
@@ -505,7 +513,7 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     float d[WIDTH];
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
-        const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
+        const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse - gradient.rest);
         const float wanted = hit == e ? gradient.one_hot : 0;
         d[e] = gradient.target < 0 ? 0 : (p - wanted - gradient.uniform) * gradient.scale;
     }
@@ -553,9 +561,9 @@ static __global__ void __launch_bounds__(1024)
         T *const d_logits = args.d_logits ? (T *)args.d_logits + row * args.n : NULL;
         const dtrain_cuda_span span =
             dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.classes);
-        dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args, row, fault), 0, args.scale,
-                                             1 - args.smoothing,
-                                             args.smoothing / (float)args.whole_classes};
+        dtrain_cuda_row_gradient gradient = {
+            dtrain_cuda_target(args, row, fault),      0, 0, args.scale, 1 - args.smoothing,
+            args.smoothing / (float)args.whole_classes};
         dtrain_cuda_softmax softmax = {-INFINITY, 0};
         float of_target = 0, sum = 0;
         if (gradient.target >= 0) { /* the same for the whole block */
@@ -563,7 +571,9 @@ static __global__ void __launch_bounds__(1024)
             if (gradient.target < args.n) of_target = dtrain_cuda_widen(logits[gradient.target]);
             softmax = dtrain_cuda_row_softmax(logits, span, args.classes, slots);
             if (args.smoothing > 0) sum = dtrain_cuda_row_sum(logits, args.classes, slots);
-            gradient.lse = dtrain_cuda_softmax_anchor(softmax.top) + logf(softmax.sum);
+            const float anchor = dtrain_cuda_softmax_anchor(softmax.top);
+            gradient.lse = anchor + logf(softmax.sum);
+            gradient.rest = dtrain_cuda_lse_rest(anchor, logf(softmax.sum), gradient.lse);
         }
         if (threadIdx.x == 0 && args.parts) {
             float *const part = args.parts + row;
@@ -574,7 +584,8 @@ static __global__ void __launch_bounds__(1024)
         } else if (threadIdx.x == 0) {
             float wanted = (1 - args.smoothing) * of_target;
             if (args.smoothing > 0) wanted += args.smoothing * (sum / (float)args.classes);
-            args.loss[row] = gradient.lse - wanted, args.lse[row] = gradient.lse;
+            args.loss[row] = gradient.lse - wanted + gradient.rest, args.lse[row] = gradient.lse;
+            if (args.lse_rest) args.lse_rest[row] = gradient.rest;
         }
         if (d_logits)
             dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.classes, args.n);
@@ -589,10 +600,13 @@ static __global__ void __launch_bounds__(1024)
     for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
         const T *const logits = (const T *)args.logits + row * args.n;
         T *const d_logits = (T *)args.d_logits + row * args.n;
-        const dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args, row, fault), args.lse[row],
-            args.upstream ? args.scale * args.upstream[0] : args.scale, 1 - args.smoothing,
-            args.smoothing / (float)args.whole_classes};
+        const dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args, row, fault),
+                                                   args.lse[row],
+                                                   args.lse_rest ? args.lse_rest[row] : 0,
+                                                   args.upstream ? args.scale * args.upstream[0]
+                                                                 : args.scale,
+                                                   1 - args.smoothing,
+                                                   args.smoothing / (float)args.whole_classes};
         dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
                                      dtrain_cuda_span_of<T>(logits, d_logits, args.classes),
                                      args.classes, args.n);
@@ -619,6 +633,8 @@ static __global__ void __launch_bounds__(256)
         if (smoothing > 0)
             wanted += smoothing * ((double)part[3 * args.rows] / (double)args.whole_classes);
         args.lse[row] = (float)lse;
+        const double rest = log((double)*sum) - ((double)(float)lse - (double)top);
+        if (args.lse_rest) args.lse_rest[row] = !ignored && fabs(rest) > 4e-6 ? (float)rest : 0;
         args.loss[row] = ignored ? 0 : (float)(lse - wanted);
     }
 }

@@ -205,10 +205,10 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
     }
 }
 
-/* Store y and lse of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
+/* Store y, lse and its rest of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
  * anything. */
 DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0, int64_t m,
-                                              float *lse)
+                                              float *lse, float *rest)
 {
     const dtrain_attention_args *a = h->args;
     for (int64_t r = 0; r < m; r++) {
@@ -220,6 +220,7 @@ DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0,
             dtrain__vstore_as(a->y, a->dtype, at + j, seen ? y : dtrain__vset(0), h->d - j);
         }
         lse[q0 + r] = seen ? h->top[r] + logf(h->sum[r]) : INFINITY;
+        if (rest) rest[q0 + r] = dtrain__lse_rest(h->top[r], log((double)h->sum[r]), lse[q0 + r]);
     }
 }
 
@@ -258,7 +259,9 @@ DTRAIN__KERNEL(attention)
             dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
                             1, block, h.rows, h.width, h.out, h.width, k0 > 0);
         }
-        DTRAIN__K(close_queries)(&h, q0, m, a->lse + head * a->queries);
+        DTRAIN__K(close_queries)
+        (&h, q0, m, a->lse + head * a->queries,
+         a->lse_rest ? a->lse_rest + head * a->queries : NULL);
     }
 }
 
@@ -266,10 +269,11 @@ DTRAIN__KERNEL(attention)
 
 /* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
 DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *d_y, int64_t q0,
-                                             int64_t m, const float *lse)
+                                             int64_t m, int64_t item)
 {
     const dtrain_attention_args *a = h->args;
     const int64_t padded = DTRAIN__K(padded)(m), at = h->at + q0 * h->y_stride;
+    const int64_t row = item * a->queries + q0;
     dtrain__pack_rows(h->queries, h->width, padded, a->q, a->dtype, h->q + q0 * a->q_stride,
                       a->q_stride, m, h->d, h->scale);
     dtrain__pack_rows(h->d_out, h->width, padded, d_y, a->dtype, at, h->y_stride, m, h->d, 1);
@@ -282,7 +286,8 @@ DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *
                 dtrain__vload(h->d_out + r * h->width + j),
                 dtrain__vload_as(a->y, a->dtype, at + r * h->y_stride + j, h->d - j), delta);
         h->delta[r] = dtrain__vsum(delta);
-        h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
+        h->lse[r] = r < m ? a->lse[row + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
+        h->rest[r] = r < m && a->lse_rest ? a->lse_rest[row + r] : 0;
     }
 }
 
@@ -293,10 +298,11 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t qu
     for (int64_t c = 0; c < queries; c += DTRAIN__W) {
         const int64_t seen = DTRAIN__K(mask_column)(h->scores, c, keys, diagonal);
         const dtrain__v lse = dtrain__vload(h->lse + c), delta = dtrain__vload(h->delta + c);
+        const dtrain__v rest = dtrain__vload(h->rest + c);
         float *s = h->scores + c, *g = h->slopes + c;
         for (int64_t key = 0; key < seen;
              key++, s += DTRAIN__ATTENTION_BLOCK, g += DTRAIN__ATTENTION_BLOCK) {
-            const dtrain__v p = dtrain__vexp(dtrain__vload(s) - lse);
+            const dtrain__v p = dtrain__vexp(dtrain__vload(s) - lse - rest);
             dtrain__vstore(s, p);
             dtrain__vstore(g, p * (dtrain__vload(g) - delta));
         }
@@ -357,7 +363,8 @@ DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
     h->slopes = h->d_out_t + block * h->width;
     h->delta = h->slopes + block * block;
     h->lse = h->delta + block;
-    h->d_keys = h->lse + block;
+    h->rest = h->lse + block;
+    h->d_keys = h->rest + block;
     h->d_values = h->d_keys + rounded * h->width;
     h->values = h->d_values + rounded * h->width;
     if (first) memset(h->d_keys, 0, (size_t)(2 * rounded * h->width) * sizeof(float));
@@ -365,7 +372,7 @@ DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
         const int64_t m = a->queries - q0 < block ? a->queries - q0 : block;
         const int64_t limit = DTRAIN__K(seen_keys)(h, q0, m);
         if (limit == 0) memset(h->out, 0, (size_t)(m * h->width) * sizeof(float));
-        else DTRAIN__K(open_queries)(h, pass->d_y, q0, m, a->lse + item * a->queries);
+        else DTRAIN__K(open_queries)(h, pass->d_y, q0, m, item);
         for (int64_t k0 = 0; k0 < limit; k0 += block)
             DTRAIN__K(attend_backward)(h, q0, m, k0, limit - k0 < block ? limit - k0 : block);
         dtrain__unpack_rows(pass->d_q, a->dtype, h->q + q0 * a->q_stride, a->q_stride, h->out,

@@ -115,6 +115,7 @@ DTRAIN__KERNEL(cross_entropy_backward)
     const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__classes_whole(a));
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
+        const dtrain__v rest = dtrain__vset(a->lse_rest ? a->lse_rest[row] : 0);
         const int64_t first = row * a->n, column = dtrain__target_column(a, row);
         const int64_t target = first + column;
         const bool ignored = a->targets[row] == -1;
@@ -128,10 +129,10 @@ DTRAIN__KERNEL(cross_entropy_backward)
             const int64_t n = classes - i;
             const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
             dtrain__vstore_as(a->d_logits, dtype, first + i,
-                              dtrain__vexp(x - lse) * scale - uniform, n);
+                              dtrain__vexp(x - lse - rest) * scale - uniform, n);
         }
         if (column >= 0)
             dtrain__vstore_as(a->d_logits, dtype, target,
-                              dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
+                              dtrain__vexp(wanted - lse - rest) * scale - uniform - one_hot, 1);
     }
 }
