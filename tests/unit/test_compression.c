@@ -894,6 +894,19 @@ static void test_powersgd(void)
         }
 }
 
+/* Gradients of any size: Q is as large as they are, and M Q their square. */
+static void test_powersgd_of_any_size(void)
+{
+    static const float factors[] = {1e30f, 1e-30f, 1e36f};
+    for (int i = 0; i < 3; i++) {
+        field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
+        c.factor = factors[i];
+        c.how.powersgd_rank = 2;
+        c.steps = 4;
+        seen_free(check_powersgd(&c, 2e-4, i == 1 ? "tiny gradients" : "huge gradients"));
+    }
+}
+
 static void test_powersgd_same_bits(void)
 {
     field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
@@ -2412,6 +2425,7 @@ int main(int argc, char **argv)
     RUN(test_topk_everything);
     RUN(test_large_shares);
     RUN(test_powersgd);
+    RUN(test_powersgd_of_any_size);
     RUN(test_powersgd_same_bits);
     RUN(test_powersgd_reproduces_low_rank);
     RUN(test_powersgd_wakes_up);

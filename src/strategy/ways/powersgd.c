@@ -3,6 +3,9 @@
  *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
  *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
  *
+ * Q is as large as the gradient; its columns become orthonormal before the next P, as in torch:
+ * M Q would be as large as the gradient's square, which fp32 may not hold.
+ *
  * All ranks orthogonalise the same P to the same bits. A column of P that depends on the others
  * becomes zero, and so do its Q and, in the next step, its P: after one gradient of zeros nothing
  * would be sent any more. So 1e-20 times the initial Q is added to every Q: it gives a column of
@@ -114,6 +117,11 @@ static dtrain_result dtrain__powersgd_compress(const dtrain_compression_desc *ho
     dtrain_device *device = bucket->device;
     int64_t p_at = 0;
     (void)how;
+    for (size_t i = 0; i < bucket->tensor_count && round == 0; i++) {
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        dtrain_orthogonalize_args args = {tensor->q_rows, tensor->q_columns, tensor->q};
+        DTRAIN__TRY(device->ops->orthogonalize(device, &args));
+    }
     if (round == 0 && bucket->q_count)
         DTRAIN__TRY(
             dtrain__add_scaled(device, bucket->q_count, DTRAIN__TRACE, bucket->scratch, bucket->q));
