@@ -2862,7 +2862,8 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_LION = 8,       /* Lion's momentum: no optimizer goes on with another's state */
     DTRAIN_STATE_MUON = 9,       /* Muon's */
     DTRAIN_STATE_MISSED = 10,    /* of a parameter: in how many steps it was left out of updates */
-    DTRAIN_STATE_KINDS = 11
+    DTRAIN_STATE_SCALAR = 11,    /* "optimizer.step" and the like: one number, on all ranks */
+    DTRAIN_STATE_KINDS = 12
 } dtrain_state_kind;
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
@@ -2939,8 +2940,9 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 /* Free the list, and nothing that is in it; NULL is ignored. */
 DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
 
-/* List the tensors of this rank. Local; valid until the state is destroyed. What is in memory is
- * whole between two steps. */
+/* List the tensors of this rank, and behind them the scalars, as tensors of one element in host
+ * memory. Local; valid until the state is destroyed. What is in memory is whole between two
+ * steps. */
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count);
 /* Take over values that the program has written to the memory of the tensors by itself: bring every
@@ -31456,7 +31458,7 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
         "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity",
-        "q",     "host",    "lion",       "muon",     "missed"};
+        "q",     "host",    "lion",       "muon",     "missed",   "scalar"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -31715,6 +31717,24 @@ static void dtrain__state_scalars(dtrain_state *state)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
 }
 
+/* Append the scalars behind all tensors, of which they are not counted: a manifest has them. */
+static dtrain_result dtrain__state_list_scalars(dtrain_state *state)
+{
+    static const int64_t one[4] = {1, 0, 0, 0};
+    for (size_t i = 0; i < state->scalar_count; i++) {
+        const dtrain__scalar *scalar = &state->scalars[i];
+        const bool wide = scalar->bytes == 8, real = !strcmp(scalar->name, "scaler.scale");
+        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, scalar->name,
+                                  wide   ? DTRAIN_DTYPE_I64
+                                  : real ? DTRAIN_DTYPE_F32
+                                         : DTRAIN_DTYPE_I32,
+                                  one, scalar->memory))
+            return DTRAIN_ERROR_MEMORY;
+    }
+    state->tensor_count -= state->scalar_count;
+    return DTRAIN_OK;
+}
+
 /* Refuse settings that are no pairs, or that no manifest could give back. */
 static dtrain_result dtrain__settings_check(const char *call, const char *const *pairs)
 {
@@ -31764,6 +31784,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     for (size_t i = 0; i < desc->item_count && result == DTRAIN_OK; i++)
         result = dtrain__state_item(state, &desc->items[i]);
+    if (result == DTRAIN_OK) result = dtrain__state_list_scalars(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
     return result;
@@ -31784,7 +31805,7 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
     DTRAIN__GIVEN("dtrain_state_tensors", tensors);
     DTRAIN__GIVEN("dtrain_state_tensors", count);
     *tensors = state->tensors;
-    *count = state->tensor_count;
+    *count = state->tensor_count + state->scalar_count;
     return DTRAIN_OK;
 }
 

@@ -33,7 +33,7 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
         "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity",
-        "q",     "host",    "lion",       "muon",     "missed"};
+        "q",     "host",    "lion",       "muon",     "missed",   "scalar"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -292,6 +292,24 @@ static void dtrain__state_scalars(dtrain_state *state)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
 }
 
+/* Append the scalars behind all tensors, of which they are not counted: a manifest has them. */
+static dtrain_result dtrain__state_list_scalars(dtrain_state *state)
+{
+    static const int64_t one[4] = {1, 0, 0, 0};
+    for (size_t i = 0; i < state->scalar_count; i++) {
+        const dtrain__scalar *scalar = &state->scalars[i];
+        const bool wide = scalar->bytes == 8, real = !strcmp(scalar->name, "scaler.scale");
+        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, scalar->name,
+                                  wide   ? DTRAIN_DTYPE_I64
+                                  : real ? DTRAIN_DTYPE_F32
+                                         : DTRAIN_DTYPE_I32,
+                                  one, scalar->memory))
+            return DTRAIN_ERROR_MEMORY;
+    }
+    state->tensor_count -= state->scalar_count;
+    return DTRAIN_OK;
+}
+
 /* Refuse settings that are no pairs, or that no manifest could give back. */
 static dtrain_result dtrain__settings_check(const char *call, const char *const *pairs)
 {
@@ -341,6 +359,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     for (size_t i = 0; i < desc->item_count && result == DTRAIN_OK; i++)
         result = dtrain__state_item(state, &desc->items[i]);
+    if (result == DTRAIN_OK) result = dtrain__state_list_scalars(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
     return result;
@@ -361,7 +380,7 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
     DTRAIN__GIVEN("dtrain_state_tensors", tensors);
     DTRAIN__GIVEN("dtrain_state_tensors", count);
     *tensors = state->tensors;
-    *count = state->tensor_count;
+    *count = state->tensor_count + state->scalar_count;
     return DTRAIN_OK;
 }
 

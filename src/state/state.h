@@ -39,7 +39,8 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_LION = 8,       /* Lion's momentum: no optimizer goes on with another's state */
     DTRAIN_STATE_MUON = 9,       /* Muon's */
     DTRAIN_STATE_MISSED = 10,    /* of a parameter: in how many steps it was left out of updates */
-    DTRAIN_STATE_KINDS = 11
+    DTRAIN_STATE_SCALAR = 11,    /* "optimizer.step" and the like: one number, on all ranks */
+    DTRAIN_STATE_KINDS = 12
 } dtrain_state_kind;
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
@@ -116,8 +117,9 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 /* Free the list, and nothing that is in it; NULL is ignored. */
 DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
 
-/* List the tensors of this rank. Local; valid until the state is destroyed. What is in memory is
- * whole between two steps. */
+/* List the tensors of this rank, and behind them the scalars, as tensors of one element in host
+ * memory. Local; valid until the state is destroyed. What is in memory is whole between two
+ * steps. */
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count);
 /* Take over values that the program has written to the memory of the tensors by itself: bring every

@@ -334,6 +334,156 @@ static int items_main(dtrain_world *world, void *user)
 
 static void test_items(void) { ranks_run(1, DTRAIN_LAUNCH_THREADS, items_main, NULL); }
 
+/* ---- A program that stores the list by its own means ---- */
+
+enum { MEANS_STEPS = 8, MEANS_AT = 4, MEANS_ENTRIES = 64, MEANS_BYTES = 8192 };
+
+typedef struct means {
+    uint32_t kind, optimizer;
+    bool scaled, restores; /* from what an earlier run has left in `stored` */
+    char stored[4][MEANS_ENTRIES][MEANS_BYTES];
+    float values[4][640];
+    double loss[MEANS_STEPS];
+    uint64_t skipped;
+} means;
+
+typedef struct means_rank {
+    dtrain_param params[3];
+    int step, rank;
+    bool scaled, biased;
+    float input[12];
+} means_rank;
+
+static dtrain_result means_batch(void *user)
+{
+    means_rank *s = (means_rank *)user;
+    for (int i = 0; i < 12; i++)
+        s->input[i] =
+            (float)(ranks_mix((uint64_t)(s->step * 4 + s->rank) * 99 + (uint64_t)i) % 100) / 50 - 1;
+    return DTRAIN_OK;
+}
+
+/* In step 2 the loss is beyond fp32 where it is scaled: the scaler skips that step and the scale falls. */
+static dtrain_tensor *means_loss(dtrain_tape *tape, void *user)
+{
+    means_rank *s = (means_rank *)user;
+    const int64_t shape[2] = {2, 6};
+    dtrain_tape_unit(tape, 0);
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, s->input, false);
+    x = dtrain_linear(tape, x, &s->params[0], s->biased ? &s->params[2] : NULL,
+                      DTRAIN_ACTIVATION_GELU);
+    dtrain_tape_unit(tape, 1);
+    x = dtrain_linear(tape, x, &s->params[1], NULL, DTRAIN_ACTIVATION_NONE);
+    x = dtrain_mean(tape, dtrain_multiply(tape, x, x));
+    return s->scaled && s->step == 2 ? dtrain_scale(tape, x, 1e36f) : x;
+}
+
+/* Copy what is listed out of its memory, or into it. */
+static dtrain_result means_copy(dtrain_state *state, char stored[][MEANS_BYTES], bool restores)
+{
+    const dtrain_state_tensor *t;
+    size_t count;
+    TRY(dtrain_state_tensors(state, &t, &count));
+    CHECK(count <= MEANS_ENTRIES);
+    for (size_t i = 0; i < count; i++) {
+        const size_t bytes =
+            (size_t)t[i].piece.count * dtrain_dtype_bytes((dtrain_dtype)t[i].dtype);
+        CHECK(bytes <= MEANS_BYTES);
+        memcpy(restores ? t[i].memory : stored[i], restores ? stored[i] : t[i].memory, bytes);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result means_train(dtrain_world *world, means *r, means_rank *s)
+{
+    static const int64_t shapes_of[3][2] = {{16, 6}, {5, 16}, {16, 0}};
+    static const char *const names[3] = {"in.weight", "out.weight", "in.bias"};
+    const int rank = s->rank = dtrain_world_rank(world);
+    dtrain_strategy_desc how = {.kind = r->kind, .init_seed = r->restores ? 77 : 5};
+    dtrain_optimizer_desc rule = dtrain_optimizer_defaults((dtrain_optimizer_kind)r->optimizer);
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_state *state;
+    s->scaled = r->scaled,
+    s->biased = r->optimizer != DTRAIN_OPTIMIZER_MUON; /* which takes matrices only */
+    const size_t count = s->biased ? 3 : 2;
+    for (int i = 0; i < 3; i++) {
+        dtrain_param *p = &s->params[i];
+        p->name = names[i], p->unit = i == 1, p->init = DTRAIN_INIT_NORMAL, p->init_scale = 0.5f;
+        memcpy(p->shape, shapes_of[i], sizeof shapes_of[i]);
+    }
+    if (r->optimizer == DTRAIN_OPTIMIZER_SGD) rule.momentum = 0.9f;
+    TRY(dtrain_strategy_create(world, s->params, count, &how, &strategy));
+    TRY(dtrain_optimizer_create(world, strategy, &rule, &optimizer));
+    dtrain_trainer_desc desc = {.strategy = strategy,
+                                .optimizer = optimizer,
+                                .next_batch = means_batch,
+                                .loss = means_loss,
+                                .user = s,
+                                .micro_batches = 1,
+                                .tokens = 2};
+    desc.schedule.lr = 0.01f, desc.schedule.warmup_steps = 6;
+    if (r->scaled) desc.loss_scaling.scale = 4096, desc.loss_scaling.growth_interval = 2;
+    TRY(dtrain_trainer_create(world, &desc, &trainer));
+    const dtrain_state_desc of = {.strategy = strategy, .trainer = trainer};
+    TRY(dtrain_state_create(world, &of, &state));
+    if (r->restores) TRY(means_copy(state, r->stored[rank], true));
+    if (r->restores) TRY(dtrain_state_changed(state));
+    for (s->step = r->restores ? MEANS_AT : 0; s->step < MEANS_STEPS; s->step++) {
+        dtrain_step_record record;
+        if (s->step == MEANS_AT && !r->restores) TRY(means_copy(state, r->stored[rank], false));
+        TRY(dtrain_trainer_step(trainer, &record));
+        if (rank == 0) r->loss[s->step] = record.loss, r->skipped = record.skipped_steps;
+    }
+    float *to = r->values[rank];
+    for (size_t i = 0; i < count; i++) {
+        TRY(dtrain_strategy_read(strategy, i, to));
+        to += shapes_of[i][0] * (shapes_of[i][1] ? shapes_of[i][1] : 1);
+    }
+    dtrain_state_destroy(state);
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return DTRAIN_OK;
+}
+
+static int means_main(dtrain_world *world, void *user)
+{
+    means_rank s;
+    memset(&s, 0, sizeof s);
+    CHECK_MSG(means_train(world, (means *)user, &s) == DTRAIN_OK, "%s", dtrain_last_error());
+    return 0;
+}
+
+/* A run goes on to the bit from a list that was copied by hand: moments, step counts, the loss scale. */
+static void test_own_means(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
+                                     DTRAIN_STRATEGY_FULL_SHARD};
+    static const uint32_t optimizers[] = {DTRAIN_OPTIMIZER_SGD, DTRAIN_OPTIMIZER_ADAMW,
+                                          DTRAIN_OPTIMIZER_LION, DTRAIN_OPTIMIZER_MUON};
+    for (uint32_t i = 0; i < 24; i++) {
+        means *r = (means *)ranks_shared(sizeof *r), *goes_on = (means *)ranks_shared(sizeof *r);
+        const int ranks = 1 + (int)((i + i / 12) % 3);
+        r->kind = kinds[i / 4 % 3], r->optimizer = optimizers[i % 4], r->scaled = i >= 12;
+        if (r->optimizer == DTRAIN_OPTIMIZER_MUON && r->kind) r->kind = DTRAIN_STRATEGY_ZERO3;
+        ranks_run(ranks, DTRAIN_LAUNCH_THREADS, means_main, r);
+        memcpy(goes_on, r, sizeof *r);
+        memset(goes_on->loss, 0, sizeof r->loss), memset(goes_on->values, 0, sizeof r->values);
+        goes_on->restores = true;
+        ranks_run(ranks, DTRAIN_LAUNCH_THREADS, means_main, goes_on);
+        CHECK_MSG(memcmp(r->values, goes_on->values, sizeof r->values) == 0,
+                  "case %u: other values", (unsigned)i);
+        CHECK_MSG(memcmp(r->loss + MEANS_AT, goes_on->loss + MEANS_AT, sizeof r->loss / 2) == 0,
+                  "case %u: other losses", (unsigned)i);
+        CHECK_MSG(r->skipped == goes_on->skipped && (r->skipped > 0) == r->scaled,
+                  "case %u: %d and %d skipped", (unsigned)i, (int)r->skipped,
+                  (int)goes_on->skipped);
+        munmap(r, sizeof *r), munmap(goes_on, sizeof *r);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -341,5 +491,6 @@ int main(int argc, char **argv)
     RUN(test_writers_are_balanced);
     RUN(test_contradictions);
     RUN(test_items);
+    RUN(test_own_means);
     return test_summary();
 }

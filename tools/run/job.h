@@ -375,6 +375,7 @@ static dtrain_result plan_snapshot(dtrain_world *world, int ranks, run_job *j)
     for (size_t i = 0; i < count; i++) { /* a tensor is listed once for each piece */
         const dtrain_state_tensor *t = &tensors[i], *before = i ? &tensors[i - 1] : NULL;
         const uint64_t each = dtrain_dtype_bytes((dtrain_dtype)t->dtype);
+        if (t->kind == DTRAIN_STATE_SCALAR) continue; /* the manifest has it */
         if (t->own) j->snapshot_bytes += (uint64_t)t->piece.count * each;
         else if (!before || before->kind != t->kind || strcmp(before->name, t->name) != 0)
             j->snapshot_bytes += (uint64_t)t->total * each / (uint64_t)ranks;
