@@ -228,7 +228,7 @@ LINKED  := -DDTRAIN__IMPLEMENTED
 PRIVATE := $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) $(wildcard bench/*.c) 2>/dev/null)
 ASKING   = $(if $(filter $(notdir $(PRIVATE)),$(<F)),,$(LINKED))
 INTERNAL = $(LINKED) -iquote src $(addprefix -include ,$(patsubst src/%,%,$(wildcard src/*/*_internal.h)))
-INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(wildcard tests/unit/*.c)))
+INSIDE  := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(UNIT))))
 # Tests that look at the kernels of every instruction set share one object with those that the library has not.
 KERNELS := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "instances.h"' $(wildcard tests/unit/*.c)))
 # The library as objects of src/, which tests that look inside, the emulated GPU and sanitized programs are linked with: it

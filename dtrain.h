@@ -94,6 +94,7 @@
        src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
        src/comm/local.c                     The local transport: shared memory
+       src/comm/circle.c                    Circles: ranks that wait for each other
        src/comm/links.c                     Emulated links
        src/comm/counting.c                  The counting communicator
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
@@ -5454,6 +5455,18 @@ typedef struct dtrain__pulse {
     uint64_t line;
 } dtrain__pulse;
 
+/* The operation that a rank has been waiting for, as comm/circle.c shows it. The fields between
+ * `number` and `text` are atomic by themselves, and belong together if `number` is the same before
+ * and after reading them. */
+typedef struct dtrain__long_wait {
+    uint64_t number;   /* atomic, stored last: of the wait, from 1, below 2^31; 0: none */
+    int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
+    uint64_t sequence; /* of the collective; messages: 0 */
+    uint32_t kind;     /* dtrain_collective_kind */
+    int32_t peer;      /* of a message, its rank in the world; collectives: -1 */
+    char text[112];    /* the call, for error sentences */
+} dtrain__long_wait;
+
 /* The control page, at the start of the shared region. Where ranks share no memory, each has a copy
  * of its own, which the link updates. */
 typedef struct dtrain__control {
@@ -5471,6 +5484,8 @@ typedef struct dtrain__control {
     uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
+    dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
+    uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
 } dtrain__control;
 
 /* A control page, with or without arenas behind it, as it was mapped. */
@@ -5485,6 +5500,12 @@ typedef struct dtrain__range {
 } dtrain__range;
 
 typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
+struct dtrain__engine;
+struct dtrain__work;
+struct dtrain__wait;
+typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__engine *comm,
+                                         const struct dtrain__work *work,
+                                         struct dtrain__wait *wait);
 
 struct dtrain_world {
     int rank, size;
@@ -5519,9 +5540,12 @@ struct dtrain_world {
     uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    int64_t comm_count;           /* every communicator made so far has a smaller number */
-    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
-    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
+    uint64_t long_wait_ns;        /* a wait that lasts longer gets a number, see comm/circle.c */
+    uint64_t long_wait_count;     /* of these numbers, so far ... */
+    dtrain__look_fn look_for_circle; /* ... of which control.c knows nothing; or NULL */
+    int64_t comm_count;              /* every communicator made so far has a smaller number */
+    dtrain__timeline timeline;       /* its spans, collectives and signs of life */
+    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
@@ -5535,6 +5559,8 @@ typedef struct dtrain__wait {
     bool polled;            /* the last turn polled: the caller may make its own rarer checks */
     uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
     uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
+    uint64_t number, looked_ns;  /* of a long wait, see comm/circle.c; when it last looked */
+    uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
 /* world/world.c */
@@ -6779,6 +6805,9 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 world, DTRAIN_ERROR_PEER,
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
+        if (world->look_for_circle && world->look_for_circle(world, NULL, NULL, wait) != DTRAIN_OK)
+            return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
+                                      dtrain__bare(dtrain_last_error()));
         if (turn == DTRAIN_ERROR_TIMEOUT) {
             const bool through_0 = world->rank && dtrain__is_remote(world);
             const int behind = dtrain__behind(world, through_0 ? 0 : awaited);
@@ -6813,6 +6842,7 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
     }
     dtrain__set_waits(world, -1);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
 }
 
@@ -9003,6 +9033,9 @@ struct dtrain__engine {
     }
 
 /* comm/engine.c */
+DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text,
+                                      size_t room);
+DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
                                            dtrain__shown *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
@@ -9025,6 +9058,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
                                                     const dtrain__transport *transport,
                                                     dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
+
+/* comm/circle.c */
+DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain__wait *wait);
 
 /* comm/links.c */
 DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work);
@@ -9372,7 +9409,8 @@ DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtr
 
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
  * 0: "collective #17 (all-reduce sum f32 count 100)". */
-static void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text, size_t room)
+DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text,
+                                      size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     const dtrain__kind *kind = dtrain__kind_of(shown->kind);
@@ -9509,7 +9547,7 @@ static bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
 }
 
 /* Move everything in flight, oldest first. */
-static void dtrain__engine_advance(dtrain__engine *comm)
+DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
 {
     uint64_t oldest = 0; /* sequence of the first collective that is not done */
     dtrain__work **link = &comm->queue;
@@ -9864,16 +9902,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait, after dtrain__wait_poll returned `turn`, and fail the
- * communicator if they say so. Before that, advance once more: what other ranks did until they
- * failed or left may be all that was needed. */
-static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
+/* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
+ * returned `turn`, and fail the communicator if they say so. Before that, advance once more: what
+ * other ranks did until they failed or left may be all that was needed. */
+static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain__wait *wait,
+                                 dtrain_result turn)
 {
     char text[DTRAIN__ERROR_BYTES] = "";
     if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
     if (work->done || comm->failed) return;
-    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
+    if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
+    if (wait && dtrain__look_for_circle(comm->base.world, comm, work, wait) != DTRAIN_OK)
+        (void)dtrain__engine_give_up(comm, DTRAIN_ERROR_MISMATCH);
+    else if (work->done || comm->failed) return;
+    else if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__engine_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
         (void)dtrain__engine_timeout(comm, work);
 }
@@ -9889,7 +9932,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
                                                              : dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
     if (work->done && comm->staged) {
@@ -9899,6 +9942,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     }
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
+    if (result == DTRAIN_OK && wait.number)
+        dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -9909,7 +9954,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, NULL, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -10014,6 +10059,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
         return result;
     }
     for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
+    world->look_for_circle = dtrain__look_for_circle;
     transport->join(comm, addresses);
     *out = &comm->base;
     return DTRAIN_OK;
@@ -10720,6 +10766,181 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
 #pragma GCC push_options
 #pragma GCC optimize("O1")
 #endif
+
+/* ==== src/comm/circle.c ======================================================================= */
+
+/* Circles: ranks that wait for each other
+ *
+ * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
+ * for rank 0. Neither communicator can see this alone, and no deadline is needed to know it. A wait
+ * that has lasted a while gets a number, and its rank shows on the control page which operation it
+ * is for. Two waits become a fact in three steps, at polls:
+ *
+ *     waiter     shows its wait n and the operation
+ *     awaited    finds during its own wait m that it has not started its side: writes (n, m)
+ *     waiter     reads (n, m), moves all that can be moved, still waits: confirms it
+ *
+ * A fact says that n cannot end well before m has ended. For the operation ends well only after the
+ * awaited rank has started its side; it had not when it wrote (n, m), during m; and a rank starts
+ * nothing during a wait. Messages have no numbers: there, "not started" means that no message of
+ * the pair is under way on the awaited rank. What that rank sent or took before it wrote (n, m),
+ * the waiter moves before it confirms; so another message has to be started.
+ *
+ * A circle of facts (n1, n2), (n2, n3), ..., (nk, n1) proves that none of these waits can end well:
+ * the first one to end would end before the next one. Facts stay true for ever, so it does not
+ * matter when each was read. A rank that computes, sleeps or only tests its operations has no
+ * numbered wait, so it is in no circle, however slow it is.
+ *
+ * Ranks that share no control page find no circles: they wait until the deadline. */
+
+#define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
+
+/* Number the wait of this rank, for `work` or, if NULL, for a world all-gather, and show it. */
+static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
+                              const dtrain__work *work, dtrain__wait *wait)
+{
+    dtrain__long_wait *own = &world->control->long_waits[world->rank];
+    const char *axis = work && comm->base.axis ? comm->base.axis : NULL;
+    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : NULL;
+    char call[80] = "dtrain_world_all_gather", ranks[64] = "";
+    size_t used = 0;
+    dtrain__store(&own->number, (uint64_t)0); /* while the rest is written */
+    dtrain__store(&own->comm, work ? comm->base.number : -1);
+    dtrain__store(&own->sequence, work ? work->sequence : world->gather_count);
+    dtrain__store(&own->kind, work ? work->what.kind : 0);
+    dtrain__store(&own->peer,
+                  work && !work->sequence ? comm->base.world_ranks[work->what.root] : -1);
+    if (work) dtrain__describe(&work->shown, work->sequence, call, sizeof call);
+    for (int i = 0; work && i < comm->base.size && i < 6; i++)
+        used +=
+            (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
+                             i == 5 && comm->base.size > 6 ? " ..." : "");
+    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis ? axis : "",
+             axis ? " axis, " : "", work ? "" : "all ", ranks, span ? " during \"" : "",
+             span ? span : "", span ? "\"" : "");
+    wait->number = ++world->long_wait_count;
+    dtrain__store(&own->number, wait->number);
+}
+
+/* Say whether this rank has started its side of an operation in which `waiter` waits. If it is not
+ * in that communicator, or has destroyed it or not yet made it, it has not. */
+static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wait *other,
+                                int waiter)
+{
+    const dtrain__engine *comm = world->comms;
+    const int64_t number = dtrain__load(&other->comm);
+    const uint64_t sequence = dtrain__load(&other->sequence);
+    if (number < 0) return world->gather_count >= sequence;
+    while (comm && comm->base.number != number) comm = comm->next;
+    if (!comm) return false;
+    if (sequence || comm->failed) return comm->failed || comm->sequence >= sequence;
+    for (const dtrain__work *work = comm->queue; work; work = work->next)
+        if (!work->sequence && comm->base.world_ranks[work->what.root] == waiter &&
+            work->what.kind != dtrain__load(&other->kind))
+            return true;
+    return false;
+}
+
+/* During wait m of this rank, write a fact for each rank whose wait may need what this rank has not
+ * started. What another rank shows is whole if its number is the same before and after. */
+static void dtrain__write_facts(const dtrain_world *world, uint64_t m)
+{
+    for (int i = 0; i < world->size; i++) {
+        const dtrain__long_wait *other = &world->control->long_waits[i];
+        uint64_t *fact = &world->control->facts[world->rank][i];
+        const uint64_t n = dtrain__load(&other->number);
+        if (i == world->rank || !n || dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
+        if (!dtrain__has_started(world, other, i) && dtrain__load(&other->number) == n)
+            dtrain__store(fact, n << 32 | m << 1);
+    }
+}
+
+/* Say whether another rank's side of an operation is missing, as far as this rank can see. */
+static bool dtrain__misses(const dtrain__engine *comm, const dtrain__work *work, int rank)
+{
+    if (work->done || comm->failed) return false;
+    if (work->sequence) return !comm->transport->heard(comm, work->sequence, rank);
+    return rank == work->what.root && comm->transport->lags(comm, work, rank);
+}
+
+/* Confirm what other ranks have written about the wait of this one, after moving what they did
+ * before. A transport that is slower than the page gets its grace, from the newest fact on. */
+static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
+                                  const dtrain__work *work, dtrain__wait *wait)
+{
+    const int size = work ? comm->base.size : world->size;
+    uint64_t *at[DTRAIN_MAX_RANKS], found[DTRAIN_MAX_RANKS], sum = 0;
+    for (int i = 0; i < size; i++) {
+        at[i] = &world->control->facts[work ? comm->base.world_ranks[i] : i][world->rank];
+        found[i] = dtrain__load(at[i]);
+        if (found[i] >> 32 != wait->number || (found[i] & 1)) found[i] = 0;
+        sum += found[i];
+    }
+    if (sum != wait->facts) wait->facts_ns = wait->last_ns;
+    wait->facts = sum;
+    if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
+    if (work) dtrain__engine_advance(comm);
+    for (int i = 0; i < size; i++)
+        if (found[i] && (!work || dtrain__misses(comm, work, i)))
+            __atomic_compare_exchange_n(at[i], &found[i], found[i] | 1, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_ACQUIRE);
+}
+
+/* Find a shortest circle that wait n of this rank is in, breadth first: path[0] is this rank, and
+ * path[i] waits for path[i + 1]. Return its length; 0: there is none. */
+static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
+{
+    uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* of the ranks that have been reached; 0: not yet */
+    int reached[DTRAIN_MAX_RANKS], from[DTRAIN_MAX_RANKS], count = 1, length = 0;
+    from[world->rank] = -1;
+    waits[reached[0] = world->rank] = n;
+    for (int at = 0; at < count && !length; at++)
+        for (int i = 0; i < world->size && !length; i++) {
+            const uint64_t fact = dtrain__load(&world->control->facts[i][reached[at]]);
+            const uint64_t m = fact >> 1 & 0x7fffffffu;
+            if (!(fact & 1) || fact >> 32 != waits[reached[at]]) continue;
+            if (i == world->rank && m == n)
+                for (int r = reached[at]; r >= 0; r = from[r]) path[length++] = r;
+            if (waits[i] || dtrain__load(&world->control->long_waits[i].number) != m) continue;
+            waits[i] = m;
+            from[i] = reached[at];
+            reached[count++] = i;
+        }
+    for (int i = 0; i < length / 2; i++) { /* it was found from its end */
+        const int other = path[i];
+        path[i] = path[length - 1 - i];
+        path[length - 1 - i] = other;
+    }
+    return length;
+}
+
+/* Look for a circle from inside a wait, for `work` or, if NULL, for a world all-gather. */
+DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain__wait *wait)
+{
+    int path[DTRAIN_MAX_RANKS];
+    char list[DTRAIN__CIRCLE_NAMED * 144] = "", more[40] = "";
+    size_t used = 0;
+    if (wait->waited_ns < world->long_wait_ns || dtrain__is_remote(world) ||
+        wait->last_ns - wait->looked_ns < world->long_wait_ns / 512)
+        return DTRAIN_OK;
+    wait->looked_ns = wait->last_ns;
+    if (!wait->number) dtrain__show_wait(world, comm, work, wait);
+    dtrain__write_facts(world, wait->number);
+    dtrain__confirm_facts(world, comm, work, wait);
+    const int length = dtrain__find_circle(world, wait->number, path);
+    for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)
+        used += (size_t)snprintf(list + used, sizeof list - used,
+                                 "%srank %d waits for rank %d in %s", i ? "; " : "", path[i],
+                                 path[(i + 1) % length], world->control->long_waits[path[i]].text);
+    if (!length) return DTRAIN_OK;
+    if (length > DTRAIN__CIRCLE_NAMED)
+        snprintf(more, sizeof more, "; ... %d more ranks", length - DTRAIN__CIRCLE_NAMED);
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "the ranks wait for each other in a circle: %s%s; make the same calls on "
+                       "all of them",
+                       list, more);
+}
 
 /* ==== src/comm/links.c ======================================================================== */
 
@@ -12668,6 +12889,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->emulation = desc->emulation;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->allocator = desc->allocator;

@@ -101,6 +101,7 @@ extern "C" {
 #pragma GCC push_options
 #pragma GCC optimize("O1")
 #endif
+#include "comm/circle.c"
 #include "comm/links.c"
 #include "comm/counting.c"
 #include "comm/staged.c"

@@ -31,7 +31,8 @@ DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtr
 
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
  * 0: "collective #17 (all-reduce sum f32 count 100)". */
-static void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text, size_t room)
+DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text,
+                                      size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     const dtrain__kind *kind = dtrain__kind_of(shown->kind);
@@ -168,7 +169,7 @@ static bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
 }
 
 /* Move everything in flight, oldest first. */
-static void dtrain__engine_advance(dtrain__engine *comm)
+DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
 {
     uint64_t oldest = 0; /* sequence of the first collective that is not done */
     dtrain__work **link = &comm->queue;
@@ -523,16 +524,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait, after dtrain__wait_poll returned `turn`, and fail the
- * communicator if they say so. Before that, advance once more: what other ranks did until they
- * failed or left may be all that was needed. */
-static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
+/* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
+ * returned `turn`, and fail the communicator if they say so. Before that, advance once more: what
+ * other ranks did until they failed or left may be all that was needed. */
+static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain__wait *wait,
+                                 dtrain_result turn)
 {
     char text[DTRAIN__ERROR_BYTES] = "";
     if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
     if (work->done || comm->failed) return;
-    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
+    if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
+    if (wait && dtrain__look_for_circle(comm->base.world, comm, work, wait) != DTRAIN_OK)
+        (void)dtrain__engine_give_up(comm, DTRAIN_ERROR_MISMATCH);
+    else if (work->done || comm->failed) return;
+    else if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__engine_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
         (void)dtrain__engine_timeout(comm, work);
 }
@@ -548,7 +554,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
                                                              : dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
     if (work->done && comm->staged) {
@@ -558,6 +564,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     }
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
+    if (result == DTRAIN_OK && wait.number)
+        dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -568,7 +576,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, NULL, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -673,6 +681,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
         return result;
     }
     for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
+    world->look_for_circle = dtrain__look_for_circle;
     transport->join(comm, addresses);
     *out = &comm->base;
     return DTRAIN_OK;

@@ -136,6 +136,9 @@ struct dtrain__engine {
     }
 
 /* comm/engine.c */
+DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text,
+                                      size_t room);
+DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
                                            dtrain__shown *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
@@ -158,6 +161,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
                                                     const dtrain__transport *transport,
                                                     dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
+
+/* comm/circle.c */
+DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain__wait *wait);
 
 /* comm/links.c */
 DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work);

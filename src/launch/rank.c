@@ -114,6 +114,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->emulation = desc->emulation;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->allocator = desc->allocator;

@@ -358,6 +358,9 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 world, DTRAIN_ERROR_PEER,
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
+        if (world->look_for_circle && world->look_for_circle(world, NULL, NULL, wait) != DTRAIN_OK)
+            return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
+                                      dtrain__bare(dtrain_last_error()));
         if (turn == DTRAIN_ERROR_TIMEOUT) {
             const bool through_0 = world->rank && dtrain__is_remote(world);
             const int behind = dtrain__behind(world, through_0 ? 0 : awaited);
@@ -392,6 +395,7 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
     }
     dtrain__set_waits(world, -1);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
 }
 

@@ -84,6 +84,18 @@ typedef struct dtrain__pulse {
     uint64_t line;
 } dtrain__pulse;
 
+/* The operation that a rank has been waiting for, as comm/circle.c shows it. The fields between
+ * `number` and `text` are atomic by themselves, and belong together if `number` is the same before
+ * and after reading them. */
+typedef struct dtrain__long_wait {
+    uint64_t number;   /* atomic, stored last: of the wait, from 1, below 2^31; 0: none */
+    int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
+    uint64_t sequence; /* of the collective; messages: 0 */
+    uint32_t kind;     /* dtrain_collective_kind */
+    int32_t peer;      /* of a message, its rank in the world; collectives: -1 */
+    char text[112];    /* the call, for error sentences */
+} dtrain__long_wait;
+
 /* The control page, at the start of the shared region. Where ranks share no memory, each has a copy
  * of its own, which the link updates. */
 typedef struct dtrain__control {
@@ -101,6 +113,8 @@ typedef struct dtrain__control {
     uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
+    dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
+    uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
 } dtrain__control;
 
 /* A control page, with or without arenas behind it, as it was mapped. */
@@ -115,6 +129,12 @@ typedef struct dtrain__range {
 } dtrain__range;
 
 typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
+struct dtrain__engine;
+struct dtrain__work;
+struct dtrain__wait;
+typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__engine *comm,
+                                         const struct dtrain__work *work,
+                                         struct dtrain__wait *wait);
 
 struct dtrain_world {
     int rank, size;
@@ -149,9 +169,12 @@ struct dtrain_world {
     uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    int64_t comm_count;           /* every communicator made so far has a smaller number */
-    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
-    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
+    uint64_t long_wait_ns;        /* a wait that lasts longer gets a number, see comm/circle.c */
+    uint64_t long_wait_count;     /* of these numbers, so far ... */
+    dtrain__look_fn look_for_circle; /* ... of which control.c knows nothing; or NULL */
+    int64_t comm_count;              /* every communicator made so far has a smaller number */
+    dtrain__timeline timeline;       /* its spans, collectives and signs of life */
+    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
@@ -165,6 +188,8 @@ typedef struct dtrain__wait {
     bool polled;            /* the last turn polled: the caller may make its own rarer checks */
     uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
     uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
+    uint64_t number, looked_ns;  /* of a long wait, see comm/circle.c; when it last looked */
+    uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
 /* world/world.c */

@@ -44,7 +44,9 @@ enum misfortune {
     LACKS,  /* a parameter has no gradient in step `step`, which fails; the next one is taken */
     STOPS,  /* a signal asks one rank to */
     DRIFTS, /* an element of one rank's parameter `drifting` changes */
+    ALONE,  /* a rank makes collective `lone` alone before step `step` */
 };
+enum { OPENS, READS_LAST, EXPORTS, READS, VERIFIES, EVALUATES, BARRIER, STEPS_MORE, GATHERS, LONE };
 
 typedef struct job {
     int tensor, pipeline, data;
@@ -56,7 +58,7 @@ typedef struct job {
     bool graph, fetches; /* loss fetches its batch itself */
     bool tied, keep, compresses;
     bool warms; /* the first two units are frozen in the first two steps */
-    int drifting;
+    int drifting, lone;
     uint32_t units[RANKS]; /* [0] = 0: evenly */
     /* what came of it */
     dtrain_result result[RANKS];
@@ -238,6 +240,29 @@ static dtrain_result save(local *l, int64_t step)
     return result == DTRAIN_OK ? closed : result;
 }
 
+static dtrain_result call_alone(local *l)
+{
+    float values[MOST];
+    double loss;
+    dtrain_checkpoint_desc desc;
+    dtrain_checkpoint *checkpoint = NULL;
+    dtrain_step_record record;
+    memset(&desc, 0, sizeof desc);
+    desc.directory = path_of("alone"), desc.state = l->state;
+    switch (l->j->lone) {
+    case OPENS: TRY(dtrain_checkpoint_open(l->world, &desc, &checkpoint)); break;
+    case READS_LAST: return dtrain_strategy_read(l->strategy, PARAMS - 1, values);
+    case EXPORTS: return dtrain_checkpoint_export(l->strategy, path_of("alone.safetensors"), NULL);
+    case READS: return dtrain_strategy_read(l->strategy, 0, values);
+    case VERIFIES: return dtrain_strategy_verify(l->strategy, NULL);
+    case EVALUATES: return dtrain_trainer_evaluate(l->trainer, next_batch, l, 2, &loss);
+    case BARRIER: return dtrain_barrier(dtrain_world_comm(l->world));
+    case STEPS_MORE: return dtrain_trainer_step(l->trainer, &record);
+    default: return dtrain_world_all_gather(l->world, "x", 1, values);
+    }
+    return dtrain_checkpoint_close(checkpoint);
+}
+
 static dtrain_result train(local *l)
 {
     job *j = l->j;
@@ -252,6 +277,7 @@ static dtrain_result train(local *l)
     for (int step = j->from; step < j->to; step++) {
         dtrain_step_record record;
         warm(l, step);
+        if (j->what == ALONE && step == j->step && l->rank == j->rank) TRY(call_alone(l));
         const dtrain_result taken = dtrain_trainer_step(l->trainer, &record);
         if (j->what == LACKS && step == j->step) {
             CHECK_MSG(taken != DTRAIN_OK && strstr(dtrain_last_error(), "no gradient") &&
@@ -424,6 +450,37 @@ static void test_dead_and_stalled(void)
     j = job_of(3, 1, DTRAIN_PIPELINE_1F1B, STALLS);
     j.rank = 1, j.micro = 2;
     check_errors(&j, DTRAIN_LAUNCH_THREADS, 400, " of micro-batch ", "stage ");
+}
+
+/* A collective that one rank makes alone: no deadline is needed to say who waits in which call. */
+static void test_alone(void)
+{
+    static const struct {
+        int pipeline, data;
+        uint32_t schedule;
+    } meshes[] = {
+        {2, 1, DTRAIN_PIPELINE_1F1B}, {2, 2, DTRAIN_PIPELINE_ZB_H1}, {4, 1, DTRAIN_PIPELINE_GPIPE}};
+    for (int lone = 0; lone < LONE; lone++)
+        for (int mesh = 0; mesh < 3; mesh++) {
+            if (mesh != lone % 2 * 2 && !test_full()) continue;
+            dtrain_result result;
+            job how =
+                job_of(meshes[mesh].pipeline, meshes[mesh].data, meshes[mesh].schedule, ALONE);
+            how.lone = lone, how.step = 1, how.rank = (lone + mesh) % ranks_of(&how);
+            job *j = launch(&how, lone % 2 ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES, 0,
+                            &result);
+            CHECK(result != DTRAIN_OK);
+            for (int r = 0; r < ranks_of(j); r++) {
+                const char *text = j->text[r];
+                char who[32];
+                snprintf(who, sizeof who, "rank %d", how.rank);
+                CHECK_MSG(j->result[r] != DTRAIN_OK && j->result[r] != DTRAIN_ERROR_TIMEOUT &&
+                              !strstr(text, " waited ") && strstr(text, who),
+                          "call %d of rank %d of %d, rank %d: %s", lone, how.rank, ranks_of(j), r,
+                          text);
+            }
+            munmap(j, sizeof *j);
+        }
 }
 
 static void test_settings_differ(void)
@@ -642,6 +699,7 @@ int main(int argc, char **argv)
     RUN(test_data_fails);
     RUN(test_data_ends_elsewhere);
     RUN(test_dead_and_stalled);
+    RUN(test_alone);
     RUN(test_settings_differ);
     RUN(test_refused);
     RUN(test_not_finite);
