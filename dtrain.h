@@ -997,7 +997,8 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 
 /* Start desc->rank_count ranks that each run rank_main, wait for all of them, and return DTRAIN_OK
  * when all returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank
- * that failed first and how. Ranks still running grace_ms after a failure are killed.
+ * that failed first and how. Ranks still running grace_ms after a failure are killed, and ranks
+ * that are stopped (SIGSTOP) for timeout_ms after all others have ended.
  *
  * Processes: call it before starting threads and before touching much memory (fork copies page
  * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
@@ -12280,6 +12281,8 @@ typedef struct dtrain__launch {
     pid_t launcher;               /* this process, if it forks ranks; else 0 */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
+    int stops[DTRAIN_MAX_RANKS];  /* signal that has stopped each process; 0: it runs */
+    uint64_t stopped_ns;          /* for how long all that live have been stopped */
     int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
     int passed_on;                /* last signal forwarded, SIGUSR1 and SIGUSR2 included */
     uint64_t stop_ns;             /* when the last request to stop came */
@@ -12342,8 +12345,12 @@ static void dtrain__reap(dtrain__launch *launch)
         const int rank = launch->place.rank + i;
         int status = 0;
         if (launch->pids[i] <= 0) continue;
-        const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
+        const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG | WUNTRACED | WCONTINUED);
         if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
+        if (pid > 0 && (WIFSTOPPED(status) || WIFCONTINUED(status))) {
+            launch->stops[i] = WIFSTOPPED(status) ? WSTOPSIG(status) : 0;
+            continue;
+        }
         launch->pids[i] = 0;
         launch->live--;
         if (pid < 0) {
@@ -12388,6 +12395,30 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     dtrain__signal_ranks(launch, SIGKILL);
 }
 
+/* Kill ranks that are stopped after others have ended: nobody waits for them any more, so no
+ * deadline names them. They have been stopped for timeout_ms, in which a gap of more than a second
+ * counts as one second: a job that is suspended as a whole, launcher included, goes on. */
+static void dtrain__end_stopped(dtrain__launch *launch, uint64_t gap_ns)
+{
+    char text[96];
+    int stopped = 0;
+    for (uint32_t i = 0; i < launch->desc.rank_count; i++)
+        stopped += launch->pids[i] > 0 && launch->stops[i];
+    const bool stuck = stopped == launch->live && launch->live < (int)launch->desc.rank_count;
+    launch->stopped_ns += gap_ns < 1000000000u ? gap_ns : 1000000000u;
+    if (!stuck) launch->stopped_ns = 0;
+    if (launch->stopped_ns < (uint64_t)launch->desc.timeout_ms * 1000000u) return;
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+        if (launch->pids[i] <= 0) continue;
+        snprintf(text, sizeof text, "it was stopped by signal %d for %.1f s while others ended",
+                 launch->stops[i], 1e-9 * (double)launch->stopped_ns);
+        dtrain__record_end(launch->region.control, launch->place.rank + i, DTRAIN__STOPPED, SIGKILL,
+                           text);
+        launch->stops[i] = 0;
+    }
+    dtrain__signal_ranks(launch, SIGKILL);
+}
+
 /* Wait until all ranks have ended. SIGCHLD wakes this thread; the nap only matters when another
  * thread of the host has taken it. */
 static void dtrain__watch(dtrain__launch *launch)
@@ -12395,6 +12426,9 @@ static void dtrain__watch(dtrain__launch *launch)
     struct timespec nap;
     nap.tv_sec = 0;
     nap.tv_nsec = 50000000;
+    uint64_t before = dtrain__now_ns();
+    launch->stopped_ns = 0;
+    memset(launch->stops, 0, sizeof launch->stops);
     while (launch->live > 0) {
         siginfo_t what;
         const int number = sigtimedwait(&launch->watched, &what, &nap);
@@ -12402,6 +12436,8 @@ static void dtrain__watch(dtrain__launch *launch)
         if (number > 0 && number != SIGCHLD)
             dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
         const uint64_t now = dtrain__now_ns();
+        if (launch->live) dtrain__end_stopped(launch, now - before);
+        before = now;
         if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
             launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
         if (launch->kill_ns && now >= launch->kill_ns) {

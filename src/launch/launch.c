@@ -59,8 +59,12 @@ static void dtrain__reap(dtrain__launch *launch)
         const int rank = launch->place.rank + i;
         int status = 0;
         if (launch->pids[i] <= 0) continue;
-        const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
+        const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG | WUNTRACED | WCONTINUED);
         if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
+        if (pid > 0 && (WIFSTOPPED(status) || WIFCONTINUED(status))) {
+            launch->stops[i] = WIFSTOPPED(status) ? WSTOPSIG(status) : 0;
+            continue;
+        }
         launch->pids[i] = 0;
         launch->live--;
         if (pid < 0) {
@@ -105,6 +109,30 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     dtrain__signal_ranks(launch, SIGKILL);
 }
 
+/* Kill ranks that are stopped after others have ended: nobody waits for them any more, so no
+ * deadline names them. They have been stopped for timeout_ms, in which a gap of more than a second
+ * counts as one second: a job that is suspended as a whole, launcher included, goes on. */
+static void dtrain__end_stopped(dtrain__launch *launch, uint64_t gap_ns)
+{
+    char text[96];
+    int stopped = 0;
+    for (uint32_t i = 0; i < launch->desc.rank_count; i++)
+        stopped += launch->pids[i] > 0 && launch->stops[i];
+    const bool stuck = stopped == launch->live && launch->live < (int)launch->desc.rank_count;
+    launch->stopped_ns += gap_ns < 1000000000u ? gap_ns : 1000000000u;
+    if (!stuck) launch->stopped_ns = 0;
+    if (launch->stopped_ns < (uint64_t)launch->desc.timeout_ms * 1000000u) return;
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+        if (launch->pids[i] <= 0) continue;
+        snprintf(text, sizeof text, "it was stopped by signal %d for %.1f s while others ended",
+                 launch->stops[i], 1e-9 * (double)launch->stopped_ns);
+        dtrain__record_end(launch->region.control, launch->place.rank + i, DTRAIN__STOPPED, SIGKILL,
+                           text);
+        launch->stops[i] = 0;
+    }
+    dtrain__signal_ranks(launch, SIGKILL);
+}
+
 /* Wait until all ranks have ended. SIGCHLD wakes this thread; the nap only matters when another
  * thread of the host has taken it. */
 static void dtrain__watch(dtrain__launch *launch)
@@ -112,6 +140,9 @@ static void dtrain__watch(dtrain__launch *launch)
     struct timespec nap;
     nap.tv_sec = 0;
     nap.tv_nsec = 50000000;
+    uint64_t before = dtrain__now_ns();
+    launch->stopped_ns = 0;
+    memset(launch->stops, 0, sizeof launch->stops);
     while (launch->live > 0) {
         siginfo_t what;
         const int number = sigtimedwait(&launch->watched, &what, &nap);
@@ -119,6 +150,8 @@ static void dtrain__watch(dtrain__launch *launch)
         if (number > 0 && number != SIGCHLD)
             dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
         const uint64_t now = dtrain__now_ns();
+        if (launch->live) dtrain__end_stopped(launch, now - before);
+        before = now;
         if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
             launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
         if (launch->kill_ns && now >= launch->kill_ns) {

@@ -118,7 +118,8 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 
 /* Start desc->rank_count ranks that each run rank_main, wait for all of them, and return DTRAIN_OK
  * when all returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank
- * that failed first and how. Ranks still running grace_ms after a failure are killed.
+ * that failed first and how. Ranks still running grace_ms after a failure are killed, and ranks
+ * that are stopped (SIGSTOP) for timeout_ms after all others have ended.
  *
  * Processes: call it before starting threads and before touching much memory (fork copies page
  * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.

@@ -39,6 +39,8 @@ typedef struct dtrain__launch {
     pid_t launcher;               /* this process, if it forks ranks; else 0 */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
+    int stops[DTRAIN_MAX_RANKS];  /* signal that has stopped each process; 0: it runs */
+    uint64_t stopped_ns;          /* for how long all that live have been stopped */
     int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
     int passed_on;                /* last signal forwarded, SIGUSR1 and SIGUSR2 included */
     uint64_t stop_ns;             /* when the last request to stop came */

@@ -397,6 +397,36 @@ static void test_stopped_rank(void)
               st.told->text[2]);
     CHECK_MSG(took > 0.6 && took < RANKS_SOON, "a deadline of 0.7 s came after %.2f s", took);
 }
+/* Nobody waits for a rank that is stopped after its last call: the launcher ends it. */
+static int rank_stops_at_the_end(dtrain_world *world, void *user)
+{
+    stopping *st = (stopping *)user;
+    const int rank = dtrain_world_rank(world);
+    st->told->pid[rank] = (int32_t)getpid();
+    RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+    tell(st->told, rank, DTRAIN_OK);
+    if (rank > 0) raise(rank == 1 ? SIGSTOP : SIGTSTP);
+    return 0;
+}
+static void test_stopped_at_the_end(void)
+{
+    for (int ranks = 2; ranks < 4; ranks++) {
+        stopping st;
+        dtrain_launch_desc desc = ranks_desc(ranks, PROCESSES);
+        dtrain_launch_info info;
+        st.told = new_story();
+        desc.timeout_ms = 700;
+        const double begin = dtrain_seconds();
+        CHECK(ranks_launch(&desc, rank_stops_at_the_end, &st, &info) == DTRAIN_ERROR_RANK_FAILED);
+        CHECK_MSG(dtrain_seconds() - begin > 0.6, "a rank may be stopped for 0.7 s");
+        CHECK_MSG(info.first_failed_rank == 1 && info.exit_code == 137 &&
+                      contains(dtrain_last_error(), "rank 1 was killed by the launcher") &&
+                      contains(dtrain_last_error(), "stopped by signal"),
+                  "rank %d, exit code %d: %s", info.first_failed_rank, info.exit_code,
+                  dtrain_last_error());
+        munmap(st.told, sizeof *st.told);
+    }
+}
 static void test_stopped_and_continued(void)
 {
     stopping st;
@@ -1396,6 +1426,7 @@ int main(int argc, char **argv)
     RUN(test_leaving);
     RUN(test_extra_call);
     RUN(test_stopped_rank);
+    RUN(test_stopped_at_the_end);
     RUN(test_stopped_and_continued);
     RUN(test_deadline);
     RUN(test_who_is_behind);

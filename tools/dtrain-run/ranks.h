@@ -280,10 +280,17 @@ static void run_reap(run_node *node)
 {
     int status;
     pid_t pid;
-    while ((pid = waitpid(-1, &status, WNOHANG)) > 0 || (pid < 0 && errno == EINTR))
+    while ((pid = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0 || (pid < 0 && errno == EINTR))
         for (int i = 0; i < node->count && pid > 0; i++) {
             run_rank *rank = &node->ranks[i];
             if (rank->pid != pid || rank->ended) continue;
+            if (WIFSTOPPED(status)) {
+                fprintf(stderr,
+                        "dtrain-run: rank %d (pid %d) was stopped by signal %d: the run waits for "
+                        "it; kill -CONT %d lets it go on\n",
+                        node->first + i, (int)pid, WSTOPSIG(status), (int)pid);
+                continue;
+            }
             rank->ended = true;
             rank->status = status;
             rank->ended_ns = dtrain__now_ns();
