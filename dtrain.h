@@ -5465,7 +5465,7 @@ typedef struct dtrain__long_wait {
     uint64_t sequence; /* of the collective; messages: 0 */
     uint32_t kind;     /* dtrain_collective_kind */
     int32_t peer;      /* of a message, its rank in the world; collectives: -1 */
-    char text[112];    /* the call, for error sentences */
+    char text[176];    /* the call, for error sentences */
 } dtrain__long_wait;
 
 /* The control page, at the start of the shared region. Where ranks share no memory, each has a copy
@@ -10932,7 +10932,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
     const int length = dtrain__find_circle(world, wait->number, path);
     for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)
         used += (size_t)snprintf(list + used, sizeof list - used,
-                                 "%srank %d waits for rank %d in %s", i ? "; " : "", path[i],
+                                 "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
                                  path[(i + 1) % length], world->control->long_waits[path[i]].text);
     if (!length) return DTRAIN_OK;
     if (length > DTRAIN__CIRCLE_NAMED)

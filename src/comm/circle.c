@@ -172,7 +172,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
     const int length = dtrain__find_circle(world, wait->number, path);
     for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)
         used += (size_t)snprintf(list + used, sizeof list - used,
-                                 "%srank %d waits for rank %d in %s", i ? "; " : "", path[i],
+                                 "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
                                  path[(i + 1) % length], world->control->long_waits[path[i]].text);
     if (!length) return DTRAIN_OK;
     if (length > DTRAIN__CIRCLE_NAMED)

@@ -93,7 +93,7 @@ typedef struct dtrain__long_wait {
     uint64_t sequence; /* of the collective; messages: 0 */
     uint32_t kind;     /* dtrain_collective_kind */
     int32_t peer;      /* of a message, its rank in the world; collectives: -1 */
-    char text[112];    /* the call, for error sentences */
+    char text[176];    /* the call, for error sentences */
 } dtrain__long_wait;
 
 /* The control page, at the start of the shared region. Where ranks share no memory, each has a copy
