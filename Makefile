@@ -53,6 +53,7 @@ help:
 	@echo "make bench-comm        exchanges of gradients over slow links, and what helps (ARGS=\"--help\")"
 	@echo "make bench-scaling     1 to 8 ranks of this machine, then 64 and 256 (ARGS=\"--help\")"
 	@echo "make check-simulator   $(BUILD)/simulate's predictions beside published scaling"
+	@echo "make gpu-first  with an NVIDIA GPU: what only a GPU can answer, in 4 minutes; without make: bash tests/cuda/gpu_first.sh"
 	@echo "make gpu-check  with an NVIDIA GPU: tests, NCCL, training, sanitizers; 9 minutes"
 	@echo "make gpu-bench  with an NVIDIA GPU: training beside PyTorch, kernels, strategies; 9 minutes"
 	@echo "make asan tsan  the tests under the address and undefined behaviour sanitizers, or that of threads"
@@ -185,7 +186,7 @@ cuda: $(EXAMPLES:$(BUILD)/%=$(BUILD)/cuda/%)
 	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/cuda/. Try: $(BUILD)/cuda/train_gpt --device cuda, make gpu-check"
 gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU))) \
               $(BUILD)/cuda/bench_kernels $(BUILD)/cuda/bench_train
-gpu-check gpu-bench:
+gpu-first gpu-check gpu-bench:
 	@BUILD=$(BUILD) bash tests/cuda/$(subst -,_,$@).sh
 
 # ---- MPI ------------------------------------------------------------------------------------------
@@ -363,7 +364,7 @@ clean:
 	rm -rf $(BUILD)
 
 .PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
-        asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-check gpu-bench mpi openmpi mpich \
+        asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-first gpu-check gpu-bench mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

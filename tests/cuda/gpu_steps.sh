@@ -1,6 +1,6 @@
-# gpu_steps.sh: what make gpu-check and make gpu-bench share. They source it from the root of the tree, with $suite set.
+# gpu_steps.sh: what make gpu-first, gpu-check and gpu-bench share. They source it from the root of the tree, with $suite set.
 #
-# A step is a command with a limit of seconds and a log of its own; the limits of a suite add up to less than $most.
+# A step is a command with a limit of seconds and a log of its own; the limits of a suite add up to 240 s (gpu-first) or 560 s at most.
 # When a step ends, a line about it is printed and appended to $logs/steps, and all of $logs is packed into
 # $OUT/$suite.tgz: what is cut off, even by kill -9, leaves what it had found out.
 #   BUILD   folder of the programs, build    OUT   folder of the archive, BUILD/gpu    NVCC   nvcc
@@ -9,7 +9,6 @@ build=${BUILD:-build}
 bin=$build/cuda
 out=${OUT:-$build/gpu}
 logs=$build/gpu/$suite
-most=560
 SECONDS=0
 passed=0 failed=0 skipped=0 planned=0 running=
 nvcc=${NVCC:-nvcc}
@@ -20,7 +19,7 @@ gpu=$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,nohea
 IFS=, read -r gpu driver memory <<<"$gpu"
 command -v "$nvcc" >/dev/null || [ ! -x /usr/local/cuda/bin/nvcc ] || PATH=$PATH:/usr/local/cuda/bin
 command -v "$nvcc" >/dev/null || missing "$gpu is there, but $nvcc is not installed: install the CUDA Toolkit or set NVCC"
-make --version 2>/dev/null | grep -q GNU || missing "GNU make is not installed, which builds the programs: apt-get install make"
+[ $suite = gpu-first ] || make --version 2>/dev/null | grep -q GNU || missing "GNU make is not installed, which builds the programs: apt-get install make"
 for tool in gcc timeout tar awk; do
     command -v $tool >/dev/null || missing "$tool is not installed: apt-get install gcc coreutils tar gawk"
 done
@@ -56,6 +55,16 @@ printf '{"bench": "machine", "gpu": "%s", "driver": "%s", "memory": "%s", "cores
     "$(version python3 -c 'import torch; print(torch.__version__)')" "$(date -u +%Y-%m-%dT%H:%MZ)" \
     "${COMMIT:-$(version git describe --always --dirty)}" | tee "$logs/machine.jsonl"
 
+train() { # train FLAGS...: a short run whose loss has to fall
+    "$bin/train_gpt" --device cuda --steps 60 --warmup 10 --eval-batches 4 --sample 0 "$@" >"$logs/train.out" 2>&1
+    local status=$?
+    cat "$logs/train.out"
+    [ $status -eq 0 ] || return $status
+    awk '/kernels for sm_/ { sub(/.*\(/, ""); sub(/\).*/, ""); code = $0 } /slow products/ { slow = $3 }
+         /^  loss / { last = $2; first = $4 + 0; good = last < first - 1 }
+         END { print "loss " first " to " last ", " code ", slow products " slow; exit !good }' "$logs/train.out"
+}
+export -f train
 pack() { tar -czf "$out/.$suite.tgz" -C "$build/gpu" "$suite" && mv "$out/.$suite.tgz" "$out/$suite.tgz"; }
 # note RESULT SECONDS NAME TEXT: a line about a step
 note() {

@@ -1,12 +1,12 @@
 #!/bin/sh
-# gpu_check.sh and gpu_bench.sh without a GPU: the programs are the emulated ones, at a size that takes seconds, and nvidia-smi,
+# gpu_first.sh, gpu_check.sh and gpu_bench.sh without a GPU: the programs are the emulated ones, at a size that takes seconds, and nvidia-smi,
 # nvcc, make, compute-sanitizer and python3 are stand-ins. What they print and pack, what becomes of a step that fails, of a
 # suite that is cut off, and of a machine that lacks a tool.
 . tests/support/shell.sh
 case $build in /*) ;; *) build=$PWD/$build ;; esac
 emu=$build/emu
 if [ ! -x "$emu/gpu_nccl" ] || [ ! -x "$build/resnet_cifar" ]; then
-    skip "gpu_check.sh, gpu_bench.sh" "the emulated programs are not built (make test-long builds them)"
+    skip "gpu_first.sh, gpu_check.sh, gpu_bench.sh" "the emulated programs are not built (make test-long builds them)"
     finish
 fi
 
@@ -20,6 +20,7 @@ stub nvcc <<END
 case "\$*" in
     *--help*) echo "  --split-compile" ;;
     *--version*) echo "release 13.0, V13.0.88" ;;
+    *gpu_first*|*"-c "*|*" -o $tmp/programs"*) echo "nvcc \$*" >>"$tmp/compiled" ;;
     *-lcublasLt*) [ -e "$tmp/cublas" ] ;;
     *-I$tmp/pip/nccl/include*) echo "dtrain 2 . 28 . 9" ;;
     *) false ;;
@@ -37,6 +38,9 @@ esac
 END
 stub make <<END
 case \$1 in --version) echo "GNU Make 4.3" ;; *) echo "\$*" >>"$tmp/made"; echo "\$LD_LIBRARY_PATH" >>"$tmp/library_path" ;; esac
+END
+stub gcc <<END
+echo "gcc \$*" >>"$tmp/compiled"
 END
 stub compute-sanitizer <<'END'
 case $1 in --help) exit ;; esac
@@ -62,6 +66,7 @@ printf 'exec "%s" "$@" --device cpu --steps 2 --batch 4\n' "$build/resnet_cifar"
 printf 'exec "%s" 1 --device cpu\n' "$build/mlp" | stub mlp programs/cuda
 program ddp
 program gpu_nccl
+printf 'echo "test_three"; echo "5 passed, 0 failed"\n' | stub test_cuda_kernels programs/cuda
 program bench_kernels --quick --only add --sizes 5000
 printf 'echo "test_one"; echo "3 passed, 0 failed"\n' | stub test_cuda_device programs/cuda
 printf 'echo "test_two"; echo "4 passed, 0 failed, 1 skipped"\n' | stub test_cuda_gemm programs/cuda
@@ -80,20 +85,36 @@ expect() { # expect NAME CONDITION...: the output of the suite is shown when it 
 has() { grep -q -E -e "$1" "$tmp/out"; }
 packed() { tar -xzOf "$tmp/$1" "$2" 2>/dev/null | grep -q -E -e "$3"; }
 
+# The first suite, without make: plain commands compile the kernels, the library and the programs.
+mv "$tmp/bin/make" "$tmp/make"
+suite gpu_first first
+mv "$tmp/make" "$tmp/bin/make"
+expect "gpu-first passes, without make" [ "$status" -eq 0 ]
+expect "it skips no step" has '^7 passed, 0 failed, 0 skipped$'
+planned=$(sed -n 's/.* of at most \([0-9]*\) s; .*/\1/p' "$tmp/out")
+expect "its limits add up to $planned s" [ "${planned:-999}" -le 240 ]
+for part in 'dtrain_cuda.cu' 'x c -c - ' 'test_cuda_kernels.o .*-lcublasLt' 'USE_NCCL.* -c tests/nccl/gpu_nccl.c' 'train_gpt.o .*-ldl$'; do
+    expect "it compiles or links $part" grep -q -e "$part" "$tmp/compiled"
+done
+expect "collectives are replayed" has 'NCCL, in a recorded step .*recorded in a graph'
+expect "every schedule runs over NCCL" has 'NCCL, a pipeline of two +2 ranks: every schedule of a pipeline is right'
+expect "and one through the host" has 'a pipeline through the host +loss'
+expect "its results are packed" packed first/gpu-first.tgz gpu-first/steps '^7 passed'
+
 suite gpu_check check
 expect "gpu-check passes" [ "$status" -eq 0 ]
-expect "no step is skipped" has '^18 passed, 0 failed, 0 skipped$'
+expect "no step is skipped" has '^19 passed, 0 failed, 0 skipped$'
 planned=$(sed -n 's/.* of at most \([0-9]*\) s; .*/\1/p' "$tmp/out")
 expect "its limits add up to $planned s" [ "${planned:-999}" -le 560 ]
 awk '$2 ~ /^[0-9]+$/ && $3 == "s" { print $4 }' "$tmp/out" | uniq | tr '\n' ' ' >"$tmp/order"
 expect "NCCL and ResNet come before sanitizers" grep -q '^build kernel NCCL, ddp mlp train_gpt, resnet_cifar, train_gpt, memcheck initcheck racecheck synccheck $' "$tmp/order"
 expect "a collective is replayed in a graph" has 'NCCL, in a graph .*recorded in a graph'
-expect "tests are counted" has 'kernel tests .* 7 passed, 0 failed, 1 skipped'
+expect "tests are counted" has 'kernel tests .* 12 passed, 0 failed, 1 skipped'
 expect "what kernels are compiled for, and slow products" has 'train_gpt, bf16, graph .*kernels for sm_90, slow products [0-9]+$'
 expect "pip's NCCL and cublasLt are found" grep -q -e "--split-compile=0 -I$tmp/pip/nccl/include -Xcompiler -idirafter,$tmp/pip/cu13/include -L$tmp/programs/gpu/lib" "$tmp/made"
 expect "and at run time" grep -q "^$tmp/pip/nccl/lib:$tmp/pip/cu13/lib" "$tmp/library_path"
 expect "the linker finds cublasLt" [ -e "$tmp/programs/gpu/lib/libcublasLt.so" ]
-expect "all is packed" packed check/gpu-check.tgz gpu-check/steps '^18 passed'
+expect "all is packed" packed check/gpu-check.tgz gpu-check/steps '^19 passed'
 expect "with the logs" packed check/gpu-check.tgz gpu-check/train_gpt-bf16.log 'validation loss'
 expect "and the machine" packed check/gpu-check.tgz gpu-check/machine.jsonl '"gpu": "Emulated GPU".*"nccl": "2.28.9", "torch": "2.11"'
 
@@ -102,7 +123,7 @@ mv "$tmp/programs/cuda/ddp" "$tmp/ddp"
 echo 'echo "ddp: the device is lost" >&2; exit 3' | stub ddp programs/cuda
 suite gpu_check failing
 expect "a step that fails is told" has '^  FAIL +[0-9]+ s  ddp +exit status 3: ddp: the device is lost$'
-expect "the others run" has '^17 passed, 1 failed, 0 skipped$'
+expect "the others run" has '^18 passed, 1 failed, 0 skipped$'
 expect "the exit status is 1" [ "$status" -eq 1 ]
 expect "the failure is packed" packed failing/gpu-check.tgz gpu-check/steps '^  FAIL .* ddp '
 

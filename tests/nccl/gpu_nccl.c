@@ -1,7 +1,8 @@
-/* gpu_nccl.c: dtrain_nccl.h over the real NCCL, on one GPU. make gpu-check runs it.
+/* gpu_nccl.c: dtrain_nccl.h over the real NCCL, on one GPU. make gpu-first and gpu-check run it.
  *
  *   gpu_nccl one      one rank: every collective; with --graph recorded in a graph, which is launched twice
  *   gpu_nccl two      two processes on one GPU: the same
+ *   gpu_nccl line     two processes on one GPU: every schedule of a pipeline
  *   gpu_nccl kill     two processes; one is killed. Seconds until the other knows, and until it has a
  *                     communicator again and has used it
  *
@@ -22,6 +23,13 @@
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/emulated_device.h"
 #endif
+
+#ifdef DTRAIN_CUDA_EMULATION
+#define LINE_WIDTH 1024
+#else
+#define LINE_WIDTH (1 << 18) /* more than NCCL buffers */
+#endif
+#include "nccl/line.h"
 
 #include <signal.h>
 #include <sys/mman.h>
@@ -168,6 +176,22 @@ static int use(dtrain_world *world, void *user)
     return 0;
 }
 
+static int run_line(dtrain_world *world, void *user)
+{
+    (void)user;
+    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZBV; kind++) {
+        const bool twice = kind == DTRAIN_PIPELINE_INTERLEAVED || kind == DTRAIN_PIPELINE_ZBV;
+        long wrong = 0;
+        if (line_try(dtrain_world_comm(world), kind, twice ? 2 : 1, 4, &wrong) != DTRAIN_OK)
+            return report_failure("a schedule failed");
+        if (!wrong) continue;
+        fprintf(stderr, "gpu_nccl: schedule %u: %ld values are wrong\n", kind, wrong);
+        return 1;
+    }
+    __atomic_fetch_add(&outcome->good, 1, __ATOMIC_RELAXED);
+    return 0;
+}
+
 /* Rank 0 outlives rank 1: its all-reduce ends with an error, and it goes on alone. */
 static int survive(dtrain_world *world, void *user)
 {
@@ -214,13 +238,15 @@ int main(int argc, char **argv)
     recorded = argc == 3 && strcmp(argv[2], "--graph") == 0;
     const char *mode = argc == 2 + recorded ? argv[1] : "";
     const int ranks = strcmp(mode, "one") == 0 ? 1 : 2, killing = strcmp(mode, "kill") == 0;
+    const int line = strcmp(mode, "line") == 0;
     const int wanted = ranks == 1 ? 1
                        : killing  ? 3
                                   : 2; /* before the kill both ranks are good once */
     dtrain_launch_desc desc;
-    if (ranks == 2 && !killing && strcmp(mode, "two") != 0) {
+    if (ranks == 2 && !killing && !line && strcmp(mode, "two") != 0) {
         fprintf(stderr,
-                "gpu_nccl: the argument is \"%s\"; it takes one, two or kill, and --graph\n", mode);
+                "gpu_nccl: the argument is \"%s\"; it takes one, two, line or kill, and --graph\n",
+                mode);
         return 2;
     }
     outcome = (struct outcome *)mmap(NULL, sizeof *outcome, PROT_READ | PROT_WRITE,
@@ -236,12 +262,17 @@ int main(int argc, char **argv)
     desc.grace_ms = 40000; /* the survivor has work to do */
     desc.device_ops = &device_ops;
     desc.comm_ops = dtrain_nccl_comm_ops();
-    const dtrain_result result = dtrain_launch(&desc, killing ? survive : use, NULL, NULL);
+    const dtrain_result result = dtrain_launch(&desc,
+                                               killing ? survive
+                                               : line  ? run_line
+                                                       : use,
+                                               NULL, NULL);
     const char *why = dtrain_last_error();
     if (outcome->good == wanted && (result == DTRAIN_OK || killing)) {
         if (killing)
             printf("killed: known after %.2f s, a new communicator in use after %.2f s\n",
                    outcome->known_after, outcome->back_after);
+        else if (line) printf("2 ranks: every schedule of a pipeline is right\n");
         else
             printf("%d rank%s: every collective is right%s\n", ranks, ranks == 1 ? "" : "s",
                    recorded ? ", recorded in a graph" : "");
