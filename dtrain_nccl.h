@@ -43,6 +43,11 @@
                  one NCCL group: an exchange cannot deadlock, in whatever order its messages are
                  started. Otherwise messages keep their order, as if each were waited for before the
                  next, but for a send and a receive that run side by side.
+       Streams   Operations run in the order of their starts, on one stream. From NCCL 2.26 on the
+                 tensor axis of a mesh has a second stream, so that its sums, which the next layer
+                 waits for, do not queue after gradients of the data axis. It needs
+                 NCCL_LAUNCH_ORDER_IMPLICIT=1: two communicators at once cannot deadlock where
+                 kernels start in the order of the host's calls. =0 keeps one stream.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
                  DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
@@ -82,7 +87,8 @@
 extern "C" {
 #endif
 
-/* Give the table for dtrain_launch_desc.comm_ops. It is static. */
+/* Give the table for dtrain_launch_desc.comm_ops. It is static. The first call sets
+ * NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, unless that is set: see manual.h's Streams. */
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 /* Versions as NCCL counts them: 2.28.9 is 22809. */
@@ -235,7 +241,8 @@ typedef struct dtrain_nccl__record {
 typedef struct dtrain_nccl__comm {
     dtrain_comm base;
     dtrain_nccl__hub *hub;
-    struct dtrain_nccl__comm *next; /* newest first */
+    struct dtrain_nccl__comm *next; /* newest first; the world's is the last */
+    struct dtrain_nccl__lane *lane; /* of its last operation */
     ncclComm_t nccl;
     bool captured; /* a graph has recorded operations of it */
     bool dead;     /* failed, aborted or being aborted; code and text say why */
@@ -286,6 +293,14 @@ typedef struct dtrain_nccl__stream_mark {
     double waited;
 } dtrain_nccl__stream_mark;
 
+/* A stream for communication. */
+typedef struct dtrain_nccl__lane {
+    dtrain_stream *stream; /* NULL: there is none */
+    cudaStream_t native;
+} dtrain_nccl__lane;
+
+enum { DTRAIN_NCCL__LANES = 2, DTRAIN_NCCL__MARKS = DTRAIN_NCCL__LANES + 1 };
+
 struct dtrain_nccl__hub {
     dtrain_world *world;
     dtrain_device *device;
@@ -294,10 +309,10 @@ struct dtrain_nccl__hub {
     dtrain_nccl__library nccl;
     uint32_t version;
     double deadline;
-    dtrain_stream *stream; /* for communication */
-    cudaStream_t native, compute;
+    dtrain_nccl__lane lanes[DTRAIN_NCCL__LANES]; /* of all communicators; of the tensor axis */
+    cudaStream_t compute;
     dtrain_event *ready;
-    dtrain_nccl__stream_mark marks[2]; /* compute, communication */
+    dtrain_nccl__stream_mark marks[DTRAIN_NCCL__MARKS]; /* compute, lanes */
     dtrain_nccl__comm *comms;
     dtrain_nccl__work *pool, *group, **group_end;
     int group_balance;          /* sends in the group, less the receives in it */
@@ -489,8 +504,16 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
  *      |-- comm  (a split)
  *      |-- comm  (re-created)
  *
- * All communicators of a rank share one stream, of high priority: operations run in the order in
+ * The communicators of a rank share one stream, of high priority: operations run in the order in
  * which they were started, so kernels of two communicators never wait for each other's SMs.
+ *
+ * The tensor axis has a second one. Its sums are waited for by the next layer, and a bucket of the
+ * data axis, which nobody waits for before the optimizer, would stand before them. With two streams
+ * a kernel of one communicator could hold SMs that another needs, while on the peer it is the other
+ * way round. Not if kernels start on all ranks in one order: the first kernel in it that is not
+ * done has started on each of its ranks, or only kernels that are done stand before it. The host
+ * launches in one order on all ranks (launch_ordered), and NCCL 2.26 makes kernels start in the
+ * host's order where NCCL_LAUNCH_ORDER_IMPLICIT is set; without it there is no second stream.
  *
  *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
  *     comm                          '-> all-reduce --| done |--------'
@@ -891,12 +914,16 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
     if (gap < 1e-3) return DTRAIN_OK;
     hub->last_watch = now;
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "waiting for the device"));
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) {
+        if (!hub->marks[i].event) continue;
         const dtrain_result result = dtrain_nccl__check_mark(hub, &hub->marks[i], gap);
         if (result == DTRAIN_ERROR_TIMEOUT)
             return dtrain_nccl__fail(hub, result,
                                      "the %s stream of the device has not moved for %.1f s",
-                                     i ? "communication" : "compute", hub->deadline);
+                                     i == 0   ? "compute"
+                                     : i == 1 ? "communication"
+                                              : "tensor axis' communication",
+                                     hub->deadline);
         if (result != DTRAIN_OK)
             return dtrain_nccl__fail(hub, result, "%s",
                                      dtrain_nccl__strip_rank(hub, dtrain_last_error()));
@@ -1053,7 +1080,7 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     if (send_host) {
         memcpy(work->block->host, what->send, send_bytes);
         DTRAIN_NCCL_TRY(ops->copy_async(hub->device, device, work->block->host, send_bytes,
-                                        DTRAIN_COPY_HOST_TO_DEVICE, hub->stream));
+                                        DTRAIN_COPY_HOST_TO_DEVICE, comm->lane->stream));
         work->send = device;
         if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
             work->recv = device; /* the root's own copy */
@@ -1078,10 +1105,11 @@ static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_ncc
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
     if (work->host_recv)
-        DTRAIN_NCCL_TRY(ops->copy_async(
-            hub->device, (char *)work->block->host + dtrain_nccl__recv_at(work), work->recv,
-            dtrain_nccl__recv_bytes(comm, &work->what), DTRAIN_COPY_DEVICE_TO_HOST, hub->stream));
-    DTRAIN_NCCL_TRY(ops->event_record(hub->device, work->record->done, hub->stream));
+        DTRAIN_NCCL_TRY(ops->copy_async(hub->device,
+                                        (char *)work->block->host + dtrain_nccl__recv_at(work),
+                                        work->recv, dtrain_nccl__recv_bytes(comm, &work->what),
+                                        DTRAIN_COPY_DEVICE_TO_HOST, comm->lane->stream));
+    DTRAIN_NCCL_TRY(ops->event_record(hub->device, work->record->done, comm->lane->stream));
     work->record->launched = true;
     return DTRAIN_OK;
 }
@@ -1173,7 +1201,7 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
 static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
-    const cudaStream_t stream = comm->hub->native;
+    const cudaStream_t stream = comm->lane->native;
     const ncclDataType_t type = dtrain_nccl__type(work->what.dtype);
     const size_t count = work->what.count, bytes = count * dtrain_dtype_bytes(work->what.dtype);
     const char *send = (const char *)work->send;
@@ -1194,7 +1222,7 @@ static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrai
 static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
-    const cudaStream_t stream = comm->hub->native;
+    const cudaStream_t stream = comm->lane->native;
     const dtrain_collective *what = &work->what;
     const ncclDataType_t type = dtrain_nccl__type(what->dtype);
     const ncclRedOp_t op = dtrain_nccl__op(what->op);
@@ -1339,6 +1367,22 @@ static void dtrain_nccl__use_placeholder(dtrain_nccl__work *work)
     work->what.root = -1;
 }
 
+/* Choose the lane of a communicator. A mesh names its axes after the first operations of their
+ * communicators: the new lane waits for the old one. */
+static dtrain_result dtrain_nccl__choose_lane(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_device_ops *ops = hub->device->ops;
+    const bool tensor = comm->base.axis && strcmp(comm->base.axis, "tensor") == 0;
+    dtrain_nccl__lane *const lane = &hub->lanes[tensor && comm->next && hub->lanes[1].stream];
+    if (lane == comm->lane) return DTRAIN_OK;
+    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, comm->lane->stream));
+    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, lane->stream));
+    comm->lane = lane;
+    return DTRAIN_OK;
+}
+
 /* Do the steps of a start; the caller turns the error of a step into the communicator's. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
@@ -1347,11 +1391,12 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
     if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    DTRAIN_NCCL_TRY(dtrain_nccl__choose_lane(comm));
     DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
     work->what = *what;
     if (what->count == 0) dtrain_nccl__use_placeholder(work);
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
-    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, hub->stream));
+    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, comm->lane->stream));
     DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
     if (work->block && capturing)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -1625,6 +1670,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     *out = NULL;
     if (!comm) return DTRAIN_ERROR_MEMORY;
     comm->hub = hub;
+    comm->lane = &hub->lanes[0];
     comm->base.ops = dtrain_nccl_comm_ops();
     comm->base.world = hub->world;
     comm->base.size = size;
@@ -1959,6 +2005,13 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
+/* Tell whether NCCL orders the kernels of different communicators as the host has launched them. */
+static bool dtrain_nccl__orders_launches(const dtrain_nccl__hub *hub)
+{
+    const char *text = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    return hub->version >= 22600 && text && atoi(text) > 0;
+}
+
 /* Do all that can fail on this rank alone. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
@@ -1973,12 +2026,15 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     if (error != cudaSuccess)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "cudaGetDevice failed: %s",
                            cudaGetErrorString(error));
-    DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
-    for (int i = 0; i < 2; i++)
-        DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[i].event));
-    hub->marks[1].stream = hub->stream;
-    hub->native = (cudaStream_t)ops->stream_native(hub->device, hub->stream);
+    DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[0].event));
+    for (int i = 0; i < (dtrain_nccl__orders_launches(hub) ? DTRAIN_NCCL__LANES : 1); i++) {
+        dtrain_nccl__lane *lane = &hub->lanes[i];
+        DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &lane->stream));
+        DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[1 + i].event));
+        lane->native = (cudaStream_t)ops->stream_native(hub->device, lane->stream);
+        hub->marks[1 + i].stream = lane->stream;
+    }
     hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);
     return DTRAIN_OK;
 }
@@ -2013,10 +2069,11 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
         hub->device->while_waiting = NULL;
         hub->device->waiting_user = NULL;
     }
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < DTRAIN_NCCL__MARKS; i++)
         if (hub->marks[i].event) ops->event_destroy(hub->device, hub->marks[i].event);
     if (hub->ready) ops->event_destroy(hub->device, hub->ready);
-    if (hub->stream) ops->stream_destroy(hub->device, hub->stream);
+    for (int i = 0; i < DTRAIN_NCCL__LANES; i++)
+        if (hub->lanes[i].stream) ops->stream_destroy(hub->device, hub->lanes[i].stream);
     if (!hub->stuck) dtrain_nccl__free(hub, hub, sizeof *hub);
 }
 
@@ -2088,6 +2145,7 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
                                         dtrain_nccl__split,
                                         dtrain_nccl__fail_entry,
                                         dtrain_nccl__destroy};
+    if (!getenv("NCCL_LAUNCH_ORDER_IMPLICIT")) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     return &ops;
 }
 
@@ -2174,7 +2232,7 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
     if (!resolved.exchange) resolved.exchange = dtrain_nccl__exchange_alone;
     hub->code = DTRAIN_OK;
     hub->recreated = true;
-    hub->marks[0].recorded = hub->marks[1].recorded = false;
+    for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) hub->marks[i].recorded = false;
     const dtrain_result result = dtrain_nccl__recreate_steps(hub, &resolved, rank, &comm);
     if (result == DTRAIN_OK) {
         *out = &comm->base;

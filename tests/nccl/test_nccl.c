@@ -12,6 +12,7 @@
 #include "ranks.h"
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/late_device.h"
+#include "nccl/line.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/lsan_interface.h>
@@ -640,151 +641,24 @@ static void test_point_to_point(void)
 
 /* ---- pipelines ---- */
 
-enum { LINE_WIDTH = 4, LINE_MICROS = 16, LINE_SLOTS = 3 * LINE_MICROS, LINE_CHUNKS = 3 };
-
-/* A run of schedules: the first and the last micro-batch counts of each kind. */
 typedef struct line_case {
     uint32_t kind, chunks;
-    int least, most;
+    int least, most; /* micro-batches */
 } line_case;
-
-/* The memory of a rank, on the device: rows of LINE_WIDTH values. A stage multiplies by a factor. */
-typedef struct line {
-    const dtrain_pipeline_schedule *s;
-    dtrain_device *device;
-    int rank, slot_of[LINE_CHUNKS][LINE_MICROS];
-    float *samples, *losses, *results;                  /* (LINE_MICROS) */
-    float *outputs, *gradients, *made, *sent, *inboxes; /* (LINE_SLOTS) */
-} line;
-
-static float *line_row(float *rows, int i) { return rows + i * LINE_WIDTH; }
-static float line_factor(int stage)
-{
-    static const float factors[] = {2, 0.5f, -1};
-    return factors[stage % 3];
-}
-static dtrain_result line_multiply(const line *l, float factor, const float *from, float *to)
-{
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.count = LINE_WIDTH;
-    args.a = factor;
-    args.x = from;
-    args.y = to;
-    args.dtype = DTRAIN_DTYPE_F32;
-    return l->device->ops->axpby(l->device, &args);
-}
-
-/* The slot of the pass of the stage before, if that is on this rank; else -1. */
-static int line_before(const line *l, const dtrain_pipeline_action *a, int stage)
-{
-    for (int c = 0; c < l->s->chunks; c++)
-        if (dtrain_pipeline_stage(l->s->kind, l->s->ranks, l->s->chunks, l->rank, c) == stage - 1)
-            return l->slot_of[c][a->micro_batch];
-    return -1;
-}
-
-static dtrain_result line_compute(void *user, const dtrain_pipeline_action *a)
-{
-    line *l = (line *)user;
-    const int stage =
-        dtrain_pipeline_stage(l->s->kind, l->s->ranks, l->s->chunks, l->rank, a->chunk);
-    const int micro = a->micro_batch, before = stage ? line_before(l, a, stage) : -1;
-    const float factor = line_factor(stage);
-    float *gradient = line_row(l->gradients, a->slot), *output = line_row(l->outputs, a->slot);
-    if (a->act == DTRAIN_PIPELINE_ACT_FORWARD) {
-        l->slot_of[a->chunk][micro] = a->slot;
-        TRY(line_multiply(l, factor,
-                          stage == 0    ? line_row(l->samples, micro)
-                          : before >= 0 ? line_row(l->outputs, before)
-                                        : line_row(l->inboxes, a->inbox),
-                          output));
-        if (stage + 1 < l->s->ranks * l->s->chunks) return DTRAIN_OK;
-        TRY(line_multiply(l, 1, output, line_row(l->losses, micro)));
-        return line_multiply(l, 1, output, gradient);
-    }
-    if (a->act != DTRAIN_PIPELINE_ACT_BACKWARD) return DTRAIN_OK;
-    return line_multiply(l, factor, gradient,
-                         stage == 0    ? line_row(l->results, micro)
-                         : before >= 0 ? line_row(l->gradients, before)
-                                       : line_row(l->made, a->slot));
-}
-
-/* Activations go in two parts. */
-static dtrain_result line_part(void *user, const dtrain_pipeline_action *a, size_t i,
-                               dtrain_pipeline_part *out)
-{
-    line *l = (line *)user;
-    const bool activation =
-        a->act == DTRAIN_PIPELINE_ACT_SEND || a->act == DTRAIN_PIPELINE_ACT_RECEIVE;
-    if (i == (activation ? 2 : 1)) return DTRAIN_OK;
-    if (a->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT)
-        TRY(line_multiply(l, 1, line_row(l->made, a->slot), line_row(l->sent, a->slot)));
-    float *row = a->act == DTRAIN_PIPELINE_ACT_SEND            ? line_row(l->outputs, a->slot)
-                 : a->act == DTRAIN_PIPELINE_ACT_RECEIVE       ? line_row(l->inboxes, a->inbox)
-                 : a->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ? line_row(l->sent, a->slot)
-                                                               : line_row(l->gradients, a->slot);
-    out->address = row + (i ? LINE_WIDTH - 1 : 0);
-    out->count = i ? 1 : activation ? LINE_WIDTH - 1 : LINE_WIDTH;
-    out->dtype = DTRAIN_DTYPE_F32;
-    return DTRAIN_OK;
-}
-
-static int line_run(dtrain_comm *comm, line *l, buffer *memory)
-{
-    const dtrain_pipeline_work work = {line_compute, line_part, l};
-    const int stages = l->s->ranks * l->s->chunks;
-    const int micros = l->s->micro_batches;
-    float host[LINE_MICROS * LINE_WIDTH], factor = 1;
-    size_t wrong = 0;
-    for (int step = 0; step < 2; step++) RANKS_TRY(dtrain_pipeline_run(l->s, comm, &work));
-    if (l->device->ops->synchronize(l->device) != DTRAIN_OK) return 1; /* the launch says why */
-    for (int stage = 0; stage < stages; stage++) factor *= line_factor(stage);
-    for (int c = 0; c < l->s->chunks; c++) {
-        const int stage = dtrain_pipeline_stage(l->s->kind, l->s->ranks, l->s->chunks, l->rank, c);
-        if (stage && stage + 1 < stages) continue;
-        for (int end = 0; end < 2; end++) { /* a stage may be both */
-            if (stage != (end ? stages - 1 : 0)) continue;
-            buffer rows = *memory;
-            rows.memory = end ? l->losses : l->results;
-            buffer_read(&rows, host, (size_t)micros * LINE_WIDTH * sizeof *host);
-            for (int i = 0; i < micros * LINE_WIDTH; i++)
-                wrong += host[i] != (float)(i + 1) * factor * (end ? 1 : factor);
-        }
-    }
-    CHECK_MSG(wrong == 0, "kind %u, %d ranks, %d chunks, %d micro-batches: %zu values are wrong",
-              l->s->kind, (int)l->s->ranks, (int)l->s->chunks, micros, wrong);
-    return 0;
-}
 
 static int rank_line(dtrain_world *world, void *user)
 {
     const line_case *c = (const line_case *)user;
-    dtrain_comm *comm = dtrain_world_comm(world);
-    const size_t rows = 3 * LINE_MICROS + 5 * LINE_SLOTS;
-    buffer memory = buffer_make(comm, ON_DEVICE, rows * LINE_WIDTH * sizeof(float));
-    float host[LINE_MICROS * LINE_WIDTH];
-    line l;
-    memset(&l, 0, sizeof l);
-    l.device = device_of(comm);
-    l.rank = dtrain_world_rank(world);
-    l.samples = (float *)memory.memory;
-    l.losses = line_row(l.samples, LINE_MICROS), l.results = line_row(l.losses, LINE_MICROS);
-    l.outputs = line_row(l.results, LINE_MICROS), l.gradients = line_row(l.outputs, LINE_SLOTS);
-    l.made = line_row(l.gradients, LINE_SLOTS), l.sent = line_row(l.made, LINE_SLOTS);
-    l.inboxes = line_row(l.sent, LINE_SLOTS);
-    for (int i = 0; i < LINE_MICROS * LINE_WIDTH; i++) host[i] = (float)(i + 1);
-    buffer_write(&memory, host, sizeof host);
     for (int micros = c->least; micros <= c->most; micros++) {
-        const dtrain_pipeline_desc desc = {c->kind, c->chunks, NULL};
-        dtrain_pipeline_schedule *s = NULL;
-        if (dtrain_pipeline_create(&desc, dtrain_world_size(world), micros, &s) != DTRAIN_OK)
-            continue; /* INTERLEAVED takes multiples of the ranks */
-        l.s = s;
-        if (line_run(comm, &l, &memory)) return 1;
-        dtrain_pipeline_destroy(s);
+        long wrong = 0;
+        const dtrain_result result =
+            line_try(dtrain_world_comm(world), c->kind, c->chunks, micros, &wrong);
+        if (result == DTRAIN_ERROR_UNSUPPORTED) continue; /* INTERLEAVED: multiples of the ranks */
+        if (result != DTRAIN_OK) return 1;                /* the launch says why */
+        CHECK_MSG(wrong == 0,
+                  "kind %u, %d ranks, %u chunks, %d micro-batches: %ld values are wrong", c->kind,
+                  dtrain_world_size(world), c->chunks, micros, wrong);
     }
-    buffer_free(&memory);
     return 0;
 }
 
@@ -922,6 +796,47 @@ static void test_split(void)
     nccl_run(5, rank_split, NULL);
     for (int r = 0; r < MOST; r++) rank_controls[r].progress_polls = 2;
     nccl_run(4, rank_split, NULL);
+}
+
+/* ---- the stream of the tensor axis ---- */
+
+/* A sum along the tensor axis ends while one along the data axis, which was started before it, does not. */
+static int rank_lanes(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world), *data = NULL, *tensor = NULL;
+    int32_t one = 1, two = 1;
+    bool done = false;
+    dtrain_work *slow;
+    RANKS_TRY(dtrain_comm_split(comm, 0, 0, &data));
+    RANKS_TRY(dtrain_comm_split(comm, 0, 0, &tensor));
+    data->axis = "data", tensor->axis = "tensor";
+    RANKS_TRY(dtrain_barrier(tensor));
+    RANKS_TRY(dtrain_barrier(comm));
+    nccl_mock.hang_at = (int)operation_count + 1;
+    RANKS_TRY(dtrain_all_reduce(data, &one, &one, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_SUM, &slow));
+    for (int look = 0; look < 10; look++) RANKS_TRY(dtrain_work_test(slow, &done)); /* it begins */
+    CHECK(!done);
+    if (dtrain_all_reduce(tensor, &two, &two, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_SUM, NULL) ==
+        DTRAIN_OK)
+        ranks_count((int32_t *)user + (two == 2));
+    (void)dtrain_work_wait(slow); /* it never comes */
+    return 1;
+}
+
+static void test_lanes(void)
+{
+    int32_t *ended = (int32_t *)ranks_shared(2 * sizeof *ended);
+    dtrain_launch_desc desc = nccl_desc(2, 1500);
+    expect_leftovers = true;
+    CHECK(ranks_launch(&desc, rank_lanes, ended, NULL) != DTRAIN_OK);
+    CHECK_MSG(ended[0] == 0 && ended[1] == (NCCL_VERSION_CODE >= 22600 ? 2 : 0),
+              "%d and %d ranks have a sum of the tensor axis", (int)ended[0], (int)ended[1]);
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 1); /* NCCL may start them in any order */
+    ended[1] = 0;
+    CHECK(ranks_launch(&desc, rank_lanes, ended, NULL) != DTRAIN_OK && ended[1] == 0);
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
+    expect_leftovers = false;
+    munmap(ended, 2 * sizeof *ended);
 }
 
 /* ---- memory, the steady state ---- */
@@ -1509,6 +1424,7 @@ int main(int argc, char **argv)
     RUN(test_pipelines);
     RUN(test_all_to_all);
     RUN(test_split);
+    RUN(test_lanes);
     RUN(test_memory);
     RUN(test_steady_state);
     RUN(test_graph);

@@ -33,6 +33,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     *out = NULL;
     if (!comm) return DTRAIN_ERROR_MEMORY;
     comm->hub = hub;
+    comm->lane = &hub->lanes[0];
     comm->base.ops = dtrain_nccl_comm_ops();
     comm->base.world = hub->world;
     comm->base.size = size;
@@ -367,6 +368,13 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
+/* Tell whether NCCL orders the kernels of different communicators as the host has launched them. */
+static bool dtrain_nccl__orders_launches(const dtrain_nccl__hub *hub)
+{
+    const char *text = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    return hub->version >= 22600 && text && atoi(text) > 0;
+}
+
 /* Do all that can fail on this rank alone. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
@@ -381,12 +389,15 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     if (error != cudaSuccess)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "cudaGetDevice failed: %s",
                            cudaGetErrorString(error));
-    DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
-    for (int i = 0; i < 2; i++)
-        DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[i].event));
-    hub->marks[1].stream = hub->stream;
-    hub->native = (cudaStream_t)ops->stream_native(hub->device, hub->stream);
+    DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[0].event));
+    for (int i = 0; i < (dtrain_nccl__orders_launches(hub) ? DTRAIN_NCCL__LANES : 1); i++) {
+        dtrain_nccl__lane *lane = &hub->lanes[i];
+        DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &lane->stream));
+        DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[1 + i].event));
+        lane->native = (cudaStream_t)ops->stream_native(hub->device, lane->stream);
+        hub->marks[1 + i].stream = lane->stream;
+    }
     hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);
     return DTRAIN_OK;
 }
@@ -421,10 +432,11 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
         hub->device->while_waiting = NULL;
         hub->device->waiting_user = NULL;
     }
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < DTRAIN_NCCL__MARKS; i++)
         if (hub->marks[i].event) ops->event_destroy(hub->device, hub->marks[i].event);
     if (hub->ready) ops->event_destroy(hub->device, hub->ready);
-    if (hub->stream) ops->stream_destroy(hub->device, hub->stream);
+    for (int i = 0; i < DTRAIN_NCCL__LANES; i++)
+        if (hub->lanes[i].stream) ops->stream_destroy(hub->device, hub->lanes[i].stream);
     if (!hub->stuck) dtrain_nccl__free(hub, hub, sizeof *hub);
 }
 
@@ -496,5 +508,6 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
                                         dtrain_nccl__split,
                                         dtrain_nccl__fail_entry,
                                         dtrain_nccl__destroy};
+    if (!getenv("NCCL_LAUNCH_ORDER_IMPLICIT")) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     return &ops;
 }

@@ -96,7 +96,8 @@ typedef struct dtrain_nccl__record {
 typedef struct dtrain_nccl__comm {
     dtrain_comm base;
     dtrain_nccl__hub *hub;
-    struct dtrain_nccl__comm *next; /* newest first */
+    struct dtrain_nccl__comm *next; /* newest first; the world's is the last */
+    struct dtrain_nccl__lane *lane; /* of its last operation */
     ncclComm_t nccl;
     bool captured; /* a graph has recorded operations of it */
     bool dead;     /* failed, aborted or being aborted; code and text say why */
@@ -147,6 +148,14 @@ typedef struct dtrain_nccl__stream_mark {
     double waited;
 } dtrain_nccl__stream_mark;
 
+/* A stream for communication. */
+typedef struct dtrain_nccl__lane {
+    dtrain_stream *stream; /* NULL: there is none */
+    cudaStream_t native;
+} dtrain_nccl__lane;
+
+enum { DTRAIN_NCCL__LANES = 2, DTRAIN_NCCL__MARKS = DTRAIN_NCCL__LANES + 1 };
+
 struct dtrain_nccl__hub {
     dtrain_world *world;
     dtrain_device *device;
@@ -155,10 +164,10 @@ struct dtrain_nccl__hub {
     dtrain_nccl__library nccl;
     uint32_t version;
     double deadline;
-    dtrain_stream *stream; /* for communication */
-    cudaStream_t native, compute;
+    dtrain_nccl__lane lanes[DTRAIN_NCCL__LANES]; /* of all communicators; of the tensor axis */
+    cudaStream_t compute;
     dtrain_event *ready;
-    dtrain_nccl__stream_mark marks[2]; /* compute, communication */
+    dtrain_nccl__stream_mark marks[DTRAIN_NCCL__MARKS]; /* compute, lanes */
     dtrain_nccl__comm *comms;
     dtrain_nccl__work *pool, *group, **group_end;
     int group_balance;          /* sends in the group, less the receives in it */

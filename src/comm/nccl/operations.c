@@ -98,7 +98,7 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     if (send_host) {
         memcpy(work->block->host, what->send, send_bytes);
         DTRAIN_NCCL_TRY(ops->copy_async(hub->device, device, work->block->host, send_bytes,
-                                        DTRAIN_COPY_HOST_TO_DEVICE, hub->stream));
+                                        DTRAIN_COPY_HOST_TO_DEVICE, comm->lane->stream));
         work->send = device;
         if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
             work->recv = device; /* the root's own copy */
@@ -123,10 +123,11 @@ static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_ncc
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
     if (work->host_recv)
-        DTRAIN_NCCL_TRY(ops->copy_async(
-            hub->device, (char *)work->block->host + dtrain_nccl__recv_at(work), work->recv,
-            dtrain_nccl__recv_bytes(comm, &work->what), DTRAIN_COPY_DEVICE_TO_HOST, hub->stream));
-    DTRAIN_NCCL_TRY(ops->event_record(hub->device, work->record->done, hub->stream));
+        DTRAIN_NCCL_TRY(ops->copy_async(hub->device,
+                                        (char *)work->block->host + dtrain_nccl__recv_at(work),
+                                        work->recv, dtrain_nccl__recv_bytes(comm, &work->what),
+                                        DTRAIN_COPY_DEVICE_TO_HOST, comm->lane->stream));
+    DTRAIN_NCCL_TRY(ops->event_record(hub->device, work->record->done, comm->lane->stream));
     work->record->launched = true;
     return DTRAIN_OK;
 }
@@ -218,7 +219,7 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
 static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
-    const cudaStream_t stream = comm->hub->native;
+    const cudaStream_t stream = comm->lane->native;
     const ncclDataType_t type = dtrain_nccl__type(work->what.dtype);
     const size_t count = work->what.count, bytes = count * dtrain_dtype_bytes(work->what.dtype);
     const char *send = (const char *)work->send;
@@ -239,7 +240,7 @@ static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrai
 static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
-    const cudaStream_t stream = comm->hub->native;
+    const cudaStream_t stream = comm->lane->native;
     const dtrain_collective *what = &work->what;
     const ncclDataType_t type = dtrain_nccl__type(what->dtype);
     const ncclRedOp_t op = dtrain_nccl__op(what->op);
@@ -384,6 +385,22 @@ static void dtrain_nccl__use_placeholder(dtrain_nccl__work *work)
     work->what.root = -1;
 }
 
+/* Choose the lane of a communicator. A mesh names its axes after the first operations of their
+ * communicators: the new lane waits for the old one. */
+static dtrain_result dtrain_nccl__choose_lane(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_device_ops *ops = hub->device->ops;
+    const bool tensor = comm->base.axis && strcmp(comm->base.axis, "tensor") == 0;
+    dtrain_nccl__lane *const lane = &hub->lanes[tensor && comm->next && hub->lanes[1].stream];
+    if (lane == comm->lane) return DTRAIN_OK;
+    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, comm->lane->stream));
+    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, lane->stream));
+    comm->lane = lane;
+    return DTRAIN_OK;
+}
+
 /* Do the steps of a start; the caller turns the error of a step into the communicator's. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
@@ -392,11 +409,12 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
     if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    DTRAIN_NCCL_TRY(dtrain_nccl__choose_lane(comm));
     DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
     work->what = *what;
     if (what->count == 0) dtrain_nccl__use_placeholder(work);
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
-    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, hub->stream));
+    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, comm->lane->stream));
     DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
     if (work->block && capturing)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,

@@ -5,8 +5,16 @@
  *      |-- comm  (a split)
  *      |-- comm  (re-created)
  *
- * All communicators of a rank share one stream, of high priority: operations run in the order in
+ * The communicators of a rank share one stream, of high priority: operations run in the order in
  * which they were started, so kernels of two communicators never wait for each other's SMs.
+ *
+ * The tensor axis has a second one. Its sums are waited for by the next layer, and a bucket of the
+ * data axis, which nobody waits for before the optimizer, would stand before them. With two streams
+ * a kernel of one communicator could hold SMs that another needs, while on the peer it is the other
+ * way round. Not if kernels start on all ranks in one order: the first kernel in it that is not
+ * done has started on each of its ranks, or only kernels that are done stand before it. The host
+ * launches in one order on all ranks (launch_ordered), and NCCL 2.26 makes kernels start in the
+ * host's order where NCCL_LAUNCH_ORDER_IMPLICIT is set; without it there is no second stream.
  *
  *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
  *     comm                          '-> all-reduce --| done |--------'

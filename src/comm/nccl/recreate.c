@@ -81,7 +81,7 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
     if (!resolved.exchange) resolved.exchange = dtrain_nccl__exchange_alone;
     hub->code = DTRAIN_OK;
     hub->recreated = true;
-    hub->marks[0].recorded = hub->marks[1].recorded = false;
+    for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) hub->marks[i].recorded = false;
     const dtrain_result result = dtrain_nccl__recreate_steps(hub, &resolved, rank, &comm);
     if (result == DTRAIN_OK) {
         *out = &comm->base;

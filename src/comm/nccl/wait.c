@@ -76,12 +76,16 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
     if (gap < 1e-3) return DTRAIN_OK;
     hub->last_watch = now;
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "waiting for the device"));
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) {
+        if (!hub->marks[i].event) continue;
         const dtrain_result result = dtrain_nccl__check_mark(hub, &hub->marks[i], gap);
         if (result == DTRAIN_ERROR_TIMEOUT)
             return dtrain_nccl__fail(hub, result,
                                      "the %s stream of the device has not moved for %.1f s",
-                                     i ? "communication" : "compute", hub->deadline);
+                                     i == 0   ? "compute"
+                                     : i == 1 ? "communication"
+                                              : "tensor axis' communication",
+                                     hub->deadline);
         if (result != DTRAIN_OK)
             return dtrain_nccl__fail(hub, result, "%s",
                                      dtrain_nccl__strip_rank(hub, dtrain_last_error()));
