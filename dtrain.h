@@ -2498,6 +2498,8 @@ typedef struct dtrain_dataset_info {
     size_t item_bytes;               /* of a sample; 0: items are tokens */
     int64_t shape[3];                /* of an image in a file: channels, rows, columns */
     size_t file_count;
+    uint64_t file_bytes, file_sample; /* of all files, and a hash of pieces of them: for programs
+                                         that compare what their ranks read */
 } dtrain_dataset_info;
 /* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
@@ -28061,6 +28063,7 @@ struct dtrain_dataset {
     uint32_t token_bytes; /* of a token in files: 1, 2, 4 */
     int64_t shape[3];
     dtrain__data_files data, labels;
+    uint64_t file_bytes, file_sample; /* of both */
     char name[512]; /* for error sentences: the first file, and how many more */
 };
 
@@ -28293,6 +28296,24 @@ static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
                        (unsigned)desc->format, (long long)desc->item_count, desc->item_bytes);
 }
 
+/* Add files to the sizes and the hash by which ranks compare what they read: of each the size and
+ * 16 pieces from its beginning to its end; of more than 16 files, the beginning. */
+static dtrain_result dtrain__data_sample(dtrain_dataset *dataset, const dtrain__data_files *files)
+{
+    unsigned char piece[256];
+    for (size_t i = 0; i < files->count; i++) {
+        const int64_t bytes = files->files[i].opened.st_size;
+        const int64_t length = dtrain__min(bytes, (int64_t)sizeof piece);
+        dataset->file_bytes += (uint64_t)bytes;
+        for (int64_t k = 0; k < 16 && (k == 0 || files->count <= 16); k++) {
+            DTRAIN__TRY(dtrain__data_file_read(&files->files[i], (bytes - length) / 15 * k, piece,
+                                               (size_t)length));
+            dataset->file_sample = dtrain__fnv1a(dataset->file_sample, piece, (size_t)length);
+        }
+    }
+    return DTRAIN_OK;
+}
+
 /* Open the files in order and check each one's format; its items follow those of the file
  * before. */
 static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
@@ -28326,7 +28347,8 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
     snprintf(dataset->name, sizeof dataset->name, more ? "%.*s and %zu more" : "%.*s", most,
              dataset->data.files->path, more);
     if (!dataset->vocab_count) dataset->vocab_count = dataset->format->vocab_count;
-    return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__data_sample(dataset, &dataset->data));
+    return dtrain__data_sample(dataset, &dataset->labels);
 }
 
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
@@ -28348,6 +28370,8 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
     info->item_bytes = dataset->item_bytes;
     memcpy(info->shape, dataset->shape, sizeof info->shape);
     info->file_count = dataset->data.count;
+    info->file_bytes = dataset->file_bytes;
+    info->file_sample = dataset->file_sample;
 }
 
 /* ---- reading ----------------------------------------------------------------------------------*/

@@ -350,7 +350,10 @@ static dtrain_result open_data(dtrain_world *world, run_job *j)
     dtrain_dataset_info test_images;
     dtrain_loader_info epoch;
     dtrain_result result = DTRAIN_OK;
-    for (int test = 0; test < 2; test++) TRY(open_images(world, test, &m->images[test]));
+    for (int test = 0; test < 2; test++) {
+        TRY(open_images(world, test, &m->images[test]));
+        TRY(same_data(world, m->images[test]));
+    }
     dtrain_loader_desc images = {.batch = j->batch,
                                  .seed = (uint64_t)j->s->seed,
                                  .drop_last = true, /* what is left over waits for another epoch */
@@ -458,7 +461,7 @@ static const run_program program = {.things = "images",
 
 static const flag data_flags[] = {
     FLAG_GROUP("data and batches"),
-    {"--data", 's', &own_flags.data, 0, 0,
+    {"--data", 'p', &own_flags.data, 0, 0,
      "folder with data_batch_1.bin to _5.bin and test_batch.bin; without it images are drawn",
      NULL},
     {"--epochs", 'i', &own_flags.epochs, 1, 1e9, "passes over the training images", NULL},

@@ -23,7 +23,8 @@ static inline bool config__value(const flag *f, char *text, size_t room)
     long item;
     *text = 0;
     switch (f->kind) {
-    case 's': {
+    case 's':
+    case 'p': {
         const char *string = *(const char *const *)f->value;
         if (!string || strlen(string) + 3 > room || strpbrk(string, "\"\n\r")) return false;
         const bool plain = *string && !strpbrk(string, " \t#");

@@ -14,7 +14,7 @@
 typedef struct flag {
     const char *name;
     char
-        kind; /* s string, w one of the words, i integer, f number, b switch; W, I several; a asks for
+        kind; /* s string, p path, w one of the words, i integer, f number, b switch; W, I several; a asks for
                     something else than a run: a switch that no file has */
     void *value; /* const char *, long (place in words), long, double, long; flag_list */
     double low, high;
@@ -53,7 +53,7 @@ static inline void flags__print(const flag *f)
 {
     char usual[32] = "";
     size_t column;
-    if (f->kind == 's' && *(const char **)f->value)
+    if ((f->kind == 's' || f->kind == 'p') && *(const char **)f->value)
         snprintf(usual, sizeof usual, "%s", *(const char **)f->value);
     if (f->kind == 'w' && *(long *)f->value >= 0)
         snprintf(usual, sizeof usual, "%s", f->words[*(long *)f->value]);
@@ -152,7 +152,7 @@ static inline int flags__set(const char *program, const flag *f, const char *tex
 {
     double number = 0;
     if (f->kind == 'b' || f->kind == 'a') return flags__switch(program, f, text);
-    if (f->kind == 's') return *(const char **)f->value = text, 0;
+    if (f->kind == 's' || f->kind == 'p') return *(const char **)f->value = text, 0;
     if (f->kind == 'w') return flags__word(program, f, text, strlen(text), (long *)f->value);
     if (f->kind == 'W' || f->kind == 'I') return flags__list(program, f, text);
     if (flags__number(program, f, text, strlen(text), &number)) return 2;

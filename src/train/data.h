@@ -63,6 +63,8 @@ typedef struct dtrain_dataset_info {
     size_t item_bytes;               /* of a sample; 0: items are tokens */
     int64_t shape[3];                /* of an image in a file: channels, rows, columns */
     size_t file_count;
+    uint64_t file_bytes, file_sample; /* of all files, and a hash of pieces of them: for programs
+                                         that compare what their ranks read */
 } dtrain_dataset_info;
 /* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);

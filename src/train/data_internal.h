@@ -49,6 +49,7 @@ struct dtrain_dataset {
     uint32_t token_bytes; /* of a token in files: 1, 2, 4 */
     int64_t shape[3];
     dtrain__data_files data, labels;
+    uint64_t file_bytes, file_sample; /* of both */
     char name[512]; /* for error sentences: the first file, and how many more */
 };
 

@@ -416,7 +416,7 @@ for r in 0 1 2; do
 done
 wait
 cat "$tmp"/err.[012] >"$tmp/err"
-[ "$(wc -l <"$tmp/err")" -eq 3 ] && [ "$(grep -c 'parameter 6 .* differs: rank 1 has .* rank 0 has' "$tmp/err")" -eq 3 ]
+[ "$(wc -l <"$tmp/err")" -eq 3 ] && [ "$(grep -c 'rank 1 has --layers 2, the others 1' "$tmp/err")" -eq 3 ]
 result "ranks that differ say so once each" $? "$tmp/err"
 
 if [ "$(id -u)" = 0 ] && have setpriv && have bash; then

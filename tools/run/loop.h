@@ -5,6 +5,7 @@
 #include "tools/run/job.h"
 #include "tools/run/links.h"
 #include "tools/run/report.h"
+#include "tools/run/same.h"
 
 #include <signal.h>
 
@@ -125,6 +126,7 @@ static int run_rank(dtrain_world *world, void *user)
     dtrain_result result =
         own ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a job");
     if (result != DTRAIN_OK) return 1;
+    TRY(same_flags(world));
     TRY(open_job(world, &j));
     if (dtrain_world_rank(world) == 0) program->show_start(world, &j);
     if (j.s->probe_links) TRY(probe_links(world, &j));

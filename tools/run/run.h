@@ -3,7 +3,8 @@
  *
  * How to read it: settings.h (the switches) -> recorded.h (those in checkpoints) -> job.h (what a run consists of, and
  * what a program gives: run_program) -> monitor.h (what it reports, and where to) -> report.h (what rank 0 prints) ->
- * loop.h (what every rank does; with --probe-links links.h and probe.h) -> layout.h (what a restart with fewer ranks
+ * loop.h (what every rank does; same.h: after it has compared flags with the others; with --probe-links links.h and
+ * probe.h) -> layout.h (what a restart with fewer ranks
  * makes of the axes) -> checks.h (what is refused before a rank starts) -> launch.h (from switches to dtrain_launch) ->
  * machine.h, stages.h and forecast.h (--dry-run) -> tune.h (--tune) -> main.h. */
 #ifndef RUN_H

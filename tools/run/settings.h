@@ -269,7 +269,7 @@ static const flag compression_flags[] = {
 
 static const flag checkpoint_flags[] = {
     FLAG_GROUP("checkpoints and failures"),
-    {"--checkpoint", 's', &run_flags.checkpoints, 0, 0,
+    {"--checkpoint", 'p', &run_flags.checkpoints, 0, 0,
      "directory to save to, at the end and every --save-every steps", NULL},
     {"--save-every", 'i', &run_flags.save_every, 0, 1e12,
      "steps between two checkpoints; 0 = one at the end", NULL},
@@ -281,7 +281,7 @@ static const flag checkpoint_flags[] = {
      NULL},
     {"--save-blocking", 'b', &run_flags.save_blocking, 0, 0,
      "wait until a checkpoint is on the disk, instead of writing it while training goes on", NULL},
-    {"--resume", 's', &run_flags.resume, 0, 0,
+    {"--resume", 'p', &run_flags.resume, 0, 0,
      "auto: go on from the newest checkpoint of --checkpoint, if there is one; or the path of one",
      NULL},
     {"--set-aside", 'b', &run_flags.set_aside, 0, 0,

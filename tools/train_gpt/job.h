@@ -170,6 +170,7 @@ static dtrain_result open_texts(dtrain_world *world, run_job *j)
     dtrain_dataset_desc dataset = dataset_desc(own->s);
     dtrain_result result = DTRAIN_OK;
     TRY(dtrain_dataset_open(world, &dataset, &own->dataset));
+    TRY(same_data(world, own->dataset));
     TRY(gpt_set_batch(&own->held_out, j->batch));
     TRY(open_source(world, j, &own->train, false));
     TRY(open_source(world, j, &own->held_out, true));

@@ -61,7 +61,7 @@ static const flag model_flags[] = {
 
 static const flag data_flags[] = {
     FLAG_GROUP("data and batches"),
-    {"--data", 's', &flags.data, 0, 0,
+    {"--data", 'p', &flags.data, 0, 0,
      "what to learn: a file, a folder of files, a pattern (\"shards/train_*.bin\"), or several of "
      "these with commas between; without it sums are learned, \"42 plus 17 is fifty-nine.\", all "
      "of two numbers of two digits",
@@ -70,7 +70,7 @@ static const flag data_flags[] = {
      "any file as bytes, llm.c's .bin, or tokens of 16 or 32 bits, as nanoGPT's .bin (u16); auto: "
      "bin by its magic, else bytes, and an error where it looks like something else",
      data_formats},
-    {"--tokenizer", 's', &flags.tokenizer_path, 0, 0,
+    {"--tokenizer", 'p', &flags.tokenizer_path, 0, 0,
      "for text in --data, --prompt and what is written: a directory with tokenizer.json "
      "(byte-level "
      "BPE, as of GPT-2 or Llama 3), or with vocab.json and merges.txt; or gpt2_tokenizer.bin of "
@@ -90,12 +90,12 @@ static const flag step_flags[] = {
 };
 
 static const flag weight_flags[] = {
-    {"--import", 's', &flags.import_from, 0, 0,
+    {"--import", 'p', &flags.import_from, 0, 0,
      "begin with the weights of a GPT-2: a directory of Hugging Face or its model.safetensors, one "
      "file or with an index, or a .bin of llm.c; without --model its sizes are those of the file, "
      "or of the config.json beside it",
      NULL},
-    {"--export", 's', &flags.export_to, 0, 0,
+    {"--export", 'p', &flags.export_to, 0, 0,
      "write the weights at the end: as llm.c to FILE.bin, else as Hugging Face; as "
      "DIR/model.safetensors with DIR/config.json beside it; if that fails, to a new folder "
      "export-XXXXXX with the checkpoints or the log",

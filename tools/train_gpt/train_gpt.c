@@ -85,6 +85,7 @@ static int use_model(dtrain_world *world, void *user)
     dtrain_result result;
     (void)user;
     memset(&own, 0, sizeof own);
+    TRY(same_flags(world));
     TRY(open_model(world, &j));
     if (own.s->export_to)
         TRY(export_weights(world, own.s, &own.model, j.strategy, own.s->export_to));
