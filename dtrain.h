@@ -28502,6 +28502,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
             memcpy(targets + i * row, window + 1, loader->sample_bytes);
         } else {
             int32_t *label = targets ? targets + i : NULL;
+            if (label) *label = 0; /* a source may have none: not the padding of the batch before */
             DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
         }
     }

@@ -885,8 +885,10 @@ static inline dtrain_tensor *embed(rank_state *s, const tp_node *n, tp_place at)
     int64_t shape[2];
     shape[0] = tp_batch(g, at), shape[1] = g->sequence;
     for (int64_t i = 0; i < shape[0] * shape[1]; i++) tokens[i] = tp_token(g, at, i);
-    if (s->odd && at.step == 0 && at.micro == s->odd - 1)
-        tokens[0] = (int32_t)((tokens[0] + 1) % g->vocabulary);
+    if (s->odd && at.step == 0 && at.micro == s->odd - 1) {
+        int32_t *other = &tokens[g->seed % (uint64_t)(shape[0] * shape[1])];
+        *other = (int32_t)((*other + 1) % g->vocabulary);
+    }
     dtrain_tensor *input = dtrain_tape_input(s->tape, DTRAIN_DTYPE_I32, 2, shape, tokens, false);
     return dtrain_embedding(s->tape, input, param_of(s, n->w), param_of(s, n->b));
 }

@@ -66,10 +66,10 @@ static int32_t label_of(int64_t item) { return item % 3 == 0; }
 static dtrain_result read_values(void *user, int64_t first, int64_t count, void *items,
                                  int32_t *labels)
 {
-    (void)user;
+    const bool *labelled = (const bool *)user;
     for (int64_t i = 0; i < count; i++) {
         ((float *)items)[i] = (float)value_of(first + i);
-        if (labels) labels[i] = label_of(first + i);
+        if (labels && *labelled) labels[i] = label_of(first + i);
     }
     return DTRAIN_OK;
 }
@@ -154,6 +154,7 @@ static dtrain_result evaluate(dtrain_world *world, program *p, local *l, double 
     TRY(dtrain_mesh_create(world, &axes, &mesh));
     if (p->norm) TRY(dtrain_comm_split(dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA), 0, 0, &l->norm));
     source.item_count = p->items, source.item_bytes = sizeof(float), source.read = read_values;
+    source.user = &p->pads; /* where nobody reads labels, the source has none */
     TRY(dtrain_dataset_open(world, &source, &desc.dataset));
     desc.batch = p->batch, desc.seed = 3, desc.in_order = p->in_order, desc.workers = p->workers;
     desc.sample_limit = p->limit, desc.mesh = mesh;
