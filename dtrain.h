@@ -1555,14 +1555,16 @@ typedef enum dtrain_missing_gradient {
      * parameter, its moments and its count of steps alone, as torch does without a .grad */
     DTRAIN_MISSING_GRADIENT_SKIP = 0,
     DTRAIN_MISSING_GRADIENT_ERROR = 1, /* finish fails and names it */
-    DTRAIN_MISSING_GRADIENT_ZERO =
-        2 /* counts as zeros: old moments and weight decay still move it */
+    /* counts as zeros: old moments and weight decay still move it, unless it is frozen */
+    DTRAIN_MISSING_GRADIENT_ZERO = 2
 } dtrain_missing_gradient;
 
 /* What a step's loss and gradient are the mean of. */
 typedef enum dtrain_average {
     DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, on whatever rank: dtrain_strategy_weight */
-    DTRAIN_AVERAGE_MEANS = 1    /* the means of its micro-batches, large and small ones alike */
+    /* the means of its micro-batches, large and small ones alike. One none of whose targets counts
+     * has a loss of 0, and counts as such */
+    DTRAIN_AVERAGE_MEANS = 1
 } dtrain_average;
 
 /* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
@@ -1719,7 +1721,8 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
  * cross-entropy that are not ignored, and the elements of other losses (of several, see
  * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. With
- * DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
+ * DTRAIN_AVERAGE_MEANS that weight is always 1, and of the weights that are set here every one
+ * above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before
@@ -2703,7 +2706,7 @@ typedef struct dtrain_spread {
 typedef struct dtrain_step_record {
     int64_t step;    /* from 1: how many are done with this one */
     double loss;     /* mean over the samples of all micro-batches and ranks; 0 without any. With
-                         DTRAIN_AVERAGE_MEANS over micro-batches and ranks */
+                         DTRAIN_AVERAGE_MEANS over micro-batches and ranks, each counting alike */
     double val_loss; /* NaN unless the host evaluated and set it */
     double val_accuracy; /* share of right answers, 0 to 1; likewise */
     double grad_norm;    /* before clipping */
@@ -15308,7 +15311,7 @@ struct dtrain_strategy {
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the tally follows it */
-    float *tally, *sums;  /* (tally_count) device memory; its copy on the host: weights.c */
+    float *tally, *sums;  /* (1 + param_count) device memory; its copy on the host: weights.c */
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
@@ -15368,7 +15371,6 @@ DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allo
 DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
 
 /* strategy/weights.c */
-DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 
@@ -17164,12 +17166,6 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  * gradients knows without it that the step has samples and that no gradient is absent; on other
  * ranks the host waits for the tally and reads it. */
 
-/* Count the elements of a tally. */
-DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count)
-{
-    return 1 + (desc->missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP ? param_count : 0);
-}
-
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
 /* Tell whether the step has further backwards, here or on other ranks, so that weights matter. */
@@ -17359,7 +17355,8 @@ static void dtrain__note_absent(dtrain_strategy *strategy)
     strategy->unsure = strategy->empty;
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        entries[i].absent = skips && entries[i].trainable && p->state.storage == p;
+        const bool frozen = (p->flags & DTRAIN_PARAM_FROZEN) != 0; /* for this step */
+        entries[i].absent = (skips || frozen) && entries[i].trainable && p->state.storage == p;
     }
     for (size_t i = 0; i < strategy->param_count; i++)
         if (entries[i].seen) entries[strategy->params[i].state.storage->state.index].absent = false;
@@ -17384,7 +17381,7 @@ static int dtrain__weight_ranks(const dtrain__groups *groups)
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    const size_t count = 1 + strategy->param_count;
     if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
@@ -17411,7 +17408,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
 /* Copy the tally to strategy->sums; the host waits. */
 static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
 {
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    const size_t count = 1 + strategy->param_count;
     return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->tally,
                                        count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
 }
@@ -17454,7 +17451,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
  * A step that is being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    const size_t count = 1 + strategy->param_count;
     if (strategy->unsure && !strategy->device_weight) {
         DTRAIN__TRY(dtrain__tally_read(strategy));
         strategy->unsure = false;
@@ -20296,8 +20293,7 @@ static size_t dtrain__squares_most(const dtrain_strategy *strategy)
 static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
 {
     const size_t squares = dtrain__squares_most(strategy);
-    return squares * sizeof(double) +
-           dtrain__tally_count(&strategy->desc, strategy->param_count) * sizeof(float);
+    return squares * sizeof(double) + (1 + strategy->param_count) * sizeof(float);
 }
 
 /* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
@@ -20322,7 +20318,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
                                     dtrain_comm_size(strategy->groups.data),
                                     dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
-    const size_t tally = dtrain__tally_count(&strategy->desc, count);
+    const size_t tally = 1 + count;
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
     strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
@@ -20484,7 +20480,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
             dtrain_comm_free(strategy->groups.data, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
-    const size_t tally = dtrain__tally_count(&strategy->desc, count);
+    const size_t tally = 1 + count;
     if (strategy->sum_squares)
         dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
                          dtrain__sums_bytes(strategy));

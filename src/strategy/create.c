@@ -188,8 +188,7 @@ static size_t dtrain__squares_most(const dtrain_strategy *strategy)
 static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
 {
     const size_t squares = dtrain__squares_most(strategy);
-    return squares * sizeof(double) +
-           dtrain__tally_count(&strategy->desc, strategy->param_count) * sizeof(float);
+    return squares * sizeof(double) + (1 + strategy->param_count) * sizeof(float);
 }
 
 /* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
@@ -214,7 +213,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
                                     dtrain_comm_size(strategy->groups.data),
                                     dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
-    const size_t tally = dtrain__tally_count(&strategy->desc, count);
+    const size_t tally = 1 + count;
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
     strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
@@ -376,7 +375,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
             dtrain_comm_free(strategy->groups.data, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
-    const size_t tally = dtrain__tally_count(&strategy->desc, count);
+    const size_t tally = 1 + count;
     if (strategy->sum_squares)
         dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
                          dtrain__sums_bytes(strategy));

@@ -66,14 +66,16 @@ typedef enum dtrain_missing_gradient {
      * parameter, its moments and its count of steps alone, as torch does without a .grad */
     DTRAIN_MISSING_GRADIENT_SKIP = 0,
     DTRAIN_MISSING_GRADIENT_ERROR = 1, /* finish fails and names it */
-    DTRAIN_MISSING_GRADIENT_ZERO =
-        2 /* counts as zeros: old moments and weight decay still move it */
+    /* counts as zeros: old moments and weight decay still move it, unless it is frozen */
+    DTRAIN_MISSING_GRADIENT_ZERO = 2
 } dtrain_missing_gradient;
 
 /* What a step's loss and gradient are the mean of. */
 typedef enum dtrain_average {
     DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, on whatever rank: dtrain_strategy_weight */
-    DTRAIN_AVERAGE_MEANS = 1    /* the means of its micro-batches, large and small ones alike */
+    /* the means of its micro-batches, large and small ones alike. One none of whose targets counts
+     * has a loss of 0, and counts as such */
+    DTRAIN_AVERAGE_MEANS = 1
 } dtrain_average;
 
 /* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
@@ -230,7 +232,8 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
  * cross-entropy that are not ignored, and the elements of other losses (of several, see
  * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. With
- * DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
+ * DTRAIN_AVERAGE_MEANS that weight is always 1, and of the weights that are set here every one
+ * above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before

@@ -145,7 +145,7 @@ struct dtrain_strategy {
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the tally follows it */
-    float *tally, *sums;  /* (tally_count) device memory; its copy on the host: weights.c */
+    float *tally, *sums;  /* (1 + param_count) device memory; its copy on the host: weights.c */
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
@@ -205,7 +205,6 @@ DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allo
 DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
 
 /* strategy/weights.c */
-DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 

@@ -30,12 +30,6 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Count the elements of a tally. */
-DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count)
-{
-    return 1 + (desc->missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP ? param_count : 0);
-}
-
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
 /* Tell whether the step has further backwards, here or on other ranks, so that weights matter. */
@@ -225,7 +219,8 @@ static void dtrain__note_absent(dtrain_strategy *strategy)
     strategy->unsure = strategy->empty;
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        entries[i].absent = skips && entries[i].trainable && p->state.storage == p;
+        const bool frozen = (p->flags & DTRAIN_PARAM_FROZEN) != 0; /* for this step */
+        entries[i].absent = (skips || frozen) && entries[i].trainable && p->state.storage == p;
     }
     for (size_t i = 0; i < strategy->param_count; i++)
         if (entries[i].seen) entries[strategy->params[i].state.storage->state.index].absent = false;
@@ -250,7 +245,7 @@ static int dtrain__weight_ranks(const dtrain__groups *groups)
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    const size_t count = 1 + strategy->param_count;
     if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
@@ -277,7 +272,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
 /* Copy the tally to strategy->sums; the host waits. */
 static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
 {
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    const size_t count = 1 + strategy->param_count;
     return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->tally,
                                        count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
 }
@@ -320,7 +315,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
  * A step that is being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    const size_t count = 1 + strategy->param_count;
     if (strategy->unsure && !strategy->device_weight) {
         DTRAIN__TRY(dtrain__tally_read(strategy));
         strategy->unsure = false;

@@ -22,11 +22,13 @@ typedef struct run {
     uint32_t nonfinite, skip_limit, verify_every;
     bool nan_on; /* from nan_step on */
     uint32_t kind;
-    int64_t ends[MAX_RANKS]; /* micro-batches that a rank's data has; 0: it has no end */
-    bool end_ignored;        /* behind it no target counts, and ranks go on */
-    uint32_t terms;          /* of the loss beside the first: TERM_*, from the lowest bit on */
-    bool ignored, scaled;    /* half of the targets, unevenly, and in step 7 all; loss scaling */
-    int drift_rank;          /* in whose memory a bit flips in step 5 */
+    int64_t ends[MAX_RANKS];    /* micro-batches that a rank's data has; 0: it has no end */
+    bool end_ignored;           /* behind it no target counts, and ranks go on */
+    uint32_t average, missing;  /* of the strategy */
+    int freeze_from, freeze_to; /* steps in which out.weight is frozen */
+    uint32_t terms;             /* of the loss beside the first: TERM_*, from the lowest bit on */
+    bool ignored, scaled;       /* half of the targets, unevenly, and in step 7 all; loss scaling */
+    int drift_rank;             /* in whose memory a bit flips in step 5 */
     float clip, dropout;
     uint64_t seed;
     dtrain_allocator allocator;
@@ -203,6 +205,8 @@ static void take_steps(dtrain_world *world, dtrain_trainer *trainer, rank_state 
         if (step == r->plan_at)
             result = dtrain_trainer_plan(world, &s->desc, NULL, &r->plan[s->rank]);
         if (result == DTRAIN_OK && step == r->eval_at) result = evaluate(trainer, s);
+        s->params[3].flags =
+            step >= r->freeze_from && step < r->freeze_to ? DTRAIN_PARAM_FROZEN : 0;
         copy_params(s, r->before[s->rank]);
         if (result == DTRAIN_OK) result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
         while (result == DTRAIN_ERROR_DATA && s->stumbled)
@@ -226,6 +230,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy_desc ddp = {0};
     ddp.kind = s->r->kind;
+    ddp.average = s->r->average, ddp.missing_gradient = s->r->missing;
     ddp.comm = s->comm;
     ddp.first_bucket_bytes = 512; /* several buckets for a model this small */
     ddp.bucket_bytes = 1024;
@@ -463,6 +468,37 @@ static void test_terms_that_take_part(void)
     ends->terms = TERM_LOGITS | TERM_HIDDEN | TERM_OTHERS, ends->ignored = true;
     ends->ends[0] = 5, ends->ends[1] = 8, ends->ends[2] = 9;
     run_well(ends);
+}
+
+/* Under DTRAIN_AVERAGE_MEANS a micro-batch none of whose targets count has a loss of 0, which counts. */
+static void test_means_count_alike(void)
+{
+    run *all = run_create(2, 1, 2), *half = run_create(2, 1, 2);
+    all->average = half->average = DTRAIN_AVERAGE_MEANS;
+    half->end_ignored = true;
+    half->ends[1] = 1;
+    run_well(all);
+    run_well(half);
+    CHECK(half->records[0][0].loss == all->records[0][0].loss);
+    CHECK_CLOSE(half->records[0][1].loss, all->records[0][1].loss / 2, 0.2);
+}
+
+/* A parameter that is frozen in some steps stays as it is in those, whatever a missing gradient counts as. */
+static void test_frozen_for_some_steps(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1};
+    const size_t first = VOCAB * WIDTH + HIDDEN * WIDTH + HIDDEN,
+                 bytes = VOCAB * HIDDEN * sizeof(float);
+    for (uint32_t i = 0; i < 12; i++) {
+        run *r = run_create(1 + i % 2, 1, 5 + (int)(i / 6) * 3);
+        r->kind = kinds[i % 4 / 2], r->missing = i % 3; /* AdamW with weight decay */
+        r->freeze_from = 3, r->freeze_to = 6;
+        run_well(r);
+        const bool frozen = r->steps <= r->freeze_to; /* in the last step */
+        CHECK_MSG((memcmp(r->before[0] + first, r->after[0] + first, bytes) == 0) == frozen,
+                  "case %u: a parameter that is %sfrozen", (unsigned)i, frozen ? "" : "not ");
+        CHECK(memcmp(r->before[0], r->after[0], first * sizeof(float)) != 0);
+    }
 }
 
 /* A rank whose data ends takes part without samples: the bits of one none of whose targets count. */
@@ -1055,6 +1091,8 @@ int main(int argc, char **argv)
     RUN(test_ignored_targets);
     RUN(test_losses_of_several_terms);
     RUN(test_terms_that_take_part);
+    RUN(test_means_count_alike);
+    RUN(test_frozen_for_some_steps);
     RUN(test_data_ends_earlier);
     RUN(test_processes_are_threads_to_the_bit);
     RUN(test_clipping);
