@@ -46,8 +46,9 @@
        Streams   Operations run in the order of their starts, on one stream. From NCCL 2.26 on the
                  tensor axis of a mesh has a second stream, so that its sums, which the next layer
                  waits for, do not queue after gradients of the data axis. It needs
-                 NCCL_LAUNCH_ORDER_IMPLICIT=1: two communicators at once cannot deadlock where
-                 kernels start in the order of the host's calls. =0 keeps one stream.
+                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set:
+                 two communicators at once cannot deadlock where kernels start in the order of the
+                 host's calls. Without it there is one stream.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
                  DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
@@ -87,8 +88,8 @@
 extern "C" {
 #endif
 
-/* Give the table for dtrain_launch_desc.comm_ops. It is static. The first call sets
- * NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, unless that is set: see manual.h's Streams. */
+/* Give the table for dtrain_launch_desc.comm_ops. It is static. A program that has a tensor axis sets
+ * NCCL_LAUNCH_ORDER_IMPLICIT=1 in its environment before the launch: see Streams above. */
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 /* Versions as NCCL counts them: 2.28.9 is 22809. */
@@ -160,6 +161,7 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
 #include <pthread.h>
 #include <sched.h>
 #include <stdarg.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -2145,7 +2147,6 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
                                         dtrain_nccl__split,
                                         dtrain_nccl__fail_entry,
                                         dtrain_nccl__destroy};
-    if (!getenv("NCCL_LAUNCH_ORDER_IMPLICIT")) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     return &ops;
 }
 

@@ -88,6 +88,7 @@ static dtrain_launch_desc nccl_desc(int ranks, uint32_t timeout_ms)
     desc.grace_ms = 20000; /* ranks must end by themselves */
     desc.device_ops = test_ops();
     desc.comm_ops = dtrain_nccl_comm_ops();
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     desc.log = quiet;
     return desc;
 }

@@ -1151,6 +1151,7 @@ static inline bool run_ranks(play *y, int ranks, dtrain_rank_fn main, char *text
         dtrain_emulation_set_device_count(MOST_RANKS);
         nccl_mock.delay_steps = (int)(y->g.seed / 2 % 5);
         nccl_mock.progress_polls = (int)(y->g.seed / 10 % 3);
+        setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0); /* a stream for the tensor axis */
         desc.comm_ops = dtrain_nccl_comm_ops();
     }
     const int misuses = nccl_mock_count.misuses;

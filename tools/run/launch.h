@@ -19,7 +19,10 @@ static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
                    s->comm, s->device);
     if (!cpu) launch->comm_ops = NULL; /* local, through host memory */
 #ifdef DTRAIN_USE_NCCL
-    if (!cpu && !s->comm && !s->emulate) launch->comm_ops = dtrain_nccl_comm_ops();
+    if (!cpu && !s->comm && !s->emulate) {
+        setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0); /* a stream for the tensor axis: dtrain_nccl.h, Streams */
+        launch->comm_ops = dtrain_nccl_comm_ops();
+    }
 #endif
     launch->emulation = s->emulation;
     launch->trace.path = s->trace;

@@ -508,6 +508,5 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
                                         dtrain_nccl__split,
                                         dtrain_nccl__fail_entry,
                                         dtrain_nccl__destroy};
-    if (!getenv("NCCL_LAUNCH_ORDER_IMPLICIT")) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     return &ops;
 }

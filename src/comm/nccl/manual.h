@@ -38,8 +38,9 @@
        Streams   Operations run in the order of their starts, on one stream. From NCCL 2.26 on the
                  tensor axis of a mesh has a second stream, so that its sums, which the next layer
                  waits for, do not queue after gradients of the data axis. It needs
-                 NCCL_LAUNCH_ORDER_IMPLICIT=1: two communicators at once cannot deadlock where
-                 kernels start in the order of the host's calls. =0 keeps one stream.
+                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set:
+                 two communicators at once cannot deadlock where kernels start in the order of the
+                 host's calls. Without it there is one stream.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
                  DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
