@@ -489,11 +489,15 @@ static void make_table(void)
     add_flags(monitor_flags, COUNT(monitor_flags));
 }
 
-static int print_help(void)
+static void print_help(void)
 {
     printf("resnet_cifar: trains ResNet-20 on CIFAR-10 (dtrain %s)\n\n", DTRAIN_VERSION_STRING);
     flags_help(flag_table, flag_count);
-    return 0;
+    printf(
+        "\nexamples\n"
+        "  resnet_cifar --data cifar-10-batches-bin --ranks 2 --log runs/a/log.jsonl --checkpoint "
+        "runs/a\n"
+        "  resnet_cifar --data cifar-10-batches-bin --ranks 4 --checkpoint runs/a --resume auto\n");
 }
 
 int main(int argc, char **argv)
@@ -501,8 +505,7 @@ int main(int argc, char **argv)
     take_descriptors();
     run_settings *s = &run_flags;
     make_table();
-    for (int a = 1; a < argc; a++)
-        if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help();
+    if (about(RUN_NAME, argc - 1, argv + 1, print_help)) return 0;
     if (read_flags(argc - 1, argv + 1)) return 2;
     if (s->steps && given("--epochs")) return BAD("--steps and --epochs: use one of them");
     if (s->batch < 2) return BAD("--batch is %ld; normalising a batch needs at least 2", s->batch);

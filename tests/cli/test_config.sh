@@ -69,6 +69,36 @@ bad "no file" "none: No such file" "$build/train_gpt" --config "$tmp/none"
 bad "a folder" "--config: .*" "$build/train_gpt" --config "$tmp"
 printf 'seed = 1\0\n' >"$tmp/zero.conf"
 bad "a byte 0" "zero.conf is not a text" "$build/train_gpt" --config "$tmp/zero.conf"
+printf '\357\273\277lr = 0.125\n' >"$tmp/marked"
+"$build/train_gpt" --dry-run --config "$tmp/marked" >"$tmp/out" 2>&1 && grep -q '^lr = 0.125$' "$tmp/out"
+result "a file that begins with a byte order mark" $? "$tmp/out"
+bad "a rate of 0" '^train_gpt: --lr is 0; it takes a learning rate above 0$' "$build/train_gpt" --lr 0
+bad "a field that is a flag" '^train_gpt: --strategy hybrid_shard: --node-size 3 does not divide 4 ranks' "$build/train_gpt" \
+    --strategy hybrid_shard --ranks 4 --node-size 3
+bad "another" 'train_gpt: --strategy ddp: --warmup-ratio is 0.001' "$build/train_gpt" --warmup-ratio 0.001 \
+    --compression topk --compression-warmup 5 --topk-ratio 0.1
+small_text="--data README.md --channels 64 --heads 2 --seq 64 --batch 4 --steps 1 --eval-batches 0 --sample 0 --ranks 1"
+for blocks in 1 8; do
+    "$build/train_gpt" $small_text --layers $blocks --activation-checkpointing 1 >"$tmp/out" 2>"$tmp/err"
+    if [ $blocks -eq 1 ]; then grep -q 'activation-checkpointing 1 saves no memory .* MiB a rank with it' "$tmp/err"
+    else [ ! -s "$tmp/err" ]; fi
+    result "recomputing $blocks of $blocks blocks: said where it saves nothing" $? "$tmp/err"
+done
+for program in train_gpt resnet_cifar report trace flight simulate dtrain-run; do
+    for flag in --help -h --version; do
+        case $flag in --version) said="^$program of dtrain [0-9]+\\.[0-9]+" ;; *) said='^examples$' ;; esac
+        good "$program $flag" "$said" "$build/$program" $flag
+        [ ! -s "$tmp/err" ]; result "on standard output" $? "$tmp/err"
+    done
+done
+good "dtrain-run: the flags of a program are its own" "^train_gpt of dtrain" "$build/dtrain-run" --nproc 1 "$build/train_gpt" --version
+for steps in 39 40 110 199 200 1000; do
+    "$build/train_gpt" --layers 1 --channels 32 --heads 2 --seq 16 --batch 1 \
+        --ranks 1 --eval-batches 0 --sample 0 --steps $steps --log "$tmp/rows.jsonl" --data README.md >"$tmp/out" 2>&1
+    rows=$(grep -c -E '^ +[0-9]+ +[0-9.]+ ' "$tmp/out")
+    [ "$rows" -ge 20 ] && [ "$rows" -le 40 ] && [ "$(grep -c '^{"step"' "$tmp/rows.jsonl")" -eq $steps ]
+    result "$steps steps: $rows lines, and all in the log" $? "$tmp/out"
+done
 bad "a misspelt flag" 'unknown flag "--layer"; did you mean --layers\? --help lists them' "$build/train_gpt" --layer 2
 bad "a flag without end" 'unknown flag "--x{58}"; --help lists them' "$build/train_gpt" "--$long"
 bad "a flag like no other" 'unknown flag "--frobnicate"; --help lists them' "$build/train_gpt" --frobnicate=2
@@ -98,7 +128,7 @@ bad "two questions" 'dry-run and --tune: use one after the other' $resnet --dry-
 bad "what --tune was once" 'tune-gemm needs a GPU' "$build/train_gpt" --tune-gemm
 for line in "--save-every 3:save-every does nothing without --checkpoint" "--topk-ratio 0.1:topk-ratio does nothing without --compression" \
     "--optimizer muon --strategy zero1:muon needs whole matrices" "--min-lr 0.1:min-lr does nothing with --schedule steps" \
-    "--offload all:offload needs a GPU" "--strategy hybrid_shard:strategy hybrid_shard: .*set node_size" "--global-batch 7:global-batch: .*nearest"; do
+    "--offload all:offload needs a GPU" "--strategy hybrid_shard:strategy hybrid_shard: .*set --node-size" "--global-batch 7:global-batch: .*nearest"; do
     bad "resnet_cifar ${line%%:*}" "${line#*:}" $resnet ${line%%:*} --steps 1
 done
 

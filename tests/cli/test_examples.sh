@@ -364,9 +364,9 @@ bad "a setting of another optimizer" "--beta2 does nothing with --optimizer lion
 bad "a rate of another optimizer" "--muon-lr does nothing without" $gpt --muon-lr 0.1
 bad "unknown strategy" "it takes one of: ddp" $gpt --strategy zero9
 bad "a strategy that shards no parameters" "never shards parameters" $gpt --strategy zero1 --reshard-after-forward 0
-bad "nodes for a strategy without" "node_size" $gpt --node-size 2
+bad "nodes for a strategy without" "node.size" $gpt --node-size 2
 bad "nodes that do not divide the ranks" "divide" $gpt --ranks 4 --strategy hybrid_shard --node-size 3
-bad "one node" "node_size" $gpt --strategy hybrid_shard
+bad "one node" "set --node-size" $gpt --strategy hybrid_shard
 bad "accumulation mode of another strategy" "SHARD_GRAD_OP" $gpt --strategy zero1 --accum-mode every
 bad "dtype of parameters that stay whole" "param_dtype" $gpt --strategy ddp --param-dtype bf16
 bad "offload on the cpu" "GPU" $gpt --strategy full_shard --offload all

@@ -37,6 +37,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include "tools/about.h"
 #include "tools/say.h"
 #include "options.h"
 #include "ranks.h"

@@ -23,9 +23,9 @@ typedef struct run_options {
 /* What the parser fills; -1 and NULL: not given. */
 static struct {
     const char *nproc, *nnodes, *master, *port, *log_dir;
-    long node_rank, restarts, min_ranks, dry_run, help;
+    long node_rank, restarts, min_ranks, dry_run;
     double grace, timeout;
-} run_flags = {NULL, NULL, NULL, NULL, NULL, -1, 0, 0, 0, 0, 30, 300};
+} run_flags = {NULL, NULL, NULL, NULL, NULL, -1, 0, 0, 0, 30, 300};
 
 static const flag run_table[] = {
     FLAG_GROUP("what to start"),
@@ -35,7 +35,6 @@ static const flag run_table[] = {
      NULL},
     {"--dry-run", 'b', &run_flags.dry_run, 0, 1,
      "print the environment of each rank of this node, and stop", NULL},
-    {"--help", 'b', &run_flags.help, 0, 1, "print this", NULL},
     FLAG_GROUP("several nodes: the same command on each"),
     {"--nnodes", 's', &run_flags.nnodes, 0, 0, "nodes of the run. Default: PET_NNODES, else 1",
      NULL},
@@ -245,17 +244,22 @@ static int run_split(int count, char **words, char ***program)
     return a;
 }
 
+static void run_help(void)
+{
+    printf("dtrain-run [FLAGS] PROGRAM ARGUMENTS...   starts the ranks of a program\n\n");
+    flags_help(run_table, RUN_FLAGS);
+    printf("\nexamples\n"
+           "  dtrain-run --nproc 4 ./program --its-flag\n"
+           "  dtrain-run --nnodes 2 --node-rank 0 --master head --nproc 8 ./program\n");
+}
+
 /* Read the command line and the environment. Return 0, 1 after --help, or 2 after a sentence to stderr. */
 static int run_read(int argc, char **argv, run_lookup env, run_options *o)
 {
     memset(o, 0, sizeof *o);
     const int given = run_split(argc - 1, argv + 1, &o->program);
+    if (about("dtrain-run", given, argv + 1, run_help)) return 1;
     if (flags_parse("dtrain-run", run_table, RUN_FLAGS, given, argv + 1)) return 2;
-    if (run_flags.help) {
-        printf("dtrain-run [FLAGS] PROGRAM ARGUMENTS...\n\n");
-        flags_help(run_table, RUN_FLAGS);
-        return 1;
-    }
     if (!o->program[0])
         return run_refuse("there is no program to start: dtrain-run [FLAGS] PROGRAM ARGUMENTS...; "
                           "--help lists the flags");

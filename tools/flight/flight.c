@@ -12,6 +12,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/descriptors.h"
+#include "tools/about.h"
 #include "tools/open.h"
 #include "tools/say.h"
 #include "tools/integers.h"
@@ -510,9 +511,20 @@ static int flight_load_all(const char *directory)
     return status;
 }
 
+static void print_help(void)
+{
+    printf("flight DIRECTORY   says which rank of a failed run was in which call, of its files "
+           "flight-RANK.json\n\n"
+           "Ranks write them to DTRAIN_FLIGHT_DIRECTORY, or dtrain_launch_desc.flight_directory, "
+           "when a run fails.\n\n"
+           "examples\n"
+           "  DTRAIN_FLIGHT_DIRECTORY=dumps ./program; flight dumps\n");
+}
+
 int main(int argc, char **argv)
 {
     take_descriptors();
+    if (about("flight", argc - 1, argv + 1, print_help)) return 0;
     const int status = argc == 2 ? flight_load_all(argv[1]) : 1;
     if (!flight_size) {
         say(stderr,

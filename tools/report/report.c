@@ -16,6 +16,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/descriptors.h"
+#include "tools/about.h"
 #include "tools/open.h"
 #include "tools/say.h"
 #include "tools/report/page.h"
@@ -43,9 +44,23 @@ static void take_argument(run *r, const char *argument)
     r->label = name;
 }
 
+static void print_help(void)
+{
+    printf("report OUT.html LOG...   makes one page of the logs of up to %d runs, to open in a "
+           "browser\n\n"
+           "LOG          what --log of a training program has written\n"
+           "NAME=LOG     under another name than that of its file\n"
+           "RANKS@NAME=LOG   a run of so many ranks, for the curve of scaling\n\n"
+           "examples\n"
+           "  report page.html runs/a/log.jsonl\n"
+           "  report page.html small=runs/a/log.jsonl large=runs/b/log.jsonl\n",
+           REPORT_RUNS);
+}
+
 int main(int argc, char **argv)
 {
     take_descriptors();
+    if (about("report", argc - 1, argv + 1, print_help)) return 0;
     static run runs[REPORT_RUNS];
     const int count = argc - 2;
     if (count < 1 || count > REPORT_RUNS)

@@ -62,8 +62,7 @@ static int check_optimizer(const run_settings *s)
         return BAD("--topk-momentum and --optimizer %s, which has a momentum of its own: use adamw "
                    "or sgd",
                    name);
-    if (muon && !(s->lr > 0))
-        return BAD("--lr is %g; --optimizer muon needs one above 0 for what is not its own", s->lr);
+    if (!((float)s->lr > 0)) return BAD("--lr is %g; it takes a learning rate above 0", s->lr);
     if (muon && s->tensor > 1)
         return BAD(
             "--optimizer muon needs whole matrices and --tensor %ld cuts them: use adamw, or "
@@ -234,10 +233,12 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
         return BAD("--tensor %ld x --pipeline %ld are %ld ranks, which do not divide the %d there "
                    "are",
                    s->tensor, s->pipeline, model_ranks(s), ranks);
-    if (plan_memory(s, program, ranks, &memory) != DTRAIN_OK)
-        return strncmp(dtrain_last_error(), "--", 2) == 0
-                   ? BAD("%s", dtrain_last_error())
-                   : BAD("--strategy %s: %s", strategies[s->strategy], dtrain_last_error());
+    const dtrain_result planned = plan_memory(s, program, ranks, &memory);
+    if (planned != DTRAIN_OK) {
+        if (strncmp(dtrain_last_error(), "--", 2) != 0)
+            name_error(planned, "--strategy", strategies[s->strategy]);
+        return BAD("%s", dtrain_last_error());
+    }
     if (s->dry_run || s->tune) return 0; /* they tell what fits */
     if (cpu && (double)memory.total * here > have)
         return BAD("%d ranks need %.1f GiB each for parameters, gradients, optimizer and buffers; "

@@ -280,15 +280,45 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     return desc;
 }
 
+/* Write a sentence of the library for who types flags: without the call in front, and with --node-size for a field
+ * node_size, where there is such a flag. A word with "schedule." in front is a field, too. */
+static void fields_to_flags(const char *sentence, char *text, size_t room)
+{
+    static const char letters[] = "abcdefghijklmnopqrstuvwxyz0123456789_", schedule[] = "schedule.";
+    int rank = 0; /* bytes of "rank N: ", which dtrain_fail puts there again */
+    (void)sscanf(sentence, "rank %*d: %n", &rank);
+    sentence += rank;
+    const size_t call = strncmp(sentence, "dtrain_", 7) == 0 ? strspn(sentence, letters) : 0;
+    const char *at =
+        call && strncmp(sentence + call, ": ", 2) == 0 ? sentence + call + 2 : sentence;
+    size_t used = 0;
+    for (size_t length; *at && used + 1 < room; at += length) {
+        const bool inside = strncmp(at, schedule, sizeof schedule - 1) == 0;
+        const char *const word = inside ? at + sizeof schedule - 1 : at;
+        char name[FLAGS_NAME] = "--";
+        length = strspn(word, letters);
+        for (size_t i = 0; i < length && i + 3 < sizeof name; i++)
+            name[2 + i] = word[i] == '_' ? '-' : word[i];
+        const bool field = inside || memchr(word, '_', length);
+        const bool flag =
+            field && length + 3 < sizeof name && flags_find(flag_table, flag_count, name) >= 0;
+        length = length ? length + (size_t)(word - at) : 1;
+        if (flag) used += (size_t)snprintf(text + used, room - used, "%s", name);
+        else used += (size_t)snprintf(text + used, room - used, "%.*s", (int)length, at);
+    }
+    text[used < room ? used : room - 1] = 0;
+}
+
 /* Put a flag and its value before the last error, and leave out advice that names what programs give the library,
  * in backquotes: no flag is called so. */
 static dtrain_result name_error(dtrain_result result, const char *name, const char *value)
 {
     char text[1024];
-    snprintf(text, sizeof text, "%.1000s", dtrain_last_error());
+    fields_to_flags(dtrain_last_error(), text, sizeof text);
     char *advice = strchr(text, '`');
     while (advice && advice > text && *advice != ';') advice--;
     if (advice && advice > text) *advice = 0;
+    if (!*name) return dtrain_fail(result, "%s", text);
     return dtrain_fail(result, "%s%s%s: %s", name, *value ? " " : "", value, text);
 }
 
@@ -406,6 +436,27 @@ cleanup:
     return result;
 }
 
+/* Say on rank 0 if computing activations again frees no memory: of few blocks the one that is computed again needs as
+ * much as all of them. */
+static dtrain_result check_recomputation(dtrain_world *world, run_job *j)
+{
+    dtrain_trainer_desc kept = trainer_desc(world, j);
+    dtrain_memory without;
+    dtrain_result result = DTRAIN_OK;
+    if (!j->s->checkpoint || j->s->pipeline > 1) return DTRAIN_OK;
+    kept.recompute_every = 0;
+    TRY(dtrain_trainer_plan(world, &kept, NULL, &without));
+    if (without.total <= j->memory.total && dtrain_world_rank(world) == 0)
+        fprintf(stderr,
+                RUN_NAME ": --activation-checkpointing %ld saves no memory with this model and "
+                         "batch: %.1f MiB a rank "
+                         "with it, %.1f without it, which is faster\n",
+                j->s->checkpoint, (double)j->memory.total / 1048576,
+                (double)without.total / 1048576);
+cleanup:
+    return result;
+}
+
 /* Make strategy, optimizer and trainer, and count what a rank will need. */
 static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strategy_desc *strategy)
 {
@@ -419,10 +470,11 @@ static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strate
     TRY(divide_units(world, j, strategy));
     TRY(name_flag(dtrain_strategy_create(world, j->params, j->param_count, strategy, &j->strategy),
                   "--strategy", strategies[j->s->strategy]));
-    TRY(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer));
+    TRY(name_flag(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer), "", ""));
     trainer = trainer_desc(world, j);
-    TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
+    TRY(name_flag(dtrain_trainer_create(world, &trainer, &j->trainer), "", ""));
     TRY(dtrain_trainer_plan(world, &trainer, NULL, &j->memory));
+    TRY(check_recomputation(world, j));
     if (dtrain_world_device(world)->ops->host_memory)
         TRY(plan_snapshot(world, dtrain_world_size(world), j));
     j->memory.total += j->snapshot_bytes;
@@ -520,7 +572,7 @@ static dtrain_result open_metrics(dtrain_world *world, run_job *j)
     desc.first_step = j->resumed.step > 0 ? j->resumed.step + 1 : 0;
     desc.total_steps = j->steps;
     desc.progress = j->program->own_table ? NULL : stdout;
-    desc.progress_every = j->steps >= 200 ? (uint32_t)(j->steps / 20) : 1;
+    desc.progress_every = j->steps >= 40 ? (uint32_t)(j->steps / 20) : 1; /* 20 to 39 lines */
     desc.trainer = j->trainer;
     const dtrain_result result = dtrain_metrics_create(world, &desc, &j->metrics);
     free(texts);

@@ -92,8 +92,9 @@ static dtrain_result finish_job(dtrain_world *world, run_job *j)
     if (result != DTRAIN_OK) return result;
     if (first) show_end(world, j, &info.summary);
     if (first && j->s->deterministic)
-        printf("  parameters           %016llx   bit-identical on all ranks\n",
-               (unsigned long long)hash);
+        printf("  parameters           %016llx   bit-identical on all ranks%s\n",
+               (unsigned long long)hash,
+               j->s->tensor > 1 ? "; another --tensor has another hash of the same values" : "");
     return j->program->finish ? j->program->finish(world, j) : DTRAIN_OK;
 }
 

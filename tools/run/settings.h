@@ -8,6 +8,7 @@
 #ifndef RUN_SETTINGS_H
 #define RUN_SETTINGS_H
 
+#include "tools/about.h"
 #include "tools/config.h"
 #include "tools/descriptors.h"
 #include "tools/flags.h"
@@ -294,7 +295,7 @@ static const flag checkpoint_flags[] = {
      NULL},
     {"--stop-status", 'i', &run_flags.stop_status, 0, 255,
      "exit status of a run that a signal has stopped before its end, for schedulers that start "
-     "again what has failed; default 0",
+     "again what has failed; default 0 with --checkpoint, and without it 128 + the signal's number",
      NULL},
     {"--nonfinite", 'w', &run_flags.nonfinite, 0, 0,
      "after a NaN: stop, skip the step, or roll back to the last checkpoint and go on behind the "

@@ -41,6 +41,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "tools/about.h"
 #include "tools/flags.h"
 #include "tools/open.h"
 #include "tools/descriptors.h"
@@ -77,7 +78,7 @@ struct settings {
     long precision, param_dtype, reduce_dtype, optimizer, compression, network;
     long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node, powersgd_rank;
     long pipeline, chunks, pipeline_schedule, scatter_stages, attention, loss, recompute_all,
-        tensor, sequence_parallel, tensor_overlap, no_overlap, hierarchical, plan, help;
+        tensor, sequence_parallel, tensor_overlap, no_overlap, hierarchical, plan;
     double efficiency, measured_rate, straggler, topk_ratio;
     double tflops, hbm_gbs, memory_gib, nvlink_gbs, nvls_gbs, network_gbps, latency_us, slowdown;
 };
@@ -231,7 +232,6 @@ static const flag flag_table[] = {
      NULL},
     {"--network", 'w', &flags.network, 0, 0,
      "cost model: NCCL's algorithms, a textbook ring, or the links of dtrain_emulation", networks},
-    {"--help", 'b', &flags.help, 0, 0, "this", NULL},
 };
 enum { FLAG_COUNT = sizeof flag_table / sizeof flag_table[0] };
 
@@ -763,6 +763,9 @@ static void print_help(void)
         printf("  %-14s %s\n", transformers[i].name, transformers[i].what);
     printf("  %-14s convolutional networks\n\nclusters\n", "vgg16, resnet101, inception3");
     for (int i = 0; i < CLUSTERS; i++) printf("  %-14s %s\n", clusters[i].name, clusters[i].what);
+    printf("\nexamples\n"
+           "  simulate --model llama8b --cluster h100 --gpus 8,64,512\n"
+           "  simulate --plan --model llama70b --gpus 512 --global-batch 1024\n");
 }
 
 /* ---- predicted beside published, and beside own runs --------------------------------------------------
@@ -968,12 +971,8 @@ int main(int argc, char **argv)
     dtrain_launch_desc launch;
     dtrain_launch_info info;
     flags = usual;
+    if (about("simulate", argc - 1, argv + 1, print_help)) return 0;
     if (parse_flags(argc - 1, argv + 1)) return 2;
-    if (flags.help) {
-        flags = usual;
-        print_help();
-        return 0;
-    }
     setenv("DTRAIN_RANK", "0", 1); /* one rank, whatever launched this */
     setenv("DTRAIN_WORLD_SIZE", "1", 1);
     memset(&launch, 0, sizeof launch);

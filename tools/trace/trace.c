@@ -16,6 +16,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "tools/about.h"
 #include "tools/open.h"
 #include "tools/say.h"
 #include "draw.h"
@@ -315,18 +316,32 @@ static int show(trace *all)
 
 /* ---- main --------------------------------------------------------------------------------------------------- */
 
-static int usage(void)
+static const char usage_text[] = "trace merge OUT.json IN.json...\n"
+                                 "trace show IN.json...\n"
+                                 "trace svg OUT.svg IN.json... [STEP]\n"
+                                 "trace passes OUT.svg IN.json... [STEP]\n";
+
+static int usage(void) { return fputs(usage_text, stderr), 1; }
+
+static void print_help(void)
 {
-    fprintf(stderr, "trace merge OUT.json IN.json...\n"
-                    "trace show IN.json...\n"
-                    "trace svg OUT.svg IN.json... [STEP]\n"
-                    "trace passes OUT.svg IN.json... [STEP]\n");
-    return 1;
+    printf(
+        "trace: what ranks did when, of the timelines that --trace of a training program writes\n\n"
+        "%s\n"
+        "merge        one file for ui.perfetto.dev, with all ranks on the clock of rank 0\n"
+        "show         communication that is hidden and exposed, and where the time goes\n"
+        "svg          a drawing of one step, the one in the middle if none is named\n"
+        "passes       the same of a pipeline's passes only\n\n"
+        "examples\n"
+        "  trace show t.rank*.json\n"
+        "  trace svg step.svg t.rank*.json 12\n",
+        usage_text);
 }
 
 int main(int argc, char **argv)
 {
     take_descriptors();
+    if (about("trace", argc - 1, argv + 1, print_help)) return 0;
     trace all;
     const char *what = argc > 1 ? argv[1] : "";
     const bool shows = strcmp(what, "show") == 0, passes = strcmp(what, "passes") == 0,

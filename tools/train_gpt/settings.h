@@ -166,6 +166,14 @@ static void print_help(void)
         printf("  %-12s %6ld %5ld %8ld %4ld %7ld %6ld  %g\n", p->name, p->config.layers,
                p->config.heads, p->config.channels, p->config.seq,
                p->config.vocab ? p->config.vocab : 256, p->batch, p->lr);
+    printf(
+        "\nexamples\n"
+        "  train_gpt\n"
+        "  train_gpt --data shakespeare.txt --ranks 2 --log runs/a/log.jsonl --checkpoint runs/a\n"
+        "  train_gpt --data shakespeare.txt --ranks 4 --checkpoint runs/a --resume auto\n"
+        "  train_gpt --data shards --data-format u16 --model gpt2 --strategy full_shard --dry-run\n"
+        "  train_gpt --import GPT2 --tokenizer GPT2 --generate 100 --prompt \"Hello\"\n"
+        "  train_gpt --resume runs/a --steps 0 --export model/model.safetensors\n");
 }
 
 /* Whether there is anything to train; if not, a model is exported or writes. */

@@ -103,8 +103,7 @@ int main(int argc, char **argv)
     dtrain_launch_desc launch;
     settings *s = &flags;
     make_table();
-    for (int a = 1; a < argc; a++)
-        if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
+    if (about(RUN_NAME, argc - 1, argv + 1, print_help)) return 0;
     if (read_flags(argc - 1, argv + 1)) return 2;
     if (import_sizes(s) || open_tokenizer(s) || apply_preset(s) || check_import(s)) return 2;
     s->run->command = join_words(argc, argv);
