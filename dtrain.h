@@ -1263,7 +1263,10 @@ typedef struct dtrain_mesh_info {
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
- * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. */
+ * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. Communicators of one axis,
+ * of TENSOR + PIPELINE and of ALL are there; others, and those of axes that all have one rank, are
+ * made when they are first asked for, which is collective: all ranks of the mesh ask, in one order.
+ * NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
 /* Return the rank at a place of the mesh; -1 where there is none. */
 DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
@@ -13650,25 +13653,35 @@ static dtrain_result dtrain__mesh_compare(dtrain_comm *all, const dtrain_mesh_de
     return dtrain__same(all, mine, "dtrain_mesh_create", &list, 1);
 }
 
-/* Split the ranks along every sum of axes; all of them make the same calls. */
-static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
+/* Split the ranks along a sum of axes that have several ranks, unless that has been done. */
+static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
 {
-    static const char *const names[] = {"tensor", "data", "pipeline"}; /* for traces */
+    static const char *const names[DTRAIN_AXIS_ALL + 1] = {NULL, "tensor", "data", NULL,
+                                                           "pipeline"}; /* for traces */
     const dtrain_mesh_info *at = &mesh->info;
-    const uint32_t whole = dtrain__mesh_axes(at, DTRAIN_AXIS_ALL);
-    for (uint32_t axes = 0; axes <= DTRAIN_AXIS_ALL; axes++) {
-        if (axes == whole) mesh->comms[axes] = mesh->all;
-        if (axes == whole || dtrain__mesh_axes(at, axes) != axes) continue;
+    if (mesh->comms[axes]) return DTRAIN_OK;
+    if (axes == dtrain__mesh_axes(at, DTRAIN_AXIS_ALL)) mesh->comms[axes] = mesh->all;
+    else {
         const int fixed = dtrain_mesh_rank(mesh, axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank,
                                            axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
                                            axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
     }
-    for (int i = 0; i < 3; i++) {
-        dtrain_comm *comm = mesh->comms[1 << i];
-        if (comm) comm->axis = names[i];
-    }
+    mesh->comms[axes]->axis = names[axes];
     return DTRAIN_OK;
+}
+
+/* Split the ranks along what strategies use: each axis, and the ranks of one model. A communicator
+ * takes NCCL time and memory, so that the others are made when they are asked for. */
+static dtrain_result dtrain__mesh_open(dtrain_mesh *mesh)
+{
+    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_PIPELINE,
+                                    DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
+    for (size_t i = 0; i < sizeof used / sizeof *used; i++) {
+        const uint32_t axes = dtrain__mesh_axes(&mesh->info, used[i]);
+        if (axes) DTRAIN__TRY(dtrain__mesh_split(mesh, axes));
+    }
+    return dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, DTRAIN_AXIS_DATA));
 }
 
 /* Warn where ranks of one tensor axis are on several nodes: it sends more than all other axes. */
@@ -13726,7 +13739,7 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             result = dtrain__mesh_exact(desc, info);
         }
     }
-    if (all && result == DTRAIN_OK) result = dtrain__mesh_split(mesh);
+    if (all && result == DTRAIN_OK) result = dtrain__mesh_open(mesh);
     if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
     if (result == DTRAIN_OK) *out = mesh;
     else dtrain_mesh_destroy(mesh);
@@ -13752,7 +13765,10 @@ DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *inf
 
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
 {
-    return mesh ? mesh->comms[dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL)] : NULL;
+    if (!mesh || !mesh->all) return NULL;
+    axes = dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL);
+    (void)dtrain__mesh_split((dtrain_mesh *)mesh, axes); /* it stays NULL after an error */
+    return mesh->comms[axes];
 }
 
 DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline)

@@ -187,6 +187,11 @@ static int rank_meshes(dtrain_world *world, void *user)
     const dtrain_mesh_desc desc = plan_desc(size->tensor, size->data, size->pipeline, 0, 0);
     dtrain_mesh *mesh;
     RANKS_TRY(dtrain_mesh_create(world, &desc, &mesh));
+    const int several = (size->tensor > 1) + (size->data > 1) + (size->pipeline > 1);
+    const int model = several == 3, alone = several > 0 && size->data == 1;
+    CHECK_MSG((int)dtrain_world_comm(world)->splits == (several > 1) * several + model + alone,
+              "%d splits of %d x %d x %d", (int)dtrain_world_comm(world)->splits, size->tensor,
+              size->data, size->pipeline);
     const int failed = check_comms(mesh, size, 0, 1);
     CHECK(dtrain_mesh_comm(mesh, DTRAIN_AXIS_ALL) == dtrain_world_comm(world));
     if (size->pipeline == 1) /* an axis of one rank does not count */
