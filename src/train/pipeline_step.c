@@ -53,6 +53,7 @@ struct dtrain__pipeline {
     dtrain__flight *flights; /* (micro_batches) */
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
+    float *read; /* page-locked (micro_batches): losses on their way here; NULL: read at once */
     size_t slot_count;
     bool agreed;   /* all ranks have the same unit of weights */
     uint64_t seed; /* of the step under way */
@@ -162,7 +163,23 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
     if (!line->losses[slot] || trainer->tape->planning) return DTRAIN_OK;
-    return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
+    if (!line->read)
+        return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
+    dtrain_device *device = trainer->tape->device;
+    return device->ops->copy_async(device, line->read + action->micro_batch,
+                                   line->losses[slot]->data, sizeof(float),
+                                   DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* Wait once for the losses of all micro-batches: the host queues passes ahead of a GPU. */
+static dtrain_result dtrain__line_read(const dtrain_trainer *trainer)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    if (!line->read) return DTRAIN_OK;
+    DTRAIN__TRY(trainer->tape->device->ops->synchronize(trainer->tape->device));
+    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++)
+        if (!line->flights[micro].joined) line->flights[micro].loss = line->read[micro];
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
@@ -434,6 +451,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     line->seed = dtrain__step_seed(trainer);
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__line_read(trainer)));
     return dtrain__line_finish(trainer);
 }
 
@@ -495,6 +513,13 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
     line->losses =
         (dtrain_tensor **)dtrain__alloc(a, line->slot_count, sizeof *line->losses, "losses");
     if (!line->flights || !line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
+    dtrain_device *device = trainer->tape->device;
+    if (dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank == line->rank &&
+        !trainer->tape->planning && !device->ops->host_memory) {
+        void *memory;
+        DTRAIN__TRY(device->ops->host_alloc(device, micros * sizeof *line->read, &memory));
+        line->read = (float *)memory;
+    }
     return dtrain__stages_create(trainer->tape, line->map->stages, line->map->here,
                                  line->map->units, line->map->unit_count, (uint32_t)slots,
                                  (uint32_t)inboxes);
@@ -571,6 +596,9 @@ DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
     if (!line) return;
     if (line->schedule) {
         const size_t micros = (size_t)line->schedule->micro_batches;
+        dtrain_device *device = line->read ? dtrain_world_device(trainer->world) : NULL;
+        if (device) device->ops->synchronize(device); /* of a step that failed */
+        if (device) device->ops->host_free(device, line->read, micros * sizeof *line->read);
         dtrain__free(a, line->flights, micros, sizeof *line->flights);
         dtrain__free(a, line->slots, micros * (size_t)line->schedule->chunks, sizeof *line->slots);
     }

@@ -494,6 +494,34 @@ static void test_long_messages(void)
 }
 #endif
 
+#ifdef DTRAIN_CUDA_EMULATION
+/* How often ranks wait for their devices in a run over NCCL. */
+static int64_t host_waits(uint32_t micro_batches)
+{
+    dtrain_emulation_counters before, after;
+    spec s;
+    memset(&s, 0, sizeof s);
+    s.units = 4, s.micro_batches = micro_batches, s.optimizer = DTRAIN_OPTIMIZER_SGD,
+    s.kind = DTRAIN_STRATEGY_DDP, s.seed = 1;
+    s.tensor = 1, s.pipeline = 2, s.data = 1;
+    for (int u = 0; u < UNITS; u++) s.skip_from[u] = -1;
+    for (int r = 0; r < RANKS; r++) s.ends[r] = 1000;
+    dtrain_emulation_get_counters(&before);
+    run *r = run_layout(&s, s.tensor, s.pipeline, DTRAIN_LAUNCH_THREADS);
+    dtrain_emulation_get_counters(&after);
+    munmap(r, sizeof *r);
+    return after.host_syncs - before.host_syncs;
+}
+
+/* The last stage reads its losses once, after the schedule: no rank waits for its device in a micro-batch. */
+static void test_host_waits(void)
+{
+    const int64_t few = host_waits(2), many = host_waits(6);
+    CHECK_MSG(few > 0 && many == few, "%d waits with 2 micro-batches, %d with 6", (int)few,
+              (int)many);
+}
+#endif
+
 /* One tensor of each boundary goes forward and its gradient back, for each micro-batch. */
 static void test_bytes(void)
 {
@@ -607,6 +635,9 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_bytes);
+#ifdef DTRAIN_CUDA_EMULATION
+    RUN(test_host_waits);
+#endif
 #ifndef DTRAIN_CUDA_EMULATION
     RUN(test_nodes);
 #endif
