@@ -1740,8 +1740,9 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  *     }
  *
  * Gathers each unit once, in forward and in backward: a backward of the program's own that gathers
- * units for forward again has no rank that joins. Buffers of a rank that joins count in their
- * mean. */
+ * units for forward again has no rank that joins. Where a batch normalisation is over several
+ * ranks, either all of them join or none (DTRAIN_ERROR_MISMATCH). Buffers of a rank that joins count
+ * in their mean. */
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
@@ -8222,6 +8223,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work);
 
+/* comm/engine.c: a communicator that this rank has and the engine drives; NULL for others, and 0 */
+DTRAIN__PRIVATE dtrain_comm *dtrain__comm_numbered(const dtrain_world *world, int64_t number);
+
 /* comm/counting.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
                                                       dtrain_comm **out);
@@ -9813,6 +9817,13 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
         "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
         world->rank, seconds, list[0] ? list : "its own records to go out",
         dtrain__node_ranks(world) ? " or the emulated links" : "");
+}
+
+DTRAIN__PRIVATE dtrain_comm *dtrain__comm_numbered(const dtrain_world *world, int64_t number)
+{
+    dtrain__engine *comm = number ? world->comms : NULL;
+    while (comm && comm->base.number != number) comm = comm->next;
+    return comm ? &comm->base : NULL;
 }
 
 /* ---- Start, test, wait ------------------------------------------------------------------------*/
@@ -14990,6 +15001,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
 /* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
+/* Note that an operation computes over the batches of several ranks: either all join, or none. */
+DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm);
 DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
 DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
@@ -15306,6 +15319,7 @@ struct dtrain_strategy {
     bool several;          /* a backward has several micro-batches: those of a pipeline */
     bool tied;             /* there are weights with copies on other stages */
     bool taped;            /* a tape was made for this strategy */
+    int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     bool empty;            /* the last step had no samples */
     bool unsure;           /* `empty` and `absent` are of this rank: the tally must be read */
     uint64_t sync_count;   /* steps that were reduced */
@@ -19270,12 +19284,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, b
     return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
 }
 
+DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
+{
+    strategy->batch_comm = comm->number;
+}
+
+/* Where batches are normalised over several ranks, these make a call there in their forward, with
+ * which this one differs at once; if none of them has a batch, all make this one. */
+static dtrain_result dtrain__join_batches(dtrain_strategy *strategy)
+{
+    dtrain_comm *comm = dtrain__comm_numbered(strategy->world, strategy->batch_comm);
+    const dtrain_result result = comm ? dtrain_barrier(comm) : DTRAIN_OK;
+    if (result == DTRAIN_OK) return result;
+    return dtrain_fail(result,
+                       "dtrain_strategy_join: rank %d has no batch left, and a batch normalisation "
+                       "(dtrain_batch_norm_desc.comm) needs one of each rank; end all ranks with "
+                       "the shortest data, or leave comm NULL (%s)",
+                       strategy->world->rank, dtrain__bare(dtrain_last_error()));
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
 {
     const char *const call = "dtrain_strategy_join";
     if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__join_batches(strategy)));
     DTRAIN__TRY(dtrain__join_forward(strategy));
     return dtrain__join_backward(strategy, over);
 }
@@ -25089,6 +25123,7 @@ static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_
     if (layer->batch) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
     if (layer->batch && dtrain__batch_ranks(layer) > 1) {
         dtrain_work *work = NULL;
+        if (op->tape->strategy) dtrain__share_batches(op->tape->strategy, layer->desc.comm);
         DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
                                       (void *)(uintptr_t)layer->statistics.all,
                                       (size_t)(1 + 2 * moments->n), DTRAIN_DTYPE_F32, &work));

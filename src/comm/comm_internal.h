@@ -40,6 +40,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work);
 
+/* comm/engine.c: a communicator that this rank has and the engine drives; NULL for others, and 0 */
+DTRAIN__PRIVATE dtrain_comm *dtrain__comm_numbered(const dtrain_world *world, int64_t number);
+
 /* comm/counting.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
                                                       dtrain_comm **out);

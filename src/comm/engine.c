@@ -428,6 +428,13 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
         dtrain__node_ranks(world) ? " or the emulated links" : "");
 }
 
+DTRAIN__PRIVATE dtrain_comm *dtrain__comm_numbered(const dtrain_world *world, int64_t number)
+{
+    dtrain__engine *comm = number ? world->comms : NULL;
+    while (comm && comm->base.number != number) comm = comm->next;
+    return comm ? &comm->base : NULL;
+}
+
 /* ---- Start, test, wait ------------------------------------------------------------------------*/
 
 static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)

@@ -124,6 +124,7 @@ struct dtrain_strategy {
     bool several;          /* a backward has several micro-batches: those of a pipeline */
     bool tied;             /* there are weights with copies on other stages */
     bool taped;            /* a tape was made for this strategy */
+    int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     bool empty;            /* the last step had no samples */
     bool unsure;           /* `empty` and `absent` are of this rank: the tally must be read */
     uint64_t sync_count;   /* steps that were reduced */

@@ -141,6 +141,7 @@ static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_
     if (layer->batch) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
     if (layer->batch && dtrain__batch_ranks(layer) > 1) {
         dtrain_work *work = NULL;
+        if (op->tape->strategy) dtrain__share_batches(op->tape->strategy, layer->desc.comm);
         DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
                                       (void *)(uintptr_t)layer->statistics.all,
                                       (size_t)(1 + 2 * moments->n), DTRAIN_DTYPE_F32, &work));

@@ -437,6 +437,60 @@ static int rank_gives_strategys(dtrain_world *world, void *user)
     dtrain_strategy_destroy(strategy);
     return 0;
 }
+/* Rank 1 has one batch, and the others two: it cannot join the second, whether or not it has had one. All of them can
+ * join a third. */
+static int rank_without_batch(dtrain_world *world, void *user)
+{
+    char(*text)[512] = (char(*)[512])user;
+    const int rank = dtrain_world_rank(world);
+    const int64_t shape[2] = {3, N};
+    const float x[3 * N] = {0};
+    dtrain_param p[2];
+    dtrain_strategy *strategy;
+    dtrain_tape *tape;
+    dtrain_batch_norm_desc desc;
+    bool over = false;
+    dtrain_result result = DTRAIN_OK;
+    memset(&desc, 0, sizeof desc);
+    sync_param(&p[0], "weight", 0, N, 0);
+    sync_param(&p[1], "bias", 0, N, 0);
+    RANKS_TRY(dtrain_strategy_create(world, p, 2, NULL, &strategy));
+    RANKS_TRY(dtrain_tape_create(world, strategy, NULL, &tape));
+    RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &desc.comm));
+    for (int step = text[rank][0] == 'x'; step < 2 && result == DTRAIN_OK; step++) {
+        if (step == 1 && (rank == 1 || text[rank][0] == 'a'))
+            result = dtrain_strategy_join(strategy, &over);
+        else {
+            RANKS_TRY(dtrain_tape_begin(tape, 0, 0));
+            dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
+            result = dtrain_tape_backward(
+                tape, dtrain_mean(tape, dtrain_batch_norm(tape, in, &p[0], &p[1], &desc)), 1);
+            if (result == DTRAIN_OK) result = dtrain_strategy_finish(strategy);
+        }
+    }
+    if (text[rank][0] == 'a') CHECK(over);
+    snprintf(text[rank], sizeof *text, "%s", result == DTRAIN_OK ? "" : dtrain_last_error());
+    return result != DTRAIN_OK;
+}
+static void test_rank_without_batch(void)
+{
+    char(*text)[512] = (char(*)[512])ranks_shared(3 * sizeof *text);
+    dtrain_launch_desc how = ranks_desc(3, DTRAIN_LAUNCH_PROCESSES);
+    CHECK(ranks_launch(&how, rank_without_batch, text, NULL) == DTRAIN_ERROR_RANK_FAILED);
+    for (int r = 0; r < 3; r++)
+        CHECK_MSG(strstr(text[r], "rank 1 called barrier") &&
+                      (r != 1 || strstr(text[r], "dtrain_strategy_join: rank 1 has no batch left")),
+                  "rank %d: %s", r, text[r]);
+    for (int r = 0; r < 3; r++) strcpy(text[r], "all"); /* their data ends at once */
+    CHECK(ranks_launch(&how, rank_without_batch, text, NULL) == DTRAIN_OK);
+    for (int r = 0; r < 3; r++) strcpy(text[r], "x"); /* rank 1 never had one: nobody has told it */
+    CHECK(ranks_launch(&how, rank_without_batch, text, NULL) == DTRAIN_ERROR_RANK_FAILED);
+    for (int r = 0; r < 3; r++)
+        CHECK_MSG(strstr(text[r], "the ranks wait for each other in a circle") &&
+                      strstr(text[r], "all-gather"),
+                  "rank %d: %s", r, text[r]);
+    munmap(text, 3 * sizeof *text);
+}
 static void test_strategys_comm(void) { ranks_run(2, THREADS, rank_gives_strategys, NULL); }
 
 int main(int argc, char **argv)
@@ -449,5 +503,6 @@ int main(int argc, char **argv)
     RUN(test_own_batches);
     RUN(test_checkpointing);
     RUN(test_strategys_comm);
+    RUN(test_rank_without_batch);
     return test_summary();
 }
