@@ -1020,6 +1020,8 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * the ranks have announced a further step than any attempt before (dtrain_world_progress), the
  * count in a row and the wait begin anew. After desc->restarts in a row without progress the call
  * returns DTRAIN_ERROR_RANK_FAILED, and the sentence tells of the crash loop and the last failure.
+ * A run whose first failure is that a call was refused (DTRAIN_ERROR_ARGUMENT, _USAGE,
+ * _UNSUPPORTED or _DATA) is not restarted, unless a step was announced before: it would fail again.
  * A run that was asked to stop by a signal is not restarted; a signal during the wait ends the run,
  * with 128 + signal as exit code. Ranks that are threads are restarted too, but what they have not
  * freed stays.
@@ -4585,6 +4587,7 @@ DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
 DTRAIN__PRIVATE void dtrain__set_last_error(const char *text);
 DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
 DTRAIN__PRIVATE char *dtrain__visible(char *text);
+DTRAIN__PRIVATE dtrain_result dtrain__last_code(void); /* of the last dtrain_fail */
 
 /* core/log.c */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out);
@@ -4718,6 +4721,8 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
  * the output of many ranks stays readable. */
 
 static DTRAIN__THREAD_LOCAL char dtrain__error_text[DTRAIN__ERROR_BYTES];
+static DTRAIN__THREAD_LOCAL dtrain_result dtrain__error_code;
+DTRAIN__PRIVATE dtrain_result dtrain__last_code(void) { return dtrain__error_code; }
 static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 outside of a rank */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void) { return dtrain__thread_rank; }
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank) { dtrain__thread_rank = rank; }
@@ -4790,7 +4795,7 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
     memcpy(dtrain__error_text, dtrain__visible(text), sizeof text);
-    return code;
+    return dtrain__error_code = code;
 }
 
 /* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
@@ -5427,6 +5432,7 @@ typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
     int32_t after;                 /* 1 + the rank whose failure made this one fail; 0: none */
+    int32_t code;                  /* dtrain_result of its last error, when it did not end well */
     uint64_t ended_ns;             /* when this was written */
     char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
 } dtrain__exit_record;
@@ -12316,6 +12322,7 @@ typedef struct dtrain__launch {
     uint32_t restart_count; /* restarts by this call */
     dtrain__restarts restarts;
     uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */
+    dtrain_result code; /* of the last error of the rank that failed first */
     int caught;         /* signal that a rank of this attempt has seen, see signals.c */
 } dtrain__launch;
 
@@ -12700,6 +12707,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
     info->first_failed_rank = first;
+    launch->code = end->how == DTRAIN__RETURNED ? (dtrain_result)end->code : DTRAIN_OK;
     if (killed) info->signal = end->value;
     info->exit_code = killed ? 128 + end->value : dtrain__exit_code(end->value);
     if (end->how == DTRAIN__LOST) info->exit_code = 1;
@@ -13006,6 +13014,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
 {
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
+    if (error[0]) launch->region.control->exits[rank].code = (int32_t)dtrain__last_code();
     const bool met = launch->joins && world && world->link;
     if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
@@ -13433,6 +13442,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
  *         | `restarts` of them in a row --> the end: a crash loop      |
  *         +-- one warning; wait backoff_ms, doubled for each in a row -+
  *
+ * A call that was refused before any step (DTRAIN_ERROR_ARGUMENT, _USAGE, _UNSUPPORTED, _DATA)
+ * would be refused again: such a run is not restarted.
+ *
  * Progress is a step that dtrain_world_progress has announced, further than any before it. */
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
@@ -13507,6 +13519,13 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     if (dtrain__was_stopped(launch, info)) return false;
     if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
+    if (!launch->restarts.best && !launch->announced &&
+        (launch->code == DTRAIN_ERROR_ARGUMENT || launch->code == DTRAIN_ERROR_USAGE ||
+         launch->code == DTRAIN_ERROR_UNSUPPORTED || launch->code == DTRAIN_ERROR_DATA)) {
+        *result =
+            dtrain_fail(*result, "not restarted, because the same would happen again: %s", last);
+        return false;
+    }
     if (!dtrain__restarts_next(&launch->restarts, launch->announced, &wait_ns, what)) {
         *result = dtrain_fail(*result, "%s; the last failure: %s", what, last);
         return false;

@@ -10,6 +10,8 @@
 #include "core/result.h"
 
 static DTRAIN__THREAD_LOCAL char dtrain__error_text[DTRAIN__ERROR_BYTES];
+static DTRAIN__THREAD_LOCAL dtrain_result dtrain__error_code;
+DTRAIN__PRIVATE dtrain_result dtrain__last_code(void) { return dtrain__error_code; }
 static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 outside of a rank */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void) { return dtrain__thread_rank; }
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank) { dtrain__thread_rank = rank; }
@@ -82,7 +84,7 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
     memcpy(dtrain__error_text, dtrain__visible(text), sizeof text);
-    return code;
+    return dtrain__error_code = code;
 }
 
 /* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */

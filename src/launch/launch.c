@@ -395,6 +395,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
     info->first_failed_rank = first;
+    launch->code = end->how == DTRAIN__RETURNED ? (dtrain_result)end->code : DTRAIN_OK;
     if (killed) info->signal = end->value;
     info->exit_code = killed ? 128 + end->value : dtrain__exit_code(end->value);
     if (end->how == DTRAIN__LOST) info->exit_code = 1;

@@ -141,6 +141,8 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * the ranks have announced a further step than any attempt before (dtrain_world_progress), the
  * count in a row and the wait begin anew. After desc->restarts in a row without progress the call
  * returns DTRAIN_ERROR_RANK_FAILED, and the sentence tells of the crash loop and the last failure.
+ * A run whose first failure is that a call was refused (DTRAIN_ERROR_ARGUMENT, _USAGE,
+ * _UNSUPPORTED or _DATA) is not restarted, unless a step was announced before: it would fail again.
  * A run that was asked to stop by a signal is not restarted; a signal during the wait ends the run,
  * with 128 + signal as exit code. Ranks that are threads are restarted too, but what they have not
  * freed stays.

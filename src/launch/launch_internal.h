@@ -55,6 +55,7 @@ typedef struct dtrain__launch {
     uint32_t restart_count; /* restarts by this call */
     dtrain__restarts restarts;
     uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */
+    dtrain_result code; /* of the last error of the rank that failed first */
     int caught;         /* signal that a rank of this attempt has seen, see signals.c */
 } dtrain__launch;
 

@@ -12,6 +12,9 @@
  *         | `restarts` of them in a row --> the end: a crash loop      |
  *         +-- one warning; wait backoff_ms, doubled for each in a row -+
  *
+ * A call that was refused before any step (DTRAIN_ERROR_ARGUMENT, _USAGE, _UNSUPPORTED, _DATA)
+ * would be refused again: such a run is not restarted.
+ *
  * Progress is a step that dtrain_world_progress has announced, further than any before it. */
 
 #include "core/platform_internal.h"
@@ -96,6 +99,13 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     if (dtrain__was_stopped(launch, info)) return false;
     if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
+    if (!launch->restarts.best && !launch->announced &&
+        (launch->code == DTRAIN_ERROR_ARGUMENT || launch->code == DTRAIN_ERROR_USAGE ||
+         launch->code == DTRAIN_ERROR_UNSUPPORTED || launch->code == DTRAIN_ERROR_DATA)) {
+        *result =
+            dtrain_fail(*result, "not restarted, because the same would happen again: %s", last);
+        return false;
+    }
     if (!dtrain__restarts_next(&launch->restarts, launch->announced, &wait_ns, what)) {
         *result = dtrain_fail(*result, "%s; the last failure: %s", what, last);
         return false;

@@ -46,6 +46,7 @@ typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
     int32_t after;                 /* 1 + the rank whose failure made this one fail; 0: none */
+    int32_t code;                  /* dtrain_result of its last error, when it did not end well */
     uint64_t ended_ns;             /* when this was written */
     char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
 } dtrain__exit_record;

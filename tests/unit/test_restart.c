@@ -256,6 +256,38 @@ typedef struct progress_case {
     const char *words;
 } progress_case;
 
+/* A call that is refused before any step would be refused again; after a step it may have been something else. */
+static int rank_is_refused(dtrain_world *world, void *user)
+{
+    plan *p = (plan *)user;
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    __atomic_fetch_add(&p->came[info.restart_count][dtrain_world_rank(world)], 1, __ATOMIC_ACQ_REL);
+    if (p->steps[0] >= 0) dtrain_world_progress(world, (uint64_t)p->steps[0]);
+    RANKS_TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
+    if (dtrain_world_rank(world) != p->who)
+        return dtrain_world_all_gather(world, NULL, 0, NULL) == DTRAIN_OK ? 0 : 41;
+    return dtrain_broadcast(dtrain_world_comm(world), NULL, 4, DTRAIN_DTYPE_F32, 99, NULL) !=
+           DTRAIN_OK;
+}
+static void test_refused_is_not_restarted(void)
+{
+    for (uint32_t mode = 0; mode < 2; mode++)
+        for (int step = -1; step < 1; step++) {
+            plan *p = new_plan(1, 1);
+            dtrain_launch_desc desc = restart_desc(2, mode, 2, p);
+            p->steps[0] = step;
+            CHECK(dtrain_launch(&desc, rank_is_refused, p, NULL) == DTRAIN_ERROR_RANK_FAILED);
+            CHECK_MSG((strstr(dtrain_last_error(),
+                              "not restarted, because the same would happen again: ") != NULL) ==
+                          (step < 0),
+                      "%s", dtrain_last_error());
+            CHECK_MSG(p->came[0][0] == 1 && p->came[1][0] == (step >= 0), "it came %d and %d times",
+                      p->came[0][0], p->came[1][0]);
+            forget(p);
+        }
+}
+
 static void test_progress(void)
 {
     static const progress_case cases[] = {
@@ -994,6 +1026,7 @@ int main(int argc, char **argv)
     RUN(test_grace_begins_anew);
     RUN(test_without_restarts);
     RUN(test_crash_loop);
+    RUN(test_refused_is_not_restarted);
     RUN(test_progress);
     RUN(test_progress_misuse);
     RUN(test_backoff);

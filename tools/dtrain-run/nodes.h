@@ -98,6 +98,14 @@ static bool run_decide(run_job *job)
     char what[DTRAIN__RESTART_TEXT];
     uint64_t wait_ns;
     if (!s->failed) return true;
+    if (s->code == 2 && !s->restarts.best && !s->announced && s->restarts.most) {
+        if (job->options->node_rank == 0)
+            fprintf(
+                stderr,
+                "dtrain-run: not restarted: exit status 2 before the first step is that of a wrong "
+                "command line, which would fail again\n");
+        return false;
+    }
     const bool again = dtrain__restarts_next(&s->restarts, s->announced, &wait_ns, what);
     s->announced = 0;
     if (job->options->node_rank == 0 && s->restarts.most) say(stderr, "dtrain-run: %s\n", what);
