@@ -75,20 +75,58 @@ static uint64_t dtrain__read_number(const char *path, const char *key)
     return UINT64_MAX;
 }
 
-/* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
- * in a container (cgroup v2), its limit. File cache counts as free: it goes when memory is
- * needed. */
+/* Return the memory that a control group leaves: its limit, less what is used but for file cache,
+ * which goes when memory is needed. UINT64_MAX: it has no limit. */
+static uint64_t dtrain__group_rest(const char *folder, bool v2)
+{
+    static const char *const names[2][4] = {
+        {"limit_in_bytes", "usage_in_bytes", "total_active_file ", "total_inactive_file "},
+        {"max", "current", "active_file ", "inactive_file "}};
+    uint64_t found[4];
+    char path[4400];
+    for (int i = 0; i < 4; i++) {
+        snprintf(path, sizeof path, "%s/memory.%s", folder, i < 2 ? names[v2][i] : "stat");
+        found[i] = dtrain__read_number(path, i < 2 ? "" : names[v2][i]);
+    }
+    if (found[0] == UINT64_MAX || found[1] == UINT64_MAX) return UINT64_MAX;
+    const uint64_t rest = found[0] > found[1] ? found[0] - found[1] : 0;
+    if (found[2] == UINT64_MAX || found[3] == UINT64_MAX) return rest;
+    return rest + found[2] + found[3];
+}
+
+/* Return the least that the control groups of this process leave, from its own (the file `groups`:
+ * "0::/path" in version 2, "4:memory:/path" in version 1) up to the root: Slurm, systemd and
+ * containers set limits at different heights. In a container the path can be that of the host,
+ * which does not exist below `mount`: its root is then the container's. */
+DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount)
+{
+    char text[4096] = "", folder[4200], *next = NULL;
+    uint64_t least = dtrain__group_rest(mount, true);
+    const int file = dtrain__open(groups, O_RDONLY);
+    if (file >= 0 && read(file, text, sizeof text - 1) < 0) text[0] = 0;
+    if (file >= 0) close(file);
+    for (char *line = strtok_r(text, "\n", &next); line; line = strtok_r(NULL, "\n", &next)) {
+        const char *kinds = strchr(line, ':'), *path = kinds ? strchr(kinds + 1, ':') : NULL;
+        const char *memory = strstr(line, "memory");
+        const bool v2 = path == kinds + 1;
+        if (!path || (!v2 && (!memory || memory > path))) continue;
+        snprintf(folder, sizeof folder, "%s%s%s", mount, v2 ? "" : "/memory", path + 1);
+        for (char *end = folder; end; end = strrchr(folder, '/')) {
+            if (end > folder) *end = 0;
+            if (strlen(folder) < strlen(mount)) break;
+            const uint64_t rest = dtrain__group_rest(folder, v2);
+            least = rest < least ? rest : least;
+        }
+    }
+    return least;
+}
+
+/* Estimate what could be touched now without swapping or being killed. */
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
 {
     uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
     if (bytes <= UINT64_MAX / 1024) bytes *= 1024;
-    const uint64_t limit = dtrain__read_number("/sys/fs/cgroup/memory.max", "");
-    const uint64_t used = dtrain__read_number("/sys/fs/cgroup/memory.current", "");
-    if (limit == UINT64_MAX || used == UINT64_MAX) return bytes;
-    const uint64_t active = dtrain__read_number("/sys/fs/cgroup/memory.stat", "active_file ");
-    const uint64_t inactive = dtrain__read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
-    uint64_t rest = limit > used ? limit - used : 0;
-    if (active != UINT64_MAX && inactive != UINT64_MAX) rest += active + inactive;
+    const uint64_t rest = dtrain__group_memory("/proc/self/cgroup", "/sys/fs/cgroup");
     return rest < bytes ? rest : bytes;
 }
 

@@ -314,6 +314,48 @@ static void test_clocks_differ(void)
     ranks_run(2, DTRAIN_LAUNCH_THREADS, rank_sees_the_other_leave, NULL);
 }
 
+/* ---- limits of control groups ---- */
+
+/* Files as Slurm, systemd and Docker make them, at any height, of both versions. */
+static void test_group_memory(void)
+{
+    static const struct {
+        const char *make; /* commands in the folder that stands for /sys/fs/cgroup */
+        const char *groups;
+        uint64_t rest;
+    } cases[] = {
+        {"true", "0::/", UINT64_MAX},
+        {"echo 1000 >memory.max; echo 300 >memory.current", "0::/", 700},
+        {"echo 1000 >memory.max; echo 300 >memory.current", "0::/not/here", 700},
+        {"mkdir -p a/b; echo max >a/b/memory.max; echo 3 >a/b/memory.current; echo 500 "
+         ">a/memory.max; echo 100 >a/memory.current",
+         "0::/a/b", 400},
+        {"mkdir -p a/b; echo 50 >a/b/memory.max; echo 30 >a/b/memory.current; printf "
+         "'inactive_file 5\\nactive_file 4\\n' >a/b/memory.stat; echo 500 >a/memory.max; echo 100 "
+         ">a/memory.current",
+         "0::/a/b", 29},
+        {"mkdir -p memory/slurm/job; echo 900 >memory/slurm/memory.limit_in_bytes; echo 100 "
+         ">memory/slurm/memory.usage_in_bytes",
+         "5:cpu,cpuacct:/x\n4:hugetlb,memory:/slurm/job\n0::/", 800},
+        {"mkdir -p memory; echo 10 >memory/memory.limit_in_bytes; echo 20 "
+         ">memory/memory.usage_in_bytes",
+         "3:memory:/docker/1\n", 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char folder[] = "/tmp/dtrain_groups_XXXXXX", command[700], groups[64];
+        if (!CHECK(mkdtemp(folder))) return;
+        snprintf(command, sizeof command, "cd %s && { %s; } && printf '%s' >groups", folder,
+                 cases[i].make, cases[i].groups);
+        CHECK(system(command) == 0);
+        snprintf(groups, sizeof groups, "%s/groups", folder);
+        const uint64_t rest = dtrain__group_memory(groups, folder);
+        CHECK_MSG(rest == cases[i].rest, "case %zu: %llu bytes, expected %llu", i,
+                  (unsigned long long)rest, (unsigned long long)cases[i].rest);
+        snprintf(command, sizeof command, "rm -r %s", folder);
+        CHECK(system(command) == 0);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -324,5 +366,6 @@ int main(int argc, char **argv)
     RUN(test_straggler_counting);
     RUN(test_whose_loss_counts);
     RUN(test_clocks_differ);
+    RUN(test_group_memory);
     return test_summary();
 }
