@@ -2532,8 +2532,8 @@ typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sa
 /* A loader deals samples out, in the order of torch.randperm(seed + epoch). It cuts tokens, n =
  * item_count from first_item on, into windows of sequence + 1: (n - 1) / sequence of them an epoch
  * in order, or max(1, n / sequence - 1) shuffled ones, whose borders move from epoch to epoch. The
- * whole state is one number: samples dealt so far, by all ranks together, with those that drop_last
- * has dropped. Sample k is the same for every world size, batch and number of workers. */
+ * whole state is one number: samples dealt so far by all ranks together, or dropped by drop_last.
+ * Sample k is the same for every world size, batch and number of workers. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                 /* samples per call and rank */
     int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */
@@ -2542,14 +2542,12 @@ typedef struct dtrain_loader_desc {
     bool in_order;  /* no shuffling */
     bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
-    const dtrain_mesh *mesh; /* that the strategy which trains on the samples is on: its replicas
-                                divide them among themselves, and the ranks of one replica read the
-                                same. NULL = each rank is a replica. Read in create */
-    dtrain_comm *comm; /* without a mesh: the ranks of that strategy; NULL = all of the world */
-    /* For evaluation: samples of an epoch, of all ranks together, after which the loader ends, until
-     * dtrain_loader_seek. At most an epoch: DTRAIN_ONE_EPOCH = all of one. 0 = one epoch follows the
-     * other without end; in_order then warns when samples come again. */
-    int64_t sample_limit;
+    const dtrain_mesh *mesh; /* the strategy's: replicas divide the samples among themselves, and
+                                the ranks of one replica read the same. NULL = each rank is one */
+    dtrain_comm *comm;       /* without a mesh, the strategy's ranks; NULL = all of the world */
+    int64_t sample_limit; /* for evaluation: samples of an epoch that all ranks together read once,
+                                before the loader ends; DTRAIN_ONE_EPOCH = all. 0 = epoch after
+                                epoch without end; in_order then warns when samples come again */
     uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
     uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
     dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
@@ -2562,15 +2560,17 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
                                               dtrain_loader **out);
 /* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank; DTRAIN_ERROR_END behind the last one, on all ranks in the same
- * call. The last batches before a sample_limit may lack samples, on some ranks all of them: see
- * dtrain_loader_info.batch_samples. Their places behind the others are zeros, and targets of -1,
- * which dtrain_cross_entropy ignores: it has the right mean and weight without more. Another loss
- * makes its tensors of batch_samples rows, and next_batch returns DTRAIN_ERROR_END for none.
- *
- * A batch of tokens is inputs and targets (batch, sequence) as
+/* Read the next batch of this rank. A batch of tokens is inputs and targets (batch, sequence) as
  * int32_t, targets being inputs one token later; one of samples is inputs (batch, item_bytes or
- * output_bytes) and labels in targets (batch), which may be NULL. With workers the call copies what
+ * output_bytes) and labels in targets (batch), which may be NULL.
+ *
+ * After the sample_limit every rank gets DTRAIN_ERROR_END, in the same call. The batch before it can
+ * have fewer samples, on some ranks none (dtrain_loader_info.batch_samples). It is padded by zeros
+ * and targets of -1, which dtrain_cross_entropy ignores, so that its mean and weight are right; for
+ * other losses a program makes tensors of batch_samples rows, and its next_batch returns
+ * DTRAIN_ERROR_END if there are none.
+ *
+ * With workers the call copies what
  * they have read, after a wait of at most the world's timeout. A worker's error comes with the
  * batch it belongs to; a call that failed can be repeated. A file that was changed or cut since it
  * was opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
@@ -2578,9 +2578,9 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
 
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
-    uint64_t position;      /* samples dealt so far: all ranks', with those that were dropped */
+    uint64_t position;      /* samples dealt or dropped so far, by all ranks together */
     size_t sample_bytes;    /* of inputs */
-    uint32_t batch_samples; /* of this rank's last batch, before its padding */
+    uint32_t batch_samples; /* in this rank's last batch, without padding */
 } dtrain_loader_info;
 /* Tell the samples of an epoch, the position and the last batch; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
@@ -2611,8 +2611,9 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  * on some schedules by the deadline), and each
  *
  *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
- *     calls loss for each of its stages and micro-batches, and once before, to see what crosses
- *         stages: the same operations and shapes each time, no values read, no counting of calls;
+ *     calls loss for each of its stages and micro-batches, and in each step once before, to see what
+ *         crosses stages: the same operations each time, the same shapes in all micro-batches of a
+ *         step or batch of an evaluation, no values read, no counting of calls;
  *         with several stages a rank, later micro-batches may have been fetched meanwhile: inputs
  *         are those of the pass's own one, what else next_batch has left is not
  *
@@ -2769,15 +2770,14 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 #define DTRAIN_UNTIL_END (-1) /* dtrain_trainer_evaluate: until next_batch has ended on all ranks */
 
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
- * every rank, or of all calls until it returns DTRAIN_ERROR_END on every rank; one that ends
- * earlier has fewer. Collective. Each sample counts once, whatever the strategy averages over, so
- * that batches may have different sizes; sums are taken in double. With a loader that ends
- * (dtrain_loader_desc.sample_limit) the mean covers each sample once for any number of ranks.
+ * every rank, or DTRAIN_UNTIL_END; a rank that ends earlier (DTRAIN_ERROR_END) has fewer.
+ * Collective. Batches may differ in size: samples count one each, in double, whatever the strategy
+ * averages over. With a loader that ends (dtrain_loader_desc.sample_limit) each counts once for any
+ * number of ranks. next_batch and user may differ from training's; the loss function gets this
+ * user. next_batch NULL: the loss fetches its batch; not with a pipeline.
  *
- * next_batch and user may differ from training's; the loss function gets this user. next_batch
- * NULL: the loss fetches its batch; not with a pipeline. Once a rank was asked to stop
- * (desc.catch_signals of dtrain_launch) the evaluation ends after the batch under way, on all
- * ranks, with a loss of NaN. An error on one rank is one on all, and stands. */
+ * After a signal (desc.catch_signals of dtrain_launch) to any rank all end after the batch under
+ * way, with a loss of NaN. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
@@ -26513,24 +26513,19 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     const dtrain__crossing *crossing = dtrain__crossing_of(tape);
     if (!crossing) return;
     const size_t at = (size_t)(crossing - stages->crossings);
-    if (crossing->stage != made->stage) {
+    if (crossing->stage != made->stage || crossing->count != x->count ||
+        crossing->dtype != x->dtype) {
         dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
-                              "tensor %zu of the loss is made in stage %d, and was in stage %d in "
-                              "the first micro-batch; which operations the loss calls must not "
-                              "depend on values",
-                              crossing->number, (int)made->stage, (int)crossing->stage));
-        return;
-    }
-    if (crossing->count != x->count || crossing->dtype != x->dtype) {
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
-                              "a tensor that goes from stage %d to the next has %lld elements of "
-                              "%s and had %lld of %s in the first micro-batch; all micro-batches "
-                              "of a step over a pipeline have the same shapes",
-                              (int)crossing->stage, (long long)x->count,
-                              dtrain_dtype_name((dtrain_dtype)x->dtype), (long long)crossing->count,
-                              dtrain_dtype_name((dtrain_dtype)crossing->dtype)));
+            tape,
+            dtrain_fail(DTRAIN_ERROR_USAGE,
+                        "tensor %zu of the loss, which crosses stages, has %lld elements of %s and "
+                        "is made in stage %d; in the first micro-batch it had %lld of %s, in stage "
+                        "%d; which operations the loss calls must not depend on values, and all "
+                        "micro-batches of a step over a pipeline have the same shapes",
+                        crossing->number, (long long)x->count,
+                        dtrain_dtype_name((dtrain_dtype)x->dtype), (int)made->stage,
+                        (long long)crossing->count,
+                        dtrain_dtype_name((dtrain_dtype)crossing->dtype), (int)crossing->stage));
         return;
     }
     dtrain__crossed *crossed = &stages->slot->crossed[at];
@@ -28197,10 +28192,9 @@ struct dtrain_loader {
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
-    uint64_t position;      /* samples dealt by all ranks, or dropped: epoch window_count + place */
-    uint64_t epoch_samples; /* by which the position counts epochs: window_count, and in the middle
-                                  of a load the saved one */
-    int64_t window_count;   /* of an epoch before drop_last: windows of tokens, or samples */
+    uint64_t position;         /* samples dealt or dropped by all ranks */
+    uint64_t epoch_samples;    /* window_count; during a load that of the saved run */
+    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
     int64_t samples_per_epoch; /* after drop_last */
     uint32_t batch_samples;    /* of the last batch */
     bool warned;               /* that samples come again */
@@ -28219,9 +28213,10 @@ struct dtrain_loader {
 };
 
 /* train/loader.c */
-/* Return the position of the batch behind the one at `position`. */
-DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position);
-/* Continue after a load from the epoch and the place in it that position and epoch_samples say.
+/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if this
+ * one has fewer samples left. */
+DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position);
+/* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
  * Write to note (room bytes) which samples of the epoch are not dealt exactly once, if any. */
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room);
 
@@ -28637,13 +28632,9 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
 static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
 
-/* Warn once where a loader in order, which evaluations have, deals samples again. */
+/* Warn where a loader in order, which evaluations have, deals samples again. */
 static void dtrain__loader_warn(dtrain_loader *loader)
 {
-    const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
-    if (!loader->desc.in_order || loader->desc.sample_limit || loader->warned || loader->rank ||
-        end <= (uint64_t)loader->window_count)
-        return;
     loader->warned = true;
     dtrain_log(
         loader->world, DTRAIN_LOG_WARNING,
@@ -28668,24 +28659,20 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
         loader->batch_samples = loader->batches->count;
     }
-    dtrain__loader_warn(loader);
     /* only now, so that a call that failed can be repeated */
-    loader->position = dtrain__loader_behind(loader, loader->position);
+    const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
+    loader->position = dtrain__loader_begin(loader, end);
+    if (loader->desc.in_order && !loader->desc.sample_limit && !loader->warned && !loader->rank &&
+        end > (uint64_t)loader->window_count)
+        dtrain__loader_warn(loader);
     return DTRAIN_OK;
 }
 
-/* Return where the next batch begins: with drop_last in the next epoch where this one has less. */
-static uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
+DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
 {
-    const uint64_t all = loader->desc.batch * loader->ranks;
-    const uint64_t left =
-        (uint64_t)loader->window_count - position % (uint64_t)loader->window_count;
-    return loader->desc.drop_last && left < all ? position + left : position;
-}
-
-DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position)
-{
-    return dtrain__loader_begin(loader, position + loader->desc.batch * loader->ranks);
+    const uint64_t all = (uint64_t)loader->window_count, left = all - position % all;
+    const bool drops = loader->desc.drop_last && left < loader->desc.batch * loader->ranks;
+    return drops ? position + left : position;
 }
 
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
@@ -28698,13 +28685,11 @@ DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, si
     dtrain_loader_seek(loader, position);
     if (before != now)
         snprintf(note, room,
-                 "an epoch of the loader has %llu samples and had %llu, so that some of this one "
-                 "come twice or never",
+                 "an epoch has %llu samples and had %llu: some of this one come twice or never",
                  (unsigned long long)now, (unsigned long long)before);
     else if (loader->position != position)
         snprintf(note, room,
-                 "drop_last leaves out the last %llu samples of this epoch, fewer than a batch of "
-                 "all ranks",
+                 "drop_last leaves out the last %llu samples of this epoch, less than a batch",
                  (unsigned long long)(loader->position - position));
 }
 
@@ -28779,10 +28764,8 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
                                                      : "output_bytes and user are for a transform");
     if ((desc->mesh && desc->comm) || desc->sample_limit < DTRAIN_ONE_EPOCH)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: %s, and sample_limit is %lld; expected one of "
-                           "mesh and comm, and a limit of 1 or more, DTRAIN_ONE_EPOCH or 0",
-                           desc->mesh && desc->comm ? "mesh and comm are both given"
-                                                    : "mesh is fine",
+                           "dtrain_loader_create: sample_limit is %lld, expected DTRAIN_ONE_EPOCH, "
+                           "0 or more; or mesh and comm are both given",
                            (long long)desc->sample_limit);
     if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
         (desc->prefetch && !desc->workers))
@@ -28951,7 +28934,7 @@ static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
     if (!p->ending) {
         seed = p->seed;
         position = p->position;
-        p->position = dtrain__loader_behind(loader, position);
+        p->position = dtrain__loader_begin(loader, position + loader->desc.batch * loader->ranks);
         batch = &loader->batches[p->claimed % loader->batch_count];
         p->claimed++;
         p->busy++;
@@ -29805,12 +29788,11 @@ struct dtrain_trainer {
     uint32_t joined;   /* micro-batches of this step that had no data */
     double saving;     /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
-    float *words;                      /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute;                   /* (ranks) seconds, for the median */
-    double *rounds;                    /* (ranks, ROUND_COUNT): gathered in place */
-    int slow_rank;                     /* the slowest of the last step ... */
-    int slow_steps;                    /* ... and for how many steps it has been a straggler */
-    bool *named;                       /* (ranks) a warning has named it */
+    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
+    int slow_rank;   /* the slowest of the last step ... */
+    int slow_steps;  /* ... and for how many steps it has been a straggler */
+    bool *named;     /* (ranks) a warning has named it */
     struct dtrain__pipeline *pipeline; /* NULL: every rank has all stages */
     struct dtrain__queue *queue;       /* NULL: the host waits in the middle of a step */
 };
@@ -30185,8 +30167,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 static dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const char *where,
                                         int64_t count)
 {
-    const char *const advice =
-        "give both the same samples, as a loader does whose desc has the mesh";
+    const char *const advice = "give both the same samples: dtrain_loader_desc.mesh does";
     const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
     for (int r = 0; r < trainer->ranks; r++) {
         const int first = r % replicas / tensor * tensor; /* of the same model */
@@ -30440,8 +30421,8 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
-/* Run one batch, on a tape that keeps nothing for a backward, to its loss and what that is a mean
- * over. */
+/* Run one batch, on a tape that keeps nothing for a backward, to its loss and the samples that the
+ * loss is a mean over. */
 static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, float *loss,
                                            dtrain__samples *samples)
 {
@@ -30492,13 +30473,13 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
 static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
                                             void *user, double *sums)
 {
-    double *own = trainer->rounds + trainer->rank * DTRAIN__ROUND_COUNT;
+    double *own = trainer->compute + trainer->rank * DTRAIN__ROUND_COUNT;
     DTRAIN__TRY(dtrain__evaluate_one(trainer, next_batch, user, own));
     dtrain__call_label(trainer->world, "evaluation", 0, "");
-    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, own, trainer->rounds, DTRAIN__ROUND_COUNT,
+    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, own, trainer->compute, DTRAIN__ROUND_COUNT,
                                   DTRAIN_DTYPE_I64, NULL));
     for (int i = 0; i < trainer->ranks * DTRAIN__ROUND_COUNT; i++)
-        sums[i % DTRAIN__ROUND_COUNT] += trainer->rounds[i];
+        sums[i % DTRAIN__ROUND_COUNT] += trainer->compute[i];
     return DTRAIN_OK;
 }
 
@@ -30523,7 +30504,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         const double before = sums[DTRAIN__ROUND_ENDED];
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
                                           dtrain__evaluate_round(trainer, next_batch, user, sums)));
-        ended += trainer->rounds[trainer->rank * DTRAIN__ROUND_COUNT + DTRAIN__ROUND_ENDED];
+        ended += trainer->compute[trainer->rank * DTRAIN__ROUND_COUNT + DTRAIN__ROUND_ENDED];
         all_ended = sums[DTRAIN__ROUND_ENDED] - before;
         rounds++;
     }
@@ -30615,13 +30596,10 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->words =
         (float *)dtrain__alloc(allocator, ranks, DTRAIN__WORDS_BYTES, "a trainer's words");
     trainer->compute =
-        (double *)dtrain__alloc(allocator, ranks, sizeof *trainer->compute, "a trainer's times");
-    trainer->rounds =
-        (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's evaluations");
+        (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
-    dtrain_result result = trainer->words && trainer->compute && trainer->rounds && trainer->named
-                               ? DTRAIN_OK
-                               : DTRAIN_ERROR_MEMORY;
+    dtrain_result result =
+        trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK) trainer->tape->hashes = trainer->ranks != trainer->data_ranks;
@@ -30684,8 +30662,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain_tape_destroy(trainer->tape);
     dtrain__pipeline_destroy(trainer);
     dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
-    dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
-    dtrain__free(&allocator, trainer->rounds, ranks, DTRAIN__ROUND_BYTES);
+    dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer, 1, sizeof *trainer);
 }

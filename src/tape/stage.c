@@ -176,24 +176,19 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     const dtrain__crossing *crossing = dtrain__crossing_of(tape);
     if (!crossing) return;
     const size_t at = (size_t)(crossing - stages->crossings);
-    if (crossing->stage != made->stage) {
+    if (crossing->stage != made->stage || crossing->count != x->count ||
+        crossing->dtype != x->dtype) {
         dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
-                              "tensor %zu of the loss is made in stage %d, and was in stage %d in "
-                              "the first micro-batch; which operations the loss calls must not "
-                              "depend on values",
-                              crossing->number, (int)made->stage, (int)crossing->stage));
-        return;
-    }
-    if (crossing->count != x->count || crossing->dtype != x->dtype) {
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
-                              "a tensor that goes from stage %d to the next has %lld elements of "
-                              "%s and had %lld of %s in the first micro-batch; all micro-batches "
-                              "of a step over a pipeline have the same shapes",
-                              (int)crossing->stage, (long long)x->count,
-                              dtrain_dtype_name((dtrain_dtype)x->dtype), (long long)crossing->count,
-                              dtrain_dtype_name((dtrain_dtype)crossing->dtype)));
+            tape,
+            dtrain_fail(DTRAIN_ERROR_USAGE,
+                        "tensor %zu of the loss, which crosses stages, has %lld elements of %s and "
+                        "is made in stage %d; in the first micro-batch it had %lld of %s, in stage "
+                        "%d; which operations the loss calls must not depend on values, and all "
+                        "micro-batches of a step over a pipeline have the same shapes",
+                        crossing->number, (long long)x->count,
+                        dtrain_dtype_name((dtrain_dtype)x->dtype), (int)made->stage,
+                        (long long)crossing->count,
+                        dtrain_dtype_name((dtrain_dtype)crossing->dtype), (int)crossing->stage));
         return;
     }
     dtrain__crossed *crossed = &stages->slot->crossed[at];

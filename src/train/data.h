@@ -88,8 +88,8 @@ typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sa
 /* A loader deals samples out, in the order of torch.randperm(seed + epoch). It cuts tokens, n =
  * item_count from first_item on, into windows of sequence + 1: (n - 1) / sequence of them an epoch
  * in order, or max(1, n / sequence - 1) shuffled ones, whose borders move from epoch to epoch. The
- * whole state is one number: samples dealt so far, by all ranks together, with those that drop_last
- * has dropped. Sample k is the same for every world size, batch and number of workers. */
+ * whole state is one number: samples dealt so far by all ranks together, or dropped by drop_last.
+ * Sample k is the same for every world size, batch and number of workers. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                 /* samples per call and rank */
     int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */
@@ -98,14 +98,12 @@ typedef struct dtrain_loader_desc {
     bool in_order;  /* no shuffling */
     bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
-    const dtrain_mesh *mesh; /* that the strategy which trains on the samples is on: its replicas
-                                divide them among themselves, and the ranks of one replica read the
-                                same. NULL = each rank is a replica. Read in create */
-    dtrain_comm *comm; /* without a mesh: the ranks of that strategy; NULL = all of the world */
-    /* For evaluation: samples of an epoch, of all ranks together, after which the loader ends, until
-     * dtrain_loader_seek. At most an epoch: DTRAIN_ONE_EPOCH = all of one. 0 = one epoch follows the
-     * other without end; in_order then warns when samples come again. */
-    int64_t sample_limit;
+    const dtrain_mesh *mesh; /* the strategy's: replicas divide the samples among themselves, and
+                                the ranks of one replica read the same. NULL = each rank is one */
+    dtrain_comm *comm;       /* without a mesh, the strategy's ranks; NULL = all of the world */
+    int64_t sample_limit; /* for evaluation: samples of an epoch that all ranks together read once,
+                                before the loader ends; DTRAIN_ONE_EPOCH = all. 0 = epoch after
+                                epoch without end; in_order then warns when samples come again */
     uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
     uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
     dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
@@ -118,15 +116,17 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
                                               dtrain_loader **out);
 /* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank; DTRAIN_ERROR_END behind the last one, on all ranks in the same
- * call. The last batches before a sample_limit may lack samples, on some ranks all of them: see
- * dtrain_loader_info.batch_samples. Their places behind the others are zeros, and targets of -1,
- * which dtrain_cross_entropy ignores: it has the right mean and weight without more. Another loss
- * makes its tensors of batch_samples rows, and next_batch returns DTRAIN_ERROR_END for none.
- *
- * A batch of tokens is inputs and targets (batch, sequence) as
+/* Read the next batch of this rank. A batch of tokens is inputs and targets (batch, sequence) as
  * int32_t, targets being inputs one token later; one of samples is inputs (batch, item_bytes or
- * output_bytes) and labels in targets (batch), which may be NULL. With workers the call copies what
+ * output_bytes) and labels in targets (batch), which may be NULL.
+ *
+ * After the sample_limit every rank gets DTRAIN_ERROR_END, in the same call. The batch before it can
+ * have fewer samples, on some ranks none (dtrain_loader_info.batch_samples). It is padded by zeros
+ * and targets of -1, which dtrain_cross_entropy ignores, so that its mean and weight are right; for
+ * other losses a program makes tensors of batch_samples rows, and its next_batch returns
+ * DTRAIN_ERROR_END if there are none.
+ *
+ * With workers the call copies what
  * they have read, after a wait of at most the world's timeout. A worker's error comes with the
  * batch it belongs to; a call that failed can be repeated. A file that was changed or cut since it
  * was opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
@@ -134,9 +134,9 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
 
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
-    uint64_t position;      /* samples dealt so far: all ranks', with those that were dropped */
+    uint64_t position;      /* samples dealt or dropped so far, by all ranks together */
     size_t sample_bytes;    /* of inputs */
-    uint32_t batch_samples; /* of this rank's last batch, before its padding */
+    uint32_t batch_samples; /* in this rank's last batch, without padding */
 } dtrain_loader_info;
 /* Tell the samples of an epoch, the position and the last batch; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);

@@ -78,10 +78,9 @@ struct dtrain_loader {
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
-    uint64_t position;      /* samples dealt by all ranks, or dropped: epoch window_count + place */
-    uint64_t epoch_samples; /* by which the position counts epochs: window_count, and in the middle
-                                  of a load the saved one */
-    int64_t window_count;   /* of an epoch before drop_last: windows of tokens, or samples */
+    uint64_t position;         /* samples dealt or dropped by all ranks */
+    uint64_t epoch_samples;    /* window_count; during a load that of the saved run */
+    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
     int64_t samples_per_epoch; /* after drop_last */
     uint32_t batch_samples;    /* of the last batch */
     bool warned;               /* that samples come again */
@@ -100,9 +99,10 @@ struct dtrain_loader {
 };
 
 /* train/loader.c */
-/* Return the position of the batch behind the one at `position`. */
-DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position);
-/* Continue after a load from the epoch and the place in it that position and epoch_samples say.
+/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if this
+ * one has fewer samples left. */
+DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position);
+/* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
  * Write to note (room bytes) which samples of the epoch are not dealt exactly once, if any. */
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room);
 

@@ -29,13 +29,9 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
 static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
 
-/* Warn once where a loader in order, which evaluations have, deals samples again. */
+/* Warn where a loader in order, which evaluations have, deals samples again. */
 static void dtrain__loader_warn(dtrain_loader *loader)
 {
-    const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
-    if (!loader->desc.in_order || loader->desc.sample_limit || loader->warned || loader->rank ||
-        end <= (uint64_t)loader->window_count)
-        return;
     loader->warned = true;
     dtrain_log(
         loader->world, DTRAIN_LOG_WARNING,
@@ -60,24 +56,20 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
         loader->batch_samples = loader->batches->count;
     }
-    dtrain__loader_warn(loader);
     /* only now, so that a call that failed can be repeated */
-    loader->position = dtrain__loader_behind(loader, loader->position);
+    const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
+    loader->position = dtrain__loader_begin(loader, end);
+    if (loader->desc.in_order && !loader->desc.sample_limit && !loader->warned && !loader->rank &&
+        end > (uint64_t)loader->window_count)
+        dtrain__loader_warn(loader);
     return DTRAIN_OK;
 }
 
-/* Return where the next batch begins: with drop_last in the next epoch where this one has less. */
-static uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
+DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
 {
-    const uint64_t all = loader->desc.batch * loader->ranks;
-    const uint64_t left =
-        (uint64_t)loader->window_count - position % (uint64_t)loader->window_count;
-    return loader->desc.drop_last && left < all ? position + left : position;
-}
-
-DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position)
-{
-    return dtrain__loader_begin(loader, position + loader->desc.batch * loader->ranks);
+    const uint64_t all = (uint64_t)loader->window_count, left = all - position % all;
+    const bool drops = loader->desc.drop_last && left < loader->desc.batch * loader->ranks;
+    return drops ? position + left : position;
 }
 
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
@@ -90,13 +82,11 @@ DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, si
     dtrain_loader_seek(loader, position);
     if (before != now)
         snprintf(note, room,
-                 "an epoch of the loader has %llu samples and had %llu, so that some of this one "
-                 "come twice or never",
+                 "an epoch has %llu samples and had %llu: some of this one come twice or never",
                  (unsigned long long)now, (unsigned long long)before);
     else if (loader->position != position)
         snprintf(note, room,
-                 "drop_last leaves out the last %llu samples of this epoch, fewer than a batch of "
-                 "all ranks",
+                 "drop_last leaves out the last %llu samples of this epoch, less than a batch",
                  (unsigned long long)(loader->position - position));
 }
 
@@ -171,10 +161,8 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
                                                      : "output_bytes and user are for a transform");
     if ((desc->mesh && desc->comm) || desc->sample_limit < DTRAIN_ONE_EPOCH)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: %s, and sample_limit is %lld; expected one of "
-                           "mesh and comm, and a limit of 1 or more, DTRAIN_ONE_EPOCH or 0",
-                           desc->mesh && desc->comm ? "mesh and comm are both given"
-                                                    : "mesh is fine",
+                           "dtrain_loader_create: sample_limit is %lld, expected DTRAIN_ONE_EPOCH, "
+                           "0 or more; or mesh and comm are both given",
                            (long long)desc->sample_limit);
     if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
         (desc->prefetch && !desc->workers))

@@ -55,7 +55,7 @@ static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
     if (!p->ending) {
         seed = p->seed;
         position = p->position;
-        p->position = dtrain__loader_behind(loader, position);
+        p->position = dtrain__loader_begin(loader, position + loader->desc.batch * loader->ranks);
         batch = &loader->batches[p->claimed % loader->batch_count];
         p->claimed++;
         p->busy++;

@@ -216,8 +216,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 static dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const char *where,
                                         int64_t count)
 {
-    const char *const advice =
-        "give both the same samples, as a loader does whose desc has the mesh";
+    const char *const advice = "give both the same samples: dtrain_loader_desc.mesh does";
     const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
     for (int r = 0; r < trainer->ranks; r++) {
         const int first = r % replicas / tensor * tensor; /* of the same model */
@@ -471,8 +470,8 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
-/* Run one batch, on a tape that keeps nothing for a backward, to its loss and what that is a mean
- * over. */
+/* Run one batch, on a tape that keeps nothing for a backward, to its loss and the samples that the
+ * loss is a mean over. */
 static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, float *loss,
                                            dtrain__samples *samples)
 {
@@ -523,13 +522,13 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
 static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
                                             void *user, double *sums)
 {
-    double *own = trainer->rounds + trainer->rank * DTRAIN__ROUND_COUNT;
+    double *own = trainer->compute + trainer->rank * DTRAIN__ROUND_COUNT;
     DTRAIN__TRY(dtrain__evaluate_one(trainer, next_batch, user, own));
     dtrain__call_label(trainer->world, "evaluation", 0, "");
-    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, own, trainer->rounds, DTRAIN__ROUND_COUNT,
+    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, own, trainer->compute, DTRAIN__ROUND_COUNT,
                                   DTRAIN_DTYPE_I64, NULL));
     for (int i = 0; i < trainer->ranks * DTRAIN__ROUND_COUNT; i++)
-        sums[i % DTRAIN__ROUND_COUNT] += trainer->rounds[i];
+        sums[i % DTRAIN__ROUND_COUNT] += trainer->compute[i];
     return DTRAIN_OK;
 }
 
@@ -554,7 +553,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         const double before = sums[DTRAIN__ROUND_ENDED];
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
                                           dtrain__evaluate_round(trainer, next_batch, user, sums)));
-        ended += trainer->rounds[trainer->rank * DTRAIN__ROUND_COUNT + DTRAIN__ROUND_ENDED];
+        ended += trainer->compute[trainer->rank * DTRAIN__ROUND_COUNT + DTRAIN__ROUND_ENDED];
         all_ended = sums[DTRAIN__ROUND_ENDED] - before;
         rounds++;
     }
@@ -646,13 +645,10 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->words =
         (float *)dtrain__alloc(allocator, ranks, DTRAIN__WORDS_BYTES, "a trainer's words");
     trainer->compute =
-        (double *)dtrain__alloc(allocator, ranks, sizeof *trainer->compute, "a trainer's times");
-    trainer->rounds =
-        (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's evaluations");
+        (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
-    dtrain_result result = trainer->words && trainer->compute && trainer->rounds && trainer->named
-                               ? DTRAIN_OK
-                               : DTRAIN_ERROR_MEMORY;
+    dtrain_result result =
+        trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK) trainer->tape->hashes = trainer->ranks != trainer->data_ranks;
@@ -715,8 +711,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain_tape_destroy(trainer->tape);
     dtrain__pipeline_destroy(trainer);
     dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
-    dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
-    dtrain__free(&allocator, trainer->rounds, ranks, DTRAIN__ROUND_BYTES);
+    dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer, 1, sizeof *trainer);
 }

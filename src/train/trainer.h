@@ -19,8 +19,9 @@
  * on some schedules by the deadline), and each
  *
  *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
- *     calls loss for each of its stages and micro-batches, and once before, to see what crosses
- *         stages: the same operations and shapes each time, no values read, no counting of calls;
+ *     calls loss for each of its stages and micro-batches, and in each step once before, to see what
+ *         crosses stages: the same operations each time, the same shapes in all micro-batches of a
+ *         step or batch of an evaluation, no values read, no counting of calls;
  *         with several stages a rank, later micro-batches may have been fetched meanwhile: inputs
  *         are those of the pass's own one, what else next_batch has left is not
  *
@@ -192,15 +193,14 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 #define DTRAIN_UNTIL_END (-1) /* dtrain_trainer_evaluate: until next_batch has ended on all ranks */
 
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
- * every rank, or of all calls until it returns DTRAIN_ERROR_END on every rank; one that ends
- * earlier has fewer. Collective. Each sample counts once, whatever the strategy averages over, so
- * that batches may have different sizes; sums are taken in double. With a loader that ends
- * (dtrain_loader_desc.sample_limit) the mean covers each sample once for any number of ranks.
+ * every rank, or DTRAIN_UNTIL_END; a rank that ends earlier (DTRAIN_ERROR_END) has fewer.
+ * Collective. Batches may differ in size: samples count one each, in double, whatever the strategy
+ * averages over. With a loader that ends (dtrain_loader_desc.sample_limit) each counts once for any
+ * number of ranks. next_batch and user may differ from training's; the loss function gets this
+ * user. next_batch NULL: the loss fetches its batch; not with a pipeline.
  *
- * next_batch and user may differ from training's; the loss function gets this user. next_batch
- * NULL: the loss fetches its batch; not with a pipeline. Once a rank was asked to stop
- * (desc.catch_signals of dtrain_launch) the evaluation ends after the batch under way, on all
- * ranks, with a loss of NaN. An error on one rank is one on all, and stands. */
+ * After a signal (desc.catch_signals of dtrain_launch) to any rank all end after the batch under
+ * way, with a loss of NaN. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);

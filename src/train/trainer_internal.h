@@ -66,12 +66,11 @@ struct dtrain_trainer {
     uint32_t joined;   /* micro-batches of this step that had no data */
     double saving;     /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
-    float *words;                      /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute;                   /* (ranks) seconds, for the median */
-    double *rounds;                    /* (ranks, ROUND_COUNT): gathered in place */
-    int slow_rank;                     /* the slowest of the last step ... */
-    int slow_steps;                    /* ... and for how many steps it has been a straggler */
-    bool *named;                       /* (ranks) a warning has named it */
+    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
+    int slow_rank;   /* the slowest of the last step ... */
+    int slow_steps;  /* ... and for how many steps it has been a straggler */
+    bool *named;     /* (ranks) a warning has named it */
     struct dtrain__pipeline *pipeline; /* NULL: every rank has all stages */
     struct dtrain__queue *queue;       /* NULL: the host waits in the middle of a step */
 };

@@ -369,7 +369,7 @@ static void check_refused(int variant, const char *sentence)
 static void test_refused(void)
 {
     check_refused(1, "a loss that reads values cannot be cut into stages");
-    check_refused(2, "all micro-batches of a step over a pipeline have the same shapes");
+    check_refused(2, "micro-batches of a step over a pipeline have the same shapes");
     check_refused(3, "use units in the order in which their first parameters are registered");
 }
 
