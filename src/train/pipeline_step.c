@@ -365,35 +365,30 @@ static dtrain_result dtrain__line_run_stage(dtrain_trainer *trainer, dtrain_loss
     return dtrain__line_carry(trainer, chunk, stage, false);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
-                                                        float *loss, dtrain__samples *samples)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    const dtrain__tape_tensor *surveyed;
-    dtrain_tensor *tensor = NULL;
-    DTRAIN__TRY(dtrain__line_survey_loss(trainer, user, DTRAIN_TAPE_NO_GRAD, &surveyed));
-    for (int chunk = 0; chunk < line->schedule->chunks; chunk++) {
-        DTRAIN__TRY(dtrain__line_run_stage(trainer, trainer->desc.loss, user, chunk, &tensor));
-        if (!((const dtrain__tape_tensor *)tensor)->ghost)
-            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
-    }
-    *samples = ((const dtrain__tape_tensor *)tensor)->samples;
-    return DTRAIN_OK;
-}
-
-/* Run all of this rank's stages, and read what the last stage has made where that is here. */
+/* Run all of this rank's stages, and read what the last stage has made where that is here; *made is
+ * of the rank's last pass. */
 static dtrain_result dtrain__line_forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                               void *user, float *values)
+                                               void *user, float *values, dtrain_tensor **made)
 {
     const dtrain__pipeline *line = trainer->pipeline;
     const dtrain_pipeline_schedule *s = line->schedule;
     const int last = line->stages - 1;
     for (int chunk = 0; chunk < s->chunks; chunk++) {
-        dtrain_tensor *made;
-        DTRAIN__TRY(dtrain__line_run_stage(trainer, function, user, chunk, &made));
+        DTRAIN__TRY(dtrain__line_run_stage(trainer, function, user, chunk, made));
         if (dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, chunk) == last)
-            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, made, values, NULL));
+            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, *made, values, NULL));
     }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
+                                                        float *loss, dtrain__samples *samples)
+{
+    const dtrain__tape_tensor *surveyed;
+    dtrain_tensor *made = NULL;
+    DTRAIN__TRY(dtrain__line_survey_loss(trainer, user, DTRAIN_TAPE_NO_GRAD, &surveyed));
+    DTRAIN__TRY(dtrain__line_forward_pass(trainer, trainer->desc.loss, user, loss, &made));
+    *samples = ((const dtrain__tape_tensor *)made)->samples;
     return DTRAIN_OK;
 }
 
@@ -415,11 +410,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 {
     dtrain__pipeline *line = trainer->pipeline;
     const dtrain_pipeline_schedule *s = line->schedule;
+    dtrain_tensor *made;
     const int root = dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank;
     DTRAIN__TRY(dtrain__agree(trainer->groups.all,
                               dtrain__line_survey_forward(trainer, function, user, count)));
-    DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
-                                      dtrain__line_forward_pass(trainer, function, user, values)));
+    DTRAIN__TRY(dtrain__strategy_keep(
+        trainer->desc.strategy, dtrain__line_forward_pass(trainer, function, user, values, &made)));
     return dtrain__strategy_keep(
         trainer->desc.strategy,
         dtrain_broadcast(line->comm, values, (size_t)count, DTRAIN_DTYPE_F32, root, NULL));
