@@ -1212,8 +1212,7 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
  * Along the tensor axis ranks share each layer of one replica and read the same samples (Shoeybi et
  * al., "Megatron-LM", 2019); along the data axis they hold the same part of the model and average
  * gradients. A program makes the mesh once and gives it to dtrain_strategy_create; optimizer,
- * trainer, checkpoints and metrics take it from there, and a loader deals to desc.comm =
- * dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA). */
+ * trainer, checkpoints and metrics take it from there, and a loader takes it as desc.mesh. */
 
 typedef struct dtrain_mesh dtrain_mesh;
 
@@ -2564,7 +2563,7 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
  * int32_t, targets being inputs one token later; one of samples is inputs (batch, item_bytes or
  * output_bytes) and labels in targets (batch), which may be NULL.
  *
- * After the sample_limit every rank gets DTRAIN_ERROR_END, in the same call. The batch before it can
+ * After the sample_limit every rank gets DTRAIN_ERROR_END, in the same call. The last batch can
  * have fewer samples, on some ranks none (dtrain_loader_info.batch_samples). It is padded by zeros
  * and targets of -1, which dtrain_cross_entropy ignores, so that its mean and weight are right; for
  * other losses a program makes tensors of batch_samples rows, and its next_batch returns
@@ -2601,9 +2600,10 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *     twenty numbers per rank, from which every rank makes the same record
  *
  * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
- * follows from it. Samples and tokens are those of the data axis: the ranks of a tensor axis must
- * have the same samples (a loader deals so to desc.comm, the mesh's data axis), and they draw the
- * same masks of dropout, whose seeds go by the data axis too.
+ * follows from it. Samples and tokens are those of the data axis: the ranks of one replica must
+ * have the same samples (a loader deals so whose desc has the mesh), and they draw the same masks
+ * of dropout, whose seeds go by the data axis too. The gather of a record compares a hash of all
+ * inputs, about a millisecond a megabyte to make: other samples are an error on all ranks.
  *
  * With a pipeline axis the micro-batches of a step run in the order of the strategy's schedule
  * (parallel/pipeline.h), and its gradients have the bits of one micro-batch after the other. The
@@ -2611,9 +2611,9 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  * on some schedules by the deadline), and each
  *
  *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
- *     calls loss for each of its stages and micro-batches, and in each step once before, to see what
- *         crosses stages: the same operations each time, the same shapes in all micro-batches of a
- *         step or batch of an evaluation, no values read, no counting of calls;
+ *     calls loss for each of its stages and micro-batches, and once before each step, to see what
+ *         crosses stages: the same operations each time, the same shapes in all micro-batches of
+ *         one step, no values read, no counting of calls;
  *         with several stages a rank, later micro-batches may have been fetched meanwhile: inputs
  *         are those of the pass's own one, what else next_batch has left is not
  *
@@ -28213,8 +28213,8 @@ struct dtrain_loader {
 };
 
 /* train/loader.c */
-/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if this
- * one has fewer samples left. */
+/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
+ * this one has fewer samples left. */
 DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position);
 /* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
  * Write to note (room bytes) which samples of the epoch are not dealt exactly once, if any. */
@@ -28525,9 +28525,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
  *
  * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
  * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
- * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
- * that every shift in [0, sequence) leaves them room (but never fewer than one). Where items are
- * samples, each is a window of its own, and there is no shift. */
+ * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one
+ * fewer at least, so that every shift in [0, sequence) leaves them room (but never fewer than one).
+ * Where items are samples, each is a window by itself, and there is no shift. */
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
@@ -28582,8 +28582,8 @@ static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtra
     return desc->transform(desc->user, &sample, output);
 }
 
-/* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window are both cut
- * from the scratch: its tokens are used twice and read once. */
+/* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window
+ * are both cut from the scratch: its tokens are used twice and read once. */
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
                                                   const dtrain__batch *batch, void *inputs,
                                                   int32_t *targets)
@@ -30679,8 +30679,8 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
  * (tape/stage.c):
  *
- *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to stage.
- *                              In the first step agree on the unit of weights
+ *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to
+ *                              stage. In the first step agree on the unit of weights
  *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
  *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
  *                              micro-batch parameters are ready, and reductions over the data axis

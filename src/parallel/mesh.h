@@ -12,8 +12,7 @@
  * Along the tensor axis ranks share each layer of one replica and read the same samples (Shoeybi et
  * al., "Megatron-LM", 2019); along the data axis they hold the same part of the model and average
  * gradients. A program makes the mesh once and gives it to dtrain_strategy_create; optimizer,
- * trainer, checkpoints and metrics take it from there, and a loader deals to desc.comm =
- * dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA). */
+ * trainer, checkpoints and metrics take it from there, and a loader takes it as desc.mesh. */
 
 #pragma once
 

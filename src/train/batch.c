@@ -12,9 +12,9 @@
  *
  * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
  * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
- * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
- * that every shift in [0, sequence) leaves them room (but never fewer than one). Where items are
- * samples, each is a window of its own, and there is no shift. */
+ * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one
+ * fewer at least, so that every shift in [0, sequence) leaves them room (but never fewer than one).
+ * Where items are samples, each is a window by itself, and there is no shift. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -75,8 +75,8 @@ static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtra
     return desc->transform(desc->user, &sample, output);
 }
 
-/* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window are both cut
- * from the scratch: its tokens are used twice and read once. */
+/* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window
+ * are both cut from the scratch: its tokens are used twice and read once. */
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
                                                   const dtrain__batch *batch, void *inputs,
                                                   int32_t *targets)

@@ -120,7 +120,7 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
  * int32_t, targets being inputs one token later; one of samples is inputs (batch, item_bytes or
  * output_bytes) and labels in targets (batch), which may be NULL.
  *
- * After the sample_limit every rank gets DTRAIN_ERROR_END, in the same call. The batch before it can
+ * After the sample_limit every rank gets DTRAIN_ERROR_END, in the same call. The last batch can
  * have fewer samples, on some ranks none (dtrain_loader_info.batch_samples). It is padded by zeros
  * and targets of -1, which dtrain_cross_entropy ignores, so that its mean and weight are right; for
  * other losses a program makes tensors of batch_samples rows, and its next_batch returns

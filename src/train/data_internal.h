@@ -99,8 +99,8 @@ struct dtrain_loader {
 };
 
 /* train/loader.c */
-/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if this
- * one has fewer samples left. */
+/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
+ * this one has fewer samples left. */
 DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position);
 /* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
  * Write to note (room bytes) which samples of the epoch are not dealt exactly once, if any. */

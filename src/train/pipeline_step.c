@@ -3,8 +3,8 @@
  * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
  * (tape/stage.c):
  *
- *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to stage.
- *                              In the first step agree on the unit of weights
+ *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to
+ *                              stage. In the first step agree on the unit of weights
  *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
  *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
  *                              micro-batch parameters are ready, and reductions over the data axis

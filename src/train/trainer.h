@@ -9,9 +9,10 @@
  *     twenty numbers per rank, from which every rank makes the same record
  *
  * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
- * follows from it. Samples and tokens are those of the data axis: the ranks of a tensor axis must
- * have the same samples (a loader deals so to desc.comm, the mesh's data axis), and they draw the
- * same masks of dropout, whose seeds go by the data axis too.
+ * follows from it. Samples and tokens are those of the data axis: the ranks of one replica must
+ * have the same samples (a loader deals so whose desc has the mesh), and they draw the same masks
+ * of dropout, whose seeds go by the data axis too. The gather of a record compares a hash of all
+ * inputs, about a millisecond a megabyte to make: other samples are an error on all ranks.
  *
  * With a pipeline axis the micro-batches of a step run in the order of the strategy's schedule
  * (parallel/pipeline.h), and its gradients have the bits of one micro-batch after the other. The
@@ -19,9 +20,9 @@
  * on some schedules by the deadline), and each
  *
  *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
- *     calls loss for each of its stages and micro-batches, and in each step once before, to see what
- *         crosses stages: the same operations each time, the same shapes in all micro-batches of a
- *         step or batch of an evaluation, no values read, no counting of calls;
+ *     calls loss for each of its stages and micro-batches, and once before each step, to see what
+ *         crosses stages: the same operations each time, the same shapes in all micro-batches of
+ *         one step, no values read, no counting of calls;
  *         with several stages a rank, later micro-batches may have been fetched meanwhile: inputs
  *         are those of the pass's own one, what else next_batch has left is not
  *

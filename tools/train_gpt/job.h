@@ -80,7 +80,7 @@ static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
 }
 
 /* Train on the first part of the tokens or sums, hold out the last --val-split of them. A validation has the same
- * samples for any number of ranks: --eval-batches times --batch, whatever --auto-batch or --global-batch makes of it. */
+ * samples for any number of ranks: --eval-batches times --batch, whatever --auto-batch or --global-batch make of it. */
 static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, int64_t batch,
                                       bool held_out)
 {
