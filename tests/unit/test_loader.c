@@ -667,6 +667,28 @@ static void check_resume(const resume *r)
     }
 }
 
+/* A checkpoint of a version that counted epochs by their batches goes on where it was; drop_last leaves out what is less
+ * than a batch, and says so. */
+static void test_older_positions(void)
+{
+    source s = {.items = 22};
+    dtrain_loader_desc desc;
+    dtrain_loader *loader;
+    char note[256] = "";
+    memset(&desc, 0, sizeof desc);
+    CHECK(open_source(&s, &desc.dataset) == DTRAIN_OK);
+    desc.batch = 8, desc.drop_last = true;
+    if (!CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK)) return;
+    loader->position = 2 * 16 + 5, loader->epoch_samples = 0;
+    dtrain__loader_resume(loader, note, sizeof note);
+    CHECK(position_of(loader) == 2 * 22 + 5 && !note[0] && loader->epoch_samples == 22);
+    loader->position = 22 + 16; /* saved by a batch of 2, of which three more were to come */
+    dtrain__loader_resume(loader, note, sizeof note);
+    CHECK(position_of(loader) == 44 && strstr(note, "leaves out the last 6 samples"));
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(desc.dataset);
+}
+
 static void test_random_resumes(void)
 {
     const uint64_t first = test_seed(), count = test_full() ? 1000 : 60;
@@ -702,6 +724,7 @@ int main(int argc, char **argv)
     RUN(test_no_threads);
     RUN(test_file_cut);
     RUN(test_random_programs);
+    RUN(test_older_positions);
     RUN(test_random_resumes);
     return test_summary() + !files_end();
 }
