@@ -979,6 +979,10 @@ typedef struct dtrain_launch_desc {
     dtrain_trace_desc trace;      /* all zero = none */
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
+    uint64_t job;     /* hash of what the program trains on and how, where the launcher has no name
+                         for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
+                         port, ranks with another hash are turned away for as long as the right one
+                         may still come (ten seconds). 0 = nothing tells such jobs apart */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -1652,7 +1656,7 @@ typedef struct dtrain_strategy_desc {
 
 /* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, cuts,
  * units, flags, initialisation and the desc, except no_overlap where parameters are whole; a
- * difference is DTRAIN_ERROR_MISMATCH naming the field, both values and the rank), allocates what the
+ * difference is DTRAIN_ERROR_MISMATCH naming the field, values and rank), allocates what the
  * host left NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one
  * rank is an error on all. desc NULL = a zeroed one.
  *
@@ -2754,9 +2758,8 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
 /* Free a trainer and its tape; NULL is ignored. */
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 /* Take one step. Collective; record may be NULL. In the first step ranks compare all settings of
- * their trainers and optimizers but `tokens`, and in each step the flags of parameters: what differs
- * is DTRAIN_ERROR_MISMATCH on all ranks, which names the setting, both values and the rank. A rank
- * that is more than twice slower than the
+ * their trainers and optimizers but `tokens`, in each step the flags of parameters: a difference is
+ * DTRAIN_ERROR_MISMATCH naming the setting, values and rank. One more than twice slower than the
  * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
  * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
  * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
@@ -6449,6 +6452,8 @@ typedef struct dtrain__placement {
     uint32_t port;              /* where rank 0 listens */
     uint32_t restart_count;     /* restarts so far by the launcher around this process */
     uint64_t key[2];            /* the key of this run, see world/rendezvous.c */
+    bool named;                 /* it has one: DTRAIN_JOB_KEY, or the launcher's name of the run */
+    uint64_t job;               /* without one: desc.job, by which jobs are told apart */
     bool complete; /* a launcher has said which rank this is, if only the one of a world of one */
 } dtrain__placement;
 
@@ -7380,8 +7385,8 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 /* The rendezvous: how ranks of a launcher meet
  *
  *     rank r                                           rank 0, listening
- *     hello: magic, version, layout, rank,       ->
- *            size, pid, host, proof
+ *     hello: magic, version, layout, job,        ->
+ *            rank, size, pid, host, proof
  *                                                <-    reply: wait, at once
  *                                                <-    reply: how the rendezvous went, with a
  *                                                      sentence when it failed
@@ -7395,24 +7400,28 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
  *   key. They are turned away, and rank 0 goes on waiting: a stranger must not end the run.
  * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending ones at
  *   a time, and a further one replaces the oldest.
+ * - Another job at the port, where neither has a key: its ranks have another desc.job, and are
+ *   turned away while the right ones come.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
  * It does not protect from a reader of the traffic: nothing is encrypted, and a recorded hello is
  * as good as the key. The network must keep such readers away. */
 
-#define DTRAIN__HELLO_MAGIC 0x354b5444u /* "DTK5": the fifth protocol */
+#define DTRAIN__HELLO_MAGIC 0x364b5444u /* "DTK6": the sixth protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the first reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
 #define DTRAIN__REFUSAL_NS \
     3000000000u              /* after a failure, send it so long to ranks that come late */
 #define DTRAIN__REPLY_WAIT 1 /* result of a first reply: a second reply follows */
+#define DTRAIN__REPLY_OTHER_JOB 2
+#define DTRAIN__OTHER_JOB_NS 10000000000u /* prefer ranks of this job so long: other_job */
 
 typedef struct dtrain__hello {
     uint32_t magic;
     int32_t rank, size, pid;
-    uint64_t layout;
+    uint64_t layout, job;
     char version[24], host[72];
     uint64_t proof;
 } dtrain__hello;
@@ -7437,7 +7446,9 @@ typedef struct dtrain__rendezvous {
     dtrain_result result;
     char why[400];     /* the sentence of result */
     char problem[200]; /* rank 0: the last stranger; other ranks: why the last call failed */
-    bool stranger;     /* other ranks: rank 0 of another run has answered */
+    uint64_t other_ns; /* rank 0: when a rank of another job first called */
+    bool stranger;     /* other ranks: rank 0 of another run has answered ... */
+    uint64_t until_ns; /* ... and so long it may be about to end */
 
     /* Rank 0. */
     int listener;
@@ -7470,6 +7481,7 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     hello.size = r->world->size;
     hello.pid = (int32_t)getpid();
     hello.layout = dtrain__siphash(none, sizes, sizeof sizes);
+    hello.job = r->place->job;
     snprintf(hello.version, sizeof hello.version, "%s", DTRAIN_VERSION_STRING);
     if (gethostname(hello.host, sizeof hello.host - 1) != 0) hello.host[0] = 0;
     hello.proof = dtrain__proof(r, 0, &hello, sizeof hello);
@@ -7613,6 +7625,28 @@ static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__he
         rank ? r->world->link->ends[rank].name : "this rank 0", hello->host, hello->pid);
 }
 
+/* Turn away a rank of another job, which has no key to be told from it by. Where nobody else comes
+ * in its place for OTHER_JOB_NS, it is taken for one of this job that was set differently, and let
+ * in: the programs compare what they were told, and can say what differs. */
+static bool dtrain__other_job(dtrain__rendezvous *r, dtrain__pending *pending)
+{
+    const dtrain__hello *hello = &pending->hello;
+    const uint64_t now = dtrain__now_ns();
+    if (hello->job == r->place->job || r->result != DTRAIN_OK) return false;
+    const bool inside = hello->rank > 0 && hello->rank < r->world->size;
+    const bool came = inside && r->world->link->ends[hello->rank].socket >= 0;
+    if (!r->other_ns)
+        dtrain_log(r->world, DTRAIN_LOG_WARNING,
+                   "a rank %d with other settings or data than rank 0 has called (%s, pid %d): is "
+                   "it of another job at this port? DTRAIN_JOB_KEY tells jobs apart",
+                   hello->rank, hello->host, hello->pid);
+    if (!r->other_ns) r->other_ns = now;
+    if (inside && !came && now - r->other_ns >= DTRAIN__OTHER_JOB_NS) return false;
+    (void)dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_OTHER_JOB, "");
+    dtrain__turn_away(r, pending, "has other settings or data than rank 0");
+    return true;
+}
+
 /* Read more of a pending connection. When its hello is complete and of this run, reply, and make
  * the connection that of its rank. */
 static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending)
@@ -7634,6 +7668,7 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
         return;
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
+    if (dtrain__other_job(r, pending)) return;
     if (r->result == DTRAIN_OK) (void)dtrain__check_hello(r, hello);
     const int rank = hello->rank, result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
     const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
@@ -7733,6 +7768,13 @@ static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
                                  (unsigned long long)files.rlim_cur, (unsigned long long)needed,
                                  r->world->size);
     DTRAIN__TRY(dtrain__listen(r));
+    if (!r->place->named)
+        dtrain_log(
+            r->world, DTRAIN_LOG_INFO,
+            "this run has neither DTRAIN_JOB_KEY nor a name of its launcher's: at %s port %u "
+            "%s tells it from another job",
+            r->place->address, r->place->port,
+            r->place->job ? "only what it was told to train" : "nothing");
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
     while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
     for (int i = 1; i <= others; i++) {
@@ -7816,6 +7858,17 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
                            "or belongs to another run",
                            end->name, r->place->port);
         r->stranger = true;
+        r->until_ns = r->start_ns + DTRAIN__PATIENCE_NS;
+        return false;
+    }
+    if (reply.result == DTRAIN__REPLY_OTHER_JOB) {
+        dtrain__try_failed(r,
+                           "what listens at %s port %u is rank 0 of a job with other settings or "
+                           "data than this rank has; DTRAIN_JOB_KEY tells jobs apart",
+                           end->name, r->place->port);
+        if (!r->stranger)
+            r->until_ns = dtrain__now_ns() + DTRAIN__OTHER_JOB_NS + DTRAIN__PATIENCE_NS;
+        r->stranger = true;
         return false;
     }
     const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
@@ -7865,8 +7918,7 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
                        r->place->address, r->place->port, 1e-9 * (double)(now - r->start_ns),
                        r->problem);
         }
-        if (now < r->deadline_ns && (!r->stranger || now < r->start_ns + DTRAIN__PATIENCE_NS))
-            continue;
+        if (now < r->deadline_ns && (!r->stranger || now < r->until_ns)) continue;
         return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
                                  "rank 0 was not found at %s port %u for %.1f s: %s",
                                  r->place->address, r->place->port,
@@ -12709,6 +12761,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
                            "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
                            place->family, place->size);
+    if (!place->named) place->job = desc->job;
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
@@ -13408,6 +13461,7 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
     const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
     const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
     const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);
+    out->named = run && *run;
     for (uint64_t i = 0; i < 2; i++) {
         const uint64_t plain[2] = {i, secret ? 1u : 0u};
         const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};

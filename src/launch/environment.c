@@ -324,6 +324,7 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
     const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
     const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
     const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);
+    out->named = run && *run;
     for (uint64_t i = 0; i < 2; i++) {
         const uint64_t plain[2] = {i, secret ? 1u : 0u};
         const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};

@@ -100,6 +100,10 @@ typedef struct dtrain_launch_desc {
     dtrain_trace_desc trace;      /* all zero = none */
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
+    uint64_t job;     /* hash of what the program trains on and how, where the launcher has no name
+                         for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
+                         port, ranks with another hash are turned away for as long as the right one
+                         may still come (ten seconds). 0 = nothing tells such jobs apart */
 } dtrain_launch_desc;
 
 /* How the run ended. */

@@ -159,7 +159,7 @@ typedef struct dtrain_strategy_desc {
 
 /* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, cuts,
  * units, flags, initialisation and the desc, except no_overlap where parameters are whole; a
- * difference is DTRAIN_ERROR_MISMATCH naming the field, both values and the rank), allocates what the
+ * difference is DTRAIN_ERROR_MISMATCH naming the field, values and rank), allocates what the
  * host left NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one
  * rank is an error on all. desc NULL = a zeroed one.
  *

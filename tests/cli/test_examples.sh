@@ -411,7 +411,7 @@ wait $launcher
 result "a killed rank is said once" $? "$tmp/err"
 take_ports
 for r in 0 1 2; do
-    RANK=$r WORLD_SIZE=3 LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port \
+    DTRAIN_JOB_KEY=one RANK=$r WORLD_SIZE=3 LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port \
         $gpt --timeout 20 --layers $((1 + (r == 1))) >"$tmp/out.$r" 2>"$tmp/err.$r" &
 done
 wait

@@ -82,19 +82,32 @@ static void compared_value(const flag *f, char *text, size_t room)
     else if (f->kind == 'p') snprintf(text, room, "set");
 }
 
-/* Fail on all ranks if their flags differ. Collective. */
-static dtrain_result same_flags(dtrain_world *world)
+static uint64_t hash_flags(void)
 {
-    uint64_t hashes[DTRAIN_MAX_RANKS], own = 0;
     char text[CONFIG_VALUE];
-    bool same = true;
-    dtrain_result result = DTRAIN_OK;
+    uint64_t hash = 0;
     for (int i = 0; i < flag_count; i++) {
         if (!flag_table[i].name) continue;
         compared_value(&flag_table[i], text, sizeof text);
-        own = own * 0x9e3779b97f4a7c15u + hash_text(text) + hash_text(flag_table[i].name);
+        hash = hash * 0x9e3779b97f4a7c15u + hash_text(text) + hash_text(flag_table[i].name);
     }
-    result = dtrain_world_all_gather(world, &own, sizeof own, hashes);
+    return hash;
+}
+
+/* Hash of the data, where a program has looked at it before the launch. */
+static uint64_t run_data;
+
+/* Return what tells this job from another one at its port. */
+static uint64_t hash_job(void) { return hash_flags() * 0x9e3779b97f4a7c15u + run_data; }
+
+/* Fail on all ranks if their flags differ. Collective. */
+static dtrain_result same_flags(dtrain_world *world)
+{
+    const uint64_t own = hash_flags();
+    uint64_t hashes[DTRAIN_MAX_RANKS];
+    char text[CONFIG_VALUE];
+    bool same = true;
+    dtrain_result result = dtrain_world_all_gather(world, &own, sizeof own, hashes);
     for (int r = 0; r < dtrain_world_size(world) && result == DTRAIN_OK; r++)
         same = same && hashes[r] == hashes[0];
     for (int i = 0; i < flag_count && !same && result == DTRAIN_OK; i++) {
