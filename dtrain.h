@@ -2758,13 +2758,13 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
 /* Free a trainer and its tape; NULL is ignored. */
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 /* Take one step. Collective; record may be NULL. In the first step ranks compare all settings of
- * their trainers and optimizers but `tokens`, in each step the flags of parameters: a difference is
- * DTRAIN_ERROR_MISMATCH naming the setting, values and rank. One more than twice slower than the
- * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
- * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
- * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
- * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
- * gives up.
+ * their trainers and optimizers but `tokens`, in each step the flags of parameters: a difference
+ * is DTRAIN_ERROR_MISMATCH naming the setting, values and rank. A rank more than twice slower than
+ * the (lower) median for ten steps running is named once in a warning. A gradient norm or loss
+ * that is not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has
+ * changed if it was the gradient. With loss scaling such a gradient is no error: the step is
+ * skipped on all ranks, parameters and optimizer state stay, and the scale falls until
+ * dtrain_loss_scaler_update gives up.
  *
  * An error of next_batch comes back as it is, and the step can be repeated (not with a pipeline):
  * it goes on with the micro-batch that could not be read, while the other ranks wait. An error of
@@ -8889,33 +8889,29 @@ static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *ite
 static void dtrain__same_value(const dtrain__same_field *field, const unsigned char *at, char *text,
                                size_t room)
 {
-    int32_t narrow = 0;
-    int64_t wide = 0;
-    float number = 0;
-    if (field->type == DTRAIN__SAME_TEXT) {
+    const bool narrow = field->bytes == sizeof(uint32_t);
+    union {
+        uint32_t narrow;
+        uint64_t wide;
+        float number;
+        bool truth;
         const char *string;
-        memcpy((void *)&string, at, sizeof string);
-        snprintf(text, room, "\"%.150s\"", string ? string : "");
-    } else if (field->type == DTRAIN__SAME_FLOAT) {
-        memcpy(&number, at, sizeof number);
-        snprintf(text, room, "%g", (double)number);
-        if (strtof(text, NULL) != number) snprintf(text, room, "%.9g", (double)number);
-    } else if (field->type == DTRAIN__SAME_BOOL) {
-        snprintf(text, room, "%s", *(const bool *)at ? "true" : "false");
-    } else if (field->bytes == sizeof narrow) {
-        memcpy(&narrow, at, sizeof narrow);
-        snprintf(text, room,
-                 field->type == DTRAIN__SAME_INT    ? "%d"
-                 : field->type == DTRAIN__SAME_UINT ? "%u"
-                                                    : "0x%x",
-                 (unsigned)narrow);
-    } else {
-        memcpy(&wide, at, sizeof wide);
-        snprintf(text, room,
-                 field->type == DTRAIN__SAME_INT    ? "%lld"
-                 : field->type == DTRAIN__SAME_UINT ? "%llu"
-                                                    : "(hash %llx)",
-                 (unsigned long long)wide);
+    } x;
+    memcpy((void *)&x, at, field->bytes < sizeof x ? field->bytes : sizeof x);
+    const unsigned long long word = narrow ? x.narrow : x.wide;
+    switch (field->type) {
+    case DTRAIN__SAME_TEXT: snprintf(text, room, "\"%.150s\"", x.string ? x.string : ""); break;
+    case DTRAIN__SAME_FLOAT:
+        snprintf(text, room, "%g", (double)x.number);
+        if (strtof(text, NULL) != x.number) snprintf(text, room, "%.9g", (double)x.number);
+        break;
+    case DTRAIN__SAME_BOOL: snprintf(text, room, "%s", x.truth ? "true" : "false"); break;
+    case DTRAIN__SAME_INT:
+        snprintf(text, room, "%lld", narrow ? (long long)(int32_t)x.narrow : (long long)word);
+        break;
+    case DTRAIN__SAME_UINT: snprintf(text, room, "%llu", word); break;
+    case DTRAIN__SAME_FLAGS: snprintf(text, room, "0x%llx", word); break;
+    default: snprintf(text, room, "(hash %llx)", word);
     }
 }
 

@@ -178,13 +178,13 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
 /* Free a trainer and its tape; NULL is ignored. */
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 /* Take one step. Collective; record may be NULL. In the first step ranks compare all settings of
- * their trainers and optimizers but `tokens`, in each step the flags of parameters: a difference is
- * DTRAIN_ERROR_MISMATCH naming the setting, values and rank. One more than twice slower than the
- * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
- * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
- * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
- * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
- * gives up.
+ * their trainers and optimizers but `tokens`, in each step the flags of parameters: a difference
+ * is DTRAIN_ERROR_MISMATCH naming the setting, values and rank. A rank more than twice slower than
+ * the (lower) median for ten steps running is named once in a warning. A gradient norm or loss
+ * that is not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has
+ * changed if it was the gradient. With loss scaling such a gradient is no error: the step is
+ * skipped on all ranks, parameters and optimizer state stay, and the scale falls until
+ * dtrain_loss_scaler_update gives up.
  *
  * An error of next_batch comes back as it is, and the step can be repeated (not with a pipeline):
  * it goes on with the micro-batch that could not be read, while the other ranks wait. An error of

@@ -696,6 +696,27 @@ static void test_plan_of_most(void)
     ranks_run(2, DTRAIN_LAUNCH_THREADS, plan_groups_rank, ranks_shared(2 * sizeof(int64_t)));
 }
 
+/* Ranks that come to different calls hear which, and can go on. */
+static int calls_rank(dtrain_world *world, void *user)
+{
+    const int rank = dtrain_world_rank(world);
+    dtrain_param p = one_param("a", 0);
+    dtrain_mesh *mesh = NULL;
+    dtrain_strategy *s = NULL;
+    (void)user;
+    const dtrain_result result = rank == 2 ? dtrain_mesh_create(world, NULL, &mesh)
+                                           : dtrain_strategy_create(world, &p, 1, NULL, &s);
+    CHECK_MSG(result == DTRAIN_ERROR_MISMATCH &&
+                  strstr(dtrain_last_error(),
+                         "rank 2 has come to \"dtrain_mesh_create\", the others "
+                         "have come to \"dtrain_strategy_create\""),
+              "rank %d: %s", rank, dtrain_last_error());
+    RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &s));
+    dtrain_strategy_destroy(s);
+    return 0;
+}
+static void test_other_calls(void) { ranks_run(3, DTRAIN_LAUNCH_THREADS, calls_rank, NULL); }
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -706,5 +727,6 @@ int main(int argc, char **argv)
     RUN(test_uneven_nodes);
     RUN(test_auto_agrees);
     RUN(test_plan_of_most);
+    RUN(test_other_calls);
     return test_summary();
 }
