@@ -166,6 +166,30 @@ static dtrain_result time_memory(dtrain_device *device, int64_t count, double *s
     return time_arrays(device, call_axpby, &a, places, bytes, seconds);
 }
 
+/* Take as the rate of products, of which the forward one has been timed, the mean of the three that a step has: which
+ * operand is turned decides what widening costs. None is faster than in fp32. */
+static dtrain_result time_gradients(dtrain_device *device, machine_rates *rates)
+{
+    dtrain_gemm_args a = sim_layers.gemm;
+    const machine_rates forward = *rates;
+    double inverse = 1 / rates->flops;
+    dtrain_result result = DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        a.flags = i ? DTRAIN_GEMM_TRANS_A : 0; /* the gradients of the input and of the weight */
+        if (i) a.c_dtype = DTRAIN_DTYPE_F32;
+        TRY(time_gemm(device, a, rates));
+        inverse += 1 / rates->flops;
+    }
+    a = sim_layers.gemm;
+    a.a_dtype = a.b_dtype = a.c_dtype = DTRAIN_DTYPE_F32;
+    TRY(time_gemm(device, a, rates));
+    inverse = inverse > 3 / rates->flops ? inverse : 3 / rates->flops;
+    *rates = forward;
+    rates->flops = 3 / inverse;
+cleanup:
+    return result;
+}
+
 /* ---- links inside this machine ---------------------------------------------------------------------- */
 
 enum { LINK_ELEMENTS = 1 << 18, LINK_ROUNDS = 12 };
@@ -222,7 +246,10 @@ static dtrain_result measure_machine(const run_settings *s, uint32_t threads, ma
     TRY(dtrain_device_create(ops, &desc, &device));
     if (sim_layers.largest_conv2d > sim_layers.largest_gemm)
         TRY(time_conv2d(device, sim_layers.conv2d, rates));
-    else TRY(time_gemm(device, sim_layers.gemm, rates));
+    else {
+        TRY(time_gemm(device, sim_layers.gemm, rates));
+        if (widens(device, s)) TRY(time_gradients(device, rates));
+    }
     TRY(time_memory(device, 1 << 20, &seconds));
     rates->bytes = 12.0 * (1 << 20) / seconds; /* two are read, one is written */
     TRY(time_memory(device, 16, &rates->call_seconds));

@@ -23,6 +23,11 @@ static void show_device(const run_settings *s, dtrain_world *world)
     if (dtrain_device_query(device, &gpu) != DTRAIN_OK) return;
     if (device->ops->host_memory) {
         printf("x %u thread%s on the cpu (%s kernels)\n", threads, plural(threads), gpu.kernels);
+        if (widens(device, s))
+            printf("note    %s gains nothing on this cpu%s: operands are widened for each product, "
+                   "so that a step takes "
+                   "up to 1.4 times that of fp32, and weights have rounded copies\n",
+                   precisions[s->precision], s->precision == BF16 ? ", which has no AMX" : "");
         return;
     }
     dtrain_comm_query(dtrain_world_comm(world), &comm);

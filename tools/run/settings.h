@@ -221,7 +221,9 @@ static const flag strategy_flags[] = {
     {"--strategy", 'w', &run_flags.strategy, 0, 0,
      "where parameters, gradients and optimizer state live", strategies},
     {"--precision", 'w', &run_flags.precision, 0, 0,
-     "type of matrix products and attention; everything else is fp32; tf32 needs a GPU",
+     "type of matrix products and attention; everything else is fp32; tf32 needs a GPU; on a CPU "
+     "bf16 without AMX, "
+     "and fp16, are slower than fp32 and take more memory",
      precisions},
     {"--param-dtype", 'w', &run_flags.param_dtype, 0, 0, "type in which sharded parameters travel",
      dtypes},
@@ -402,6 +404,17 @@ static dtrain_result write_config(const char *path, const char *about)
     const bool written = file && !ferror(file);
     if (file && fclose(file) == 0 && written && rename(tmp, path) == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", path, strerror(errno));
+}
+
+/* Tell whether 16-bit numbers are widened in front of every operation: on a CPU whose products of bf16 are those of
+ * fp32, and on any CPU for fp16. */
+static bool widens(dtrain_device *device, const run_settings *s)
+{
+    dtrain_device_info info;
+    if (!device->ops->host_memory || s->precision < BF16) return false;
+    if (s->precision == FP16) return true;
+    return dtrain_device_query(device, &info) == DTRAIN_OK &&
+           strcmp(info.kernels, info.bf16_kernels) == 0;
 }
 
 #endif /* RUN_SETTINGS_H */
