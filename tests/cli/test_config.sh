@@ -26,6 +26,8 @@ hash_of() { sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$tmp/out"; }
 same() { [ -n "$2" ] && [ "$(hash_of)" = "$2" ]; result "$1" $? "$tmp/out"; }
 good "flags" "bit-identical" "$build/train_gpt" $flags --deterministic --data "$tmp/two words.txt"
 plain=$(hash_of)
+! grep -q "^note" "$tmp/out"; result "fp32 needs no note" $? "$tmp/out"
+good "fp16 on a cpu: what it costs" "^note .*fp16 gains nothing on this cpu" "$build/train_gpt" $flags --precision fp16 --data "$tmp/two words.txt"
 good "a file" "bit-identical" "$build/train_gpt" --config "$tmp/run.conf" --checkpoint "$tmp/run"
 same "a file says the same" "$plain"
 good "flags beside a file" "over 3 steps" "$build/train_gpt" --steps 3 --config "$tmp/run.conf" --deterministic=0
