@@ -368,7 +368,7 @@ bad "nodes for a strategy without" "node.size" $gpt --node-size 2
 bad "nodes that do not divide the ranks" "divide" $gpt --ranks 4 --strategy hybrid_shard --node-size 3
 bad "one node" "set --node-size" $gpt --strategy hybrid_shard
 bad "accumulation mode of another strategy" "SHARD_GRAD_OP" $gpt --strategy zero1 --accum-mode every
-bad "dtype of parameters that stay whole" "param_dtype" $gpt --strategy ddp --param-dtype bf16
+bad "dtype of parameters that stay whole" "--param-dtype" $gpt --strategy ddp --param-dtype bf16
 bad "offload on the cpu" "GPU" $gpt --strategy full_shard --offload all
 bad "global batch that ranks do not divide" "nearest that can is 6" $gpt --global-batch 7
 bad "two ways to accumulate" "--global-batch" $gpt --accum 2 --global-batch 8
@@ -380,14 +380,14 @@ bad "not even one sample fits" "not even one sample" $gpt --seq 2048 --auto-batc
 bad "compression of a strategy that shards" "--strategy ddp" $gpt $topk --strategy zero1
 bad "compression that the library would have to choose" "--strategy ddp" $gpt $topk --strategy auto
 bad "a share above 1" "--topk-ratio" $gpt --compression topk --topk-ratio 1.5
-bad "a warm-up that grows" "a warm-up begins at topk_ratio" $gpt $topk --compression-warmup 5 --warmup-ratio 0.01
+bad "a warm-up that grows" "a warm-up begins at --topk-ratio" $gpt $topk --compression-warmup 5 --warmup-ratio 0.01
 bad "a setting without its warm-up" "--compression-warmup" $gpt $topk --warmup-ratio 0.5
 bad "a setting without compression" "--dense-steps does nothing without" $gpt --dense-steps 5
 bad "a setting of another compression" "--powersgd-rank does nothing without" $gpt $topk --powersgd-rank 2
 bad "compression and loss scaling" "bf16" $gpt $topk --precision fp16
 bad "PowerSGD node by node" "takes whole tensors in fp32" $gpt --compression powersgd --hierarchical
 bad "PowerSGD as bf16" "fp32" $gpt --compression powersgd --reduce-dtype bf16
-bad "momentum without a residual" "topk_momentum" $gpt $topk --topk-momentum 0.9 --no-error-feedback
+bad "momentum without a residual" "--topk-momentum" $gpt $topk --topk-momentum 0.9 --no-error-feedback
 bad "compression of every micro-batch" "DTRAIN_ACCUMULATION_LAST" $gpt $topk --accum 2 --accum-mode every
 bad "nodes for a strategy of owners" "zero3 sends whole tensors to their owners" $gpt --strategy zero3 --hierarchical
 for text in 2x 2x2:10 2x2:10:5us 0x2:10:5 200x200:10:5 9999999999x9999999999:1:1; do
