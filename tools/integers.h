@@ -1,4 +1,4 @@
-/* integers.h: integers and labels of the JSON that dtrain writes about runs: a root or a rank that there is not is -1. */
+/* integers.h: integers and labels of the JSON that dtrain writes about runs; -1: there is no such root or rank. */
 #ifndef INTEGERS_H
 #define INTEGERS_H
 
