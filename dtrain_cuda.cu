@@ -116,11 +116,14 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
-/* Unrolls the loop below it on a GPU. The emulation leaves loops alone: it compiles faster. */
+/* UNROLL unrolls the loop below it on a GPU, ROLLED keeps the compiler from it, which would need
+ * more registers than there are. The emulation leaves loops alone: it compiles faster. */
 #ifdef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_UNROLL
+#define DTRAIN_CUDA_ROLLED
 #else
 #define DTRAIN_CUDA_UNROLL _Pragma("unroll")
+#define DTRAIN_CUDA_ROLLED _Pragma("unroll 1")
 #endif
 
 /* Code for GPUs before Ampere: nvcc 13 makes it, for sm_75, when no architecture is named. */
@@ -1300,7 +1303,7 @@ static void dtrain_cuda_range_end(dtrain_device *device)
 enum { DTRAIN_CUDA_EACH_THREADS = 256 };
 
 template <typename Op>
-static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS, 2)
     dtrain_cuda_each_kernel(const Op op, int64_t groups, int64_t count)
 {
     constexpr int W = Op::width;
@@ -4121,7 +4124,7 @@ static __device__ int64_t dtrain_cuda_token(const dtrain_embedding_args &args, i
  * one write of y for each token; wpe stays in cache. */
 
 template <typename T, int WIDTH>
-static __global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(256, 4)
     dtrain_cuda_embedding_kernel(dtrain_embedding_args args, dtrain_cuda_fault *fault)
 {
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
@@ -4319,7 +4322,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
 #define DTRAIN_CUDA_ROWS_AHEAD 8
 
 template <typename T, int WIDTH>
-static __global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(256, 2)
     dtrain_cuda_embedding_backward_kernel(dtrain_embedding_backward_args args, const uint64_t *keys,
                                           int64_t slices)
 {
@@ -4568,6 +4571,7 @@ template <typename T>
 static __device__ __forceinline__ float dtrain_cuda_row_sum(const T *row, int64_t n, float *slots)
 {
     float sum = 0;
+    DTRAIN_CUDA_ROLLED
     for (int64_t j = threadIdx.x; j < n; j += blockDim.x) sum += dtrain_cuda_widen(row[j]);
     return dtrain_cuda_block_sum(sum, slots);
 }
@@ -4607,11 +4611,15 @@ dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *
                              const dtrain_cuda_span &span, int64_t classes, int64_t n)
 {
     constexpr int width = dtrain_cuda_pack<T>::width;
+    DTRAIN_CUDA_ROLLED
     for (int64_t j = classes + threadIdx.x; j < n; j += blockDim.x) dtrain_cuda_narrow(0, to[j]);
+    DTRAIN_CUDA_ROLLED
     for (int64_t j = span.tail + threadIdx.x; j < classes; j += blockDim.x)
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
+    DTRAIN_CUDA_ROLLED
     for (int64_t p = span.packs - 1 - threadIdx.x; p >= 0; p -= blockDim.x)
         dtrain_cuda_gradient_put<width>(gradient, from, to, span.head + p * width);
+    DTRAIN_CUDA_ROLLED
     for (int64_t j = threadIdx.x; j < span.head; j += blockDim.x)
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
 }
@@ -7205,7 +7213,7 @@ struct dtrain_cuda_column_place {
 
 /* Op::add(at, column, a, b) adds an element's two terms. parts (shares, n, 2). */
 template <typename Op>
-static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_THREADS)
+static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_THREADS, 2)
     dtrain_cuda_columns_sum_kernel(const Op op, dtrain_cuda_column_grid grid, double *parts)
 {
     __shared__ double sums[2][DTRAIN_CUDA_COLUMN_LANES][DTRAIN_CUDA_COLUMN_TILE];

@@ -61,7 +61,7 @@ struct dtrain_cuda_column_place {
 
 /* Op::add(at, column, a, b) adds an element's two terms. parts (shares, n, 2). */
 template <typename Op>
-static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_THREADS)
+static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_THREADS, 2)
     dtrain_cuda_columns_sum_kernel(const Op op, dtrain_cuda_column_grid grid, double *parts)
 {
     __shared__ double sums[2][DTRAIN_CUDA_COLUMN_LANES][DTRAIN_CUDA_COLUMN_TILE];

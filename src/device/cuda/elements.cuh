@@ -17,7 +17,7 @@
 enum { DTRAIN_CUDA_EACH_THREADS = 256 };
 
 template <typename Op>
-static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS, 2)
     dtrain_cuda_each_kernel(const Op op, int64_t groups, int64_t count)
 {
     constexpr int W = Op::width;

@@ -46,11 +46,14 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
-/* Unrolls the loop below it on a GPU. The emulation leaves loops alone: it compiles faster. */
+/* UNROLL unrolls the loop below it on a GPU, ROLLED keeps the compiler from it, which would need
+ * more registers than there are. The emulation leaves loops alone: it compiles faster. */
 #ifdef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_UNROLL
+#define DTRAIN_CUDA_ROLLED
 #else
 #define DTRAIN_CUDA_UNROLL _Pragma("unroll")
+#define DTRAIN_CUDA_ROLLED _Pragma("unroll 1")
 #endif
 
 /* Code for GPUs before Ampere: nvcc 13 makes it, for sm_75, when no architecture is named. */

@@ -43,7 +43,7 @@ static __device__ int64_t dtrain_cuda_token(const dtrain_embedding_args &args, i
  * one write of y for each token; wpe stays in cache. */
 
 template <typename T, int WIDTH>
-static __global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(256, 4)
     dtrain_cuda_embedding_kernel(dtrain_embedding_args args, dtrain_cuda_fault *fault)
 {
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
@@ -241,7 +241,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
 #define DTRAIN_CUDA_ROWS_AHEAD 8
 
 template <typename T, int WIDTH>
-static __global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(256, 2)
     dtrain_cuda_embedding_backward_kernel(dtrain_embedding_backward_args args, const uint64_t *keys,
                                           int64_t slices)
 {
@@ -490,6 +490,7 @@ template <typename T>
 static __device__ __forceinline__ float dtrain_cuda_row_sum(const T *row, int64_t n, float *slots)
 {
     float sum = 0;
+    DTRAIN_CUDA_ROLLED
     for (int64_t j = threadIdx.x; j < n; j += blockDim.x) sum += dtrain_cuda_widen(row[j]);
     return dtrain_cuda_block_sum(sum, slots);
 }
@@ -529,11 +530,15 @@ dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *
                              const dtrain_cuda_span &span, int64_t classes, int64_t n)
 {
     constexpr int width = dtrain_cuda_pack<T>::width;
+    DTRAIN_CUDA_ROLLED
     for (int64_t j = classes + threadIdx.x; j < n; j += blockDim.x) dtrain_cuda_narrow(0, to[j]);
+    DTRAIN_CUDA_ROLLED
     for (int64_t j = span.tail + threadIdx.x; j < classes; j += blockDim.x)
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
+    DTRAIN_CUDA_ROLLED
     for (int64_t p = span.packs - 1 - threadIdx.x; p >= 0; p -= blockDim.x)
         dtrain_cuda_gradient_put<width>(gradient, from, to, span.head + p * width);
+    DTRAIN_CUDA_ROLLED
     for (int64_t j = threadIdx.x; j < span.head; j += blockDim.x)
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
 }
