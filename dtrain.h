@@ -8732,8 +8732,10 @@ typedef struct dtrain__same_field {
 
 /* A field that is named as its member, or otherwise. */
 #define DTRAIN__SAME(owner, member, type) DTRAIN__SAME_AS(owner, member, #member, type)
-#define DTRAIN__SAME_AS(owner, member, name, type) \
-    {name, offsetof(owner, member), (uint32_t)sizeof(((owner *)0)->member), DTRAIN__SAME_##type}
+#define DTRAIN__SAME_AS(owner, member, name, type)                                                 \
+    {                                                                                              \
+        name, offsetof(owner, member), (uint32_t)sizeof(((owner *)0)->member), DTRAIN__SAME_##type \
+    }
 
 #define DTRAIN__SAME_RECORD 512 /* the most bytes of a record that `make` writes */
 
@@ -28214,7 +28216,7 @@ struct dtrain_dataset {
     int64_t shape[3];
     dtrain__data_files data, labels;
     uint64_t file_bytes, file_sample; /* of both */
-    char name[512]; /* for error sentences: the first file, and how many more */
+    char name[512];                   /* for error sentences: the first file, and how many more */
 };
 
 /* Where a sample of a batch lies: its item, or the first token of its window. */

@@ -25,8 +25,10 @@ typedef struct dtrain__same_field {
 
 /* A field that is named as its member, or otherwise. */
 #define DTRAIN__SAME(owner, member, type) DTRAIN__SAME_AS(owner, member, #member, type)
-#define DTRAIN__SAME_AS(owner, member, name, type) \
-    {name, offsetof(owner, member), (uint32_t)sizeof(((owner *)0)->member), DTRAIN__SAME_##type}
+#define DTRAIN__SAME_AS(owner, member, name, type)                                                 \
+    {                                                                                              \
+        name, offsetof(owner, member), (uint32_t)sizeof(((owner *)0)->member), DTRAIN__SAME_##type \
+    }
 
 #define DTRAIN__SAME_RECORD 512 /* the most bytes of a record that `make` writes */
 

@@ -50,7 +50,7 @@ struct dtrain_dataset {
     int64_t shape[3];
     dtrain__data_files data, labels;
     uint64_t file_bytes, file_sample; /* of both */
-    char name[512]; /* for error sentences: the first file, and how many more */
+    char name[512];                   /* for error sentences: the first file, and how many more */
 };
 
 /* Where a sample of a batch lies: its item, or the first token of its window. */

@@ -398,7 +398,8 @@ static int rank_with_another(dtrain_world *world, void *user)
     p.hook.name = "half";
     if (dtrain_world_rank(world) == 2) p.hook.rounds = 2;
     CHECK(dtrain_strategy_create(world, &param, 1, &desc, &s) == DTRAIN_ERROR_MISMATCH);
-    CHECK_MSG(strstr(dtrain_last_error(), "rank 2 has hook->rounds 2, the others"), "%s", dtrain_last_error());
+    CHECK_MSG(strstr(dtrain_last_error(), "rank 2 has hook->rounds 2, the others"), "%s",
+              dtrain_last_error());
     return 0;
 }
 

@@ -1056,7 +1056,8 @@ static void test_trainers_differ(void)
     check_differs("loss scaling", other_scale, "has scaling true,", "have scaling false;");
     check_differs("nonfinite", other_skips, "has nonfinite 1,", "have nonfinite 0;");
     check_differs("rate", other_rate, "has schedule.lr 0.52,", "have schedule.lr 0.02;");
-    check_differs("optimizer", other_updates, "group 1 (kind of optimizer 4) differs: ", "has momentum ");
+    check_differs("optimizer", other_updates,
+                  "group 1 (kind of optimizer 4) differs: ", "has momentum ");
     check_differs("milestones", other_milestones, "has schedule.milestones (3, 0,",
                   "have schedule.milestones (2, 0,");
 }
