@@ -1746,8 +1746,8 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  *
  * Gathers each unit once, in forward and in backward: a backward of the program's own that gathers
  * units for forward again has no rank that joins. Where a batch normalisation is over several
- * ranks, either all of them join or none (DTRAIN_ERROR_MISMATCH). Buffers of a rank that joins count
- * in their mean. */
+ * ranks, either all of them join or none (DTRAIN_ERROR_MISMATCH). Buffers of a rank that joins
+ * count in their mean. */
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
@@ -13960,12 +13960,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
     for (uint32_t i = 0; i < count; i++) {
         const int64_t length = widths ? cut->widths[i] : dtrain__component(cut, whole, i);
         const int64_t parts = cut->parts ? cut->parts : length;
-        if (length > whole)
+        if (length < 1 || length > whole)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "component %u of its cut is %lld long, of %lld %s in all", i,
-                               (long long)length, (long long)whole, columns ? "columns" : "rows");
+                               "component %u of its cut has a width of %lld, expected 1 to %lld "
+                               "(%s in all)",
+                               i, (long long)length, (long long)whole,
+                               columns ? "columns" : "rows");
         left -= length;
-        if (length < 1 || length % parts)
+        if (length % parts)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "component %u of its cut is %lld long, which does not divide into "
                                "%lld parts",

@@ -36,12 +36,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
     for (uint32_t i = 0; i < count; i++) {
         const int64_t length = widths ? cut->widths[i] : dtrain__component(cut, whole, i);
         const int64_t parts = cut->parts ? cut->parts : length;
-        if (length > whole)
+        if (length < 1 || length > whole)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "component %u of its cut is %lld long, of %lld %s in all", i,
-                               (long long)length, (long long)whole, columns ? "columns" : "rows");
+                               "component %u of its cut has a width of %lld, expected 1 to %lld "
+                               "(%s in all)",
+                               i, (long long)length, (long long)whole,
+                               columns ? "columns" : "rows");
         left -= length;
-        if (length < 1 || length % parts)
+        if (length % parts)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "component %u of its cut is %lld long, which does not divide into "
                                "%lld parts",

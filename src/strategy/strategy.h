@@ -249,8 +249,8 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  *
  * Gathers each unit once, in forward and in backward: a backward of the program's own that gathers
  * units for forward again has no rank that joins. Where a batch normalisation is over several
- * ranks, either all of them join or none (DTRAIN_ERROR_MISMATCH). Buffers of a rank that joins count
- * in their mean. */
+ * ranks, either all of them join or none (DTRAIN_ERROR_MISMATCH). Buffers of a rank that joins
+ * count in their mean. */
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
