@@ -1353,7 +1353,8 @@ typedef enum dtrain_pipeline_kind {
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
  * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
- * model and one micro-batch after the other, kind and chunks change nothing. */
+ * model and one micro-batch after the other, kind and chunks change nothing.
+ * A message between two stages has at most 16 tensors. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
@@ -1805,7 +1806,8 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
 /* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
  * the same model under every kind, and with a mesh the same on all its ranks; a model that a tensor
- * axis cuts has another for each size of the axis. Along that axis what is not cut is compared. *hash may be NULL. When to call: as dtrain_strategy_read. */
+ * axis cuts has another for each size of the axis. Along that axis what is not cut is compared.
+ * *hash may be NULL. When to call: as dtrain_strategy_read. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
 
 /* ==== src/strategy/memory.h =================================================================== */
@@ -3292,8 +3294,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps, tokens,
- * first_loss, last_loss, seconds, means of all steps: tokens_per_second (in the time of steps), step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
+ * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps,
+ * tokens, first_loss, last_loss, seconds, means of all steps: tokens_per_second (in the time of
+ * steps), step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
  * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
  * dtrain_trainer_plan says:
  *
@@ -14902,8 +14905,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     DTRAIN__GIVEN(call, work->part);
     if (!schedule->memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the schedule was not made by dtrain_pipeline_create",
-                           call);
+                           "%s: the schedule was not made by dtrain_pipeline_create", call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the schedule is for %d ranks, and the communicator has %d", call,

@@ -41,7 +41,8 @@ typedef enum dtrain_pipeline_kind {
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
  * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
- * model and one micro-batch after the other, kind and chunks change nothing. */
+ * model and one micro-batch after the other, kind and chunks change nothing.
+ * A message between two stages has at most 16 tensors. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
