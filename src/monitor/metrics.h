@@ -58,8 +58,9 @@
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps, tokens,
- * first_loss, last_loss, seconds, means of all steps: tokens_per_second (in the time of steps), step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
+ * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps,
+ * tokens, first_loss, last_loss, seconds, means of all steps: tokens_per_second (in the time of
+ * steps), step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
  * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
  * dtrain_trainer_plan says:
  *

@@ -204,8 +204,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     DTRAIN__GIVEN(call, work->part);
     if (!schedule->memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the schedule was not made by dtrain_pipeline_create",
-                           call);
+                           "%s: the schedule was not made by dtrain_pipeline_create", call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the schedule is for %d ranks, and the communicator has %d", call,

@@ -308,5 +308,6 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
 /* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
  * the same model under every kind, and with a mesh the same on all its ranks; a model that a tensor
- * axis cuts has another for each size of the axis. Along that axis what is not cut is compared. *hash may be NULL. When to call: as dtrain_strategy_read. */
+ * axis cuts has another for each size of the axis. Along that axis what is not cut is compared.
+ * *hash may be NULL. When to call: as dtrain_strategy_read. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);

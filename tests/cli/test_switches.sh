@@ -29,7 +29,7 @@ for source in tools/*/*.c examples/*.c; do
     program=$(basename "$source" .c)
     [ -x "$build/$program" ] && [ $program != report ] || continue # its page has CSS, whose variables look so
     for file in $(${CC:-cc} -I. -MM "$source" | tr ' \\' '\n\n' | grep -E '^(tools|examples)/'); do
-        [ "$file" = tools/run/recorded.h ] || ${CC:-cc} -fpreprocessed -dD -E -P "$file"
+        [ "$file" = tools/run/recorded.h ] || ${CC:-cc} -fpreprocessed -dD -E -P "$file" 2>/dev/null
     done | grep -ohE '"([^"\\]|\\.)*"' | grep -oE '(^|[^a-z-])--[a-z][a-z-]+' | grep -oE -e '--.*' | sort -u >"$tmp/named"
     [ -s "$tmp/named" ] || continue
     timeout 20 "$build/$program" --help 2>&1 | grep -oE -e '--[a-z][a-z-]+' | sort -u >"$tmp/flags"

@@ -1,13 +1,13 @@
-/* Random programs in which one setting differs on one rank: all ranks refuse it, with a sentence that names the setting,
- * that rank and both values; and programs that differ in nothing, or in what ranks may differ in, train.
+/* Random programs in which one setting differs on one rank: all ranks refuse it, with a sentence that names the
+ * setting, that rank and both values; and programs that differ in nothing, or in what ranks may differ in, train.
  *
  *     build/tests/test_settings                  300 programs
  *     build/tests/test_settings --count 10000    so many
  *     build/tests/test_settings --seed 77        this one, in words
  *
- * A program is a layout (tensor, data and pipeline axes, a kind of strategy), a loop (the trainer's or one of its own),
- * a setting, and the rank that has another value of it. Settings that change in the middle of a run, such as the rate of
- * a loop of one's own, may be found later: by the trainer at the end of that step, else by verify. */
+ * A program is a layout (tensor, data and pipeline axes, a kind of strategy), a loop (the trainer's or its own), a
+ * setting, and the rank that has another value of it. Settings that change in the middle of a run, such as the rate of
+ * a program's own loop, may be found later: by the trainer at the end of that step, else by verify. */
 #include "test.h"
 
 #include "dtrain.h"

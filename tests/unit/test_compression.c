@@ -1708,7 +1708,7 @@ static const char *dispute_desc(settings *desc, int which)
     case 0: desc->how.topk_ratio = 0.02f; return "topk_ratio";
     case 1: desc->how.kind = DTRAIN_COMPRESSION_NONE; return "compression";
     case 2: desc->how.kind = DTRAIN_COMPRESSION_POWERSGD; return "compression";
-    case 3: desc->base.bucket_bytes = 9000; return "buckets of";
+    case 3: desc->base.bucket_bytes = 9000; return "bucket_bytes";
     case 4: desc->how.dense_steps = 7; return "dense_steps";
     case 5: desc->how.warmup_steps = 3; return "warmup_steps";
     case 6: desc->how.dense_below = 17; return "dense_below";

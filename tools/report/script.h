@@ -170,7 +170,8 @@ function scaling_layers(c) {
     var first = known.reduce(function (a, b) { return b.ranks < a.ranks ? b : a; }, known[0]);
     if (!first) return [];
     var most = known.reduce(function (a, b) { return Math.max(a, b.ranks); }, 1);
-    var ideal = {x: [1, most], y: [first.rate / first.ranks, first.rate * most / first.ranks], style: "c7 dash", kind: "line", raw: true};
+    var ideal = {x: [1, most], y: [first.rate / first.ranks, first.rate * most / first.ranks],
+                 style: "c7 dash", kind: "line", raw: true};
     return [ideal].concat(known.map(function (r) {
         var share = 100 * r.rate * first.ranks / first.rate / r.ranks;
         return {run: r, x: [r.ranks], y: [r.rate], name: r.label, style: "c" + runs.indexOf(r) % 8, kind: "dots",

@@ -20,7 +20,8 @@ static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
     if (!cpu) launch->comm_ops = NULL; /* local, through host memory */
 #ifdef DTRAIN_USE_NCCL
     if (!cpu && !s->comm && !s->emulate) {
-        setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0); /* a stream for the tensor axis: dtrain_nccl.h, Streams */
+        setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1",
+               0); /* a stream for the tensor axis: dtrain_nccl.h, Streams */
         launch->comm_ops = dtrain_nccl_comm_ops();
     }
 #endif

@@ -13,7 +13,6 @@ enum { SAME_TEXT = 256 };
 static const char *const free_flags[] = {"--config",
                                          "--config-out",
                                          "--log",
-                                         "--csv",
                                          "--tensorboard",
                                          "--prometheus",
                                          "--trace",
@@ -24,7 +23,6 @@ static const char *const free_flags[] = {"--config",
                                          "--timeout",
                                          "--restarts",
                                          "--stop-status",
-                                         "--explain-launch",
                                          "--memory-limit",
                                          NULL};
 

@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* Give the table for dtrain_launch_desc.comm_ops. It is static. A program that has a tensor axis sets
- * NCCL_LAUNCH_ORDER_IMPLICIT=1 in its environment before the launch: see Streams above. */
+/* Give the table for dtrain_launch_desc.comm_ops. It is static. A program that has a tensor axis
+ * sets NCCL_LAUNCH_ORDER_IMPLICIT=1 in its environment before the launch: see Streams above. */
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 /* Versions as NCCL counts them: 2.28.9 is 22809. */
