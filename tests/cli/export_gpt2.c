@@ -9,6 +9,7 @@
  * llm.c, or of Hugging Face: names are theirs then, and so are the transposes and the vocabulary without padding;
  * names=own: everything as it lies here. values: all parameters, one behind the other, as fp32; their names and shapes
  * go to stdout. logits: (BATCH * SEQ, VOCAB) of tokens (7 i + 3) % VOCAB, as fp32. */
+#define _GNU_SOURCE 1
 #include "dtrain.h"
 
 #include "tools/train_gpt/llmc.h"

@@ -2,6 +2,7 @@
  *
  *     tokenize PATH encode <text >ids        ids are 32-bit numbers of this machine
  *     tokenize PATH decode <ids >text */
+#define _GNU_SOURCE 1
 #include "dtrain.h"
 
 #include "tools/train_gpt/tokenizer_files.h"

@@ -3,6 +3,7 @@
 #ifndef OPTIONS_H
 #define OPTIONS_H
 
+#include "tools/about.h"
 #include "tools/flags.h"
 
 enum { RUN_HOST = 256, RUN_PORT = 29500, RUN_PORT_OFFSET = 100 };
