@@ -87,7 +87,7 @@
        src/comm/comm_internal.h             What the files of comm share
        src/comm/same.c                      Ranks agree: on an outcome, and on settings
        src/comm/groups_internal.h           Groups: who shares what with this rank
-       src/comm/same_internal.h             Have all ranks the same settings? Whoever makes something collectively lists its settings in a
+       src/comm/same_internal.h             Do all ranks have the same settings? A collective create lists its settings in a table of fields,
        src/comm/flight.c                    Dumps: the flight record of a rank
        src/comm/engine_internal.h           The progress engine
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
@@ -1268,10 +1268,10 @@ typedef struct dtrain_mesh_info {
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
- * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. Communicators of one axis,
- * of TENSOR + PIPELINE and of ALL are there; others, and those of axes that all have one rank, are
- * made when they are first asked for, which is collective: all ranks of the mesh ask, in one order.
- * NULL after an error. */
+ * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. dtrain_mesh_create makes
+ * the communicators of each axis, of TENSOR + PIPELINE and of ALL. The first call that asks for
+ * another one, or for axes that all have one rank, makes it and is collective: all ranks of the
+ * mesh make these calls in the same order. NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
 /* Return the rank at a place of the mesh; -1 where there is none. */
 DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
@@ -1571,8 +1571,8 @@ typedef enum dtrain_missing_gradient {
 /* What a step's loss and gradient are the mean of. */
 typedef enum dtrain_average {
     DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, on whatever rank: dtrain_strategy_weight */
-    /* the means of its micro-batches, large and small ones alike. One none of whose targets counts
-     * has a loss of 0, and counts as such */
+    /* the means of its micro-batches, large and small ones alike. A micro-batch without a valid
+     * target has a mean of 0, and counts like the others */
     DTRAIN_AVERAGE_MEANS = 1
 } dtrain_average;
 
@@ -1730,8 +1730,8 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
  * cross-entropy that are not ignored, and the elements of other losses (of several, see
  * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. With
- * DTRAIN_AVERAGE_MEANS that weight is always 1, and of the weights that are set here every one
- * above 0 is 1. Local. */
+ * DTRAIN_AVERAGE_MEANS the tape always sets 1, and any weight above 0 that a program sets counts
+ * as 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before
@@ -2606,10 +2606,10 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *     twenty numbers per rank, from which every rank makes the same record
  *
  * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
- * follows from it. Samples and tokens are those of the data axis: the ranks of one replica must
- * have the same samples (a loader deals so whose desc has the mesh), and they draw the same masks
- * of dropout, whose seeds go by the data axis too. The gather of a record compares a hash of all
- * inputs, about a millisecond a megabyte to make: other samples are an error on all ranks.
+ * follows from it. Samples and tokens are counted over the data axis. The ranks of one replica
+ * must have the same samples (dtrain_loader_desc.mesh does that), and they draw the same dropout
+ * masks. The all-gather of the record compares a hash of all inputs (about one millisecond per
+ * megabyte): ranks of one replica with different samples are an error on all ranks.
  *
  * With a pipeline axis the micro-batches of a step run in the order of the strategy's schedule
  * (parallel/pipeline.h), and its gradients have the bits of one micro-batch after the other. The
@@ -2958,7 +2958,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 /* Free the list, and nothing that is in it; NULL is ignored. */
 DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
 
-/* List the tensors of this rank, and behind them the scalars, as tensors of one element in host
+/* List the tensors of this rank, followed by the scalars, which are tensors of one element in host
  * memory. Local; valid until the state is destroyed. What is in memory is whole between two
  * steps. */
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
@@ -3012,8 +3012,9 @@ typedef struct dtrain_storage {
  * A checkpoint is a directory of its own inside the one that a run saves to:
  *
  *     runs/gpt/latest                               the name of the newest, for people and scripts
- *     runs/gpt/lock                                 whoever saves here holds it, by flock; without
- *                                                   flock: DTRAIN_NO_LOCK=1 in the environment
+ *     runs/gpt/lock                                 held (flock) by the run that saves to the
+ *                                                   directory; DTRAIN_NO_LOCK=1 in the environment:
+ *                                                   none, for file systems without flock
  *     runs/gpt/step-000000001000/manifest.json      what there is, and where; CRC-32C of all of it
  *                                model-00000.safetensors    values, of rank 0
  *                                state-00000.safetensors    everything else, of rank 0
@@ -5208,9 +5209,9 @@ DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t 
     return hash;
 }
 
-/* Go on with a hash that takes eight bytes a step: for much data, which nobody forges. A step is a
- * bijection, so that one changed word always changes the result; the shift brings the upper half
- * down, where a product alone would never carry it. */
+/* Continue a hash over further bytes, eight a step: fast, and not safe against forgery. A step is a
+ * bijection, so that one changed word always changes the result. The shift brings the upper half
+ * down, because a product carries bits only upwards. */
 DTRAIN__PRIVATE uint64_t dtrain__hash_words(uint64_t hash, const void *bytes, size_t count)
 {
     const unsigned char *at = (const unsigned char *)bytes;
@@ -8677,8 +8678,8 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
  * Settings that differ between ranks would train to numbers that mean nothing. First comes one hash
  * over all of them; where that differs all ranks search together, item by item and then field by
  * field, up to the first that differs. All of them see the same outcome of each comparison, so they
- * make the same collectives. Item 0 is the name of the call, so ranks that have come from different
- * calls hear that. */
+ * make the same collectives. Item 0 is the name of the call, so that ranks in different calls
+ * hear of that. */
 
 /* ==== src/comm/groups_internal.h ============================================================== */
 
@@ -8714,8 +8715,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 
 /* ==== src/comm/same_internal.h ================================================================ */
 
-/* Have all ranks the same settings? Whoever makes something collectively lists its settings in a
- * table of fields, and dtrain__same compares them. */
+/* Do all ranks have the same settings? A collective create lists its settings in a table of fields,
+ * and dtrain__same compares them. */
 
 typedef enum dtrain__same_type {
     DTRAIN__SAME_INT, /* of 4 bytes; of 8, or an array of those */
@@ -10890,7 +10891,7 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
 /* Circles: ranks that wait for each other
  *
  * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
- * for rank 0. Neither communicator can see this alone, and no deadline is needed to know it. A wait
+ * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A wait
  * that has lasted a while gets a number, and its rank shows on the control page which operation it
  * is for. Two waits become a fact in three steps, at polls:
  *
@@ -13154,8 +13155,8 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-/* Columns that have the same meaning in every family; behind them stand the variables that only the
- * family's own reader uses. */
+/* Columns that have the same meaning in every family. The columns after them are variables that only
+ * the family's own reader uses. */
 enum {
     DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
     DTRAIN__PORT,
@@ -15430,7 +15431,7 @@ struct dtrain_strategy {
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
     uint32_t sums_known, sums_made;
     bool evaluates;        /* the trainer's evaluation is under way */
-    bool several;          /* a backward has several micro-batches: those of a pipeline */
+    bool several;          /* one backward covers several micro-batches (pipeline) */
     bool tied;             /* there are weights with copies on other stages */
     bool taped;            /* a tape was made for this strategy */
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
@@ -15441,7 +15442,7 @@ struct dtrain_strategy {
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
-    uint32_t backward;     /* unit that this backward has come to, NONE before it */
+    uint32_t backward;     /* unit that this backward has reached, NONE before it */
     bool entered;          /* that unit was gathered for this backward, and not yet released */
     dtrain_result failure; /* of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
@@ -17415,10 +17416,10 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  * A loss that adds two means over different samples has one weight, that of the first, x. The
  * second, y, is multiplied by a factor, so that it is averaged over all its own samples too:
  *
- *     loss = x + f y      f = (y's samples here / on all ranks) / (x's samples here / on all ranks)
+ *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
  *
- * f is 1 where the two numbers are proportional. It is needed before the backward, when those of
- * later micro-batches are not known: they must be proportional to the first one's. */
+ * f is 1 where the numbers of samples are proportional. It is needed before the backward, when the
+ * numbers of later micro-batches are unknown: they must be proportional to the first one's. */
 
 DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
                                                   const dtrain__samples *x,
@@ -21546,9 +21547,9 @@ typedef struct dtrain__pass {
     size_t node_count, tensor_count, recomputed_count;
     uint32_t mark_count, segment_count;
     dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
-    bool halves;   /* its backward makes gradients of inputs, and those of parameters later */
+    bool halves;   /* its backward makes gradients of inputs now, of parameters later */
     uint32_t sums; /* of means over different samples, so far */
-    bool more; /* another micro-batch adds to its gradients: none is ready behind this backward */
+    bool more; /* another micro-batch adds to its gradients: none is ready after this backward */
 } dtrain__pass;
 
 /* ---- Costs ------------------------------------------------------------------------------------*/
@@ -29335,7 +29336,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain_
                        file->path, (long long)file->item_count, (long long)bytes, (long long)size);
 }
 
-/* Learn of tokens without a header, whose bytes the format says. */
+/* Take a file of tokens without a header; its format says how many bytes a token has. */
 DTRAIN__PRIVATE dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const int64_t size = (int64_t)file->opened.st_size;
@@ -29804,7 +29805,7 @@ enum {
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
-    DTRAIN__WORD_INPUTS, /* and the two behind it: the hash of its inputs, 22 bits each */
+    DTRAIN__WORD_INPUTS, /* with the next two: the hash of its inputs, 22 bits each */
     DTRAIN__WORD_INPUTS_END = DTRAIN__WORD_INPUTS + 2,
     DTRAIN__WORD_COUNT
 };
@@ -30495,9 +30496,9 @@ static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, 
     return DTRAIN_OK;
 }
 
-/* Evaluate one batch into this rank's numbers of the round; a rank whose data has ended takes part
- * in the gathers of the others. Samples count one each, whatever a step averages over; a loss that
- * counts none has the weight that the program gives it, or 1. */
+/* Evaluate one batch into this rank's numbers of the round. A rank without further data takes part
+ * in the gathers of the others. Each sample counts once, whatever a step averages over. A loss that
+ * counts no samples has the weight that the program gives it, or 1. */
 static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
                                           void *user, double *own)
 {
@@ -30750,7 +30751,7 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 
 /* A micro-batch under way on this rank. */
 typedef struct dtrain__flight {
-    int32_t batch; /* the slot of its first pass here, which has its inputs; -1: none has begun */
+    int32_t batch; /* slot of its first pass on this rank, with its inputs; -1: none has begun */
     bool fetched;
     bool joined;  /* this rank's data had ended */
     float loss;   /* on the rank of the last stage */
@@ -30767,7 +30768,7 @@ struct dtrain__pipeline {
     dtrain__flight *flights; /* (micro_batches) */
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
-    float *read; /* page-locked (micro_batches): losses on their way here; NULL: read at once */
+    float *read; /* page-locked (micro_batches): losses being copied; NULL: read at once */
     size_t slot_count;
     bool agreed;   /* all ranks have the same unit of weights */
     uint64_t seed; /* of the step under way */
@@ -30985,10 +30986,10 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
     return dtrain__line_made_last(trainer, "dtrain_trainer: what loss", *loss);
 }
 
-/* Find what crosses in this step, whose batch may have another shape than that of the step before,
- * and whose frozen parameters may be other ones. All micro-batches have the shapes of the first. A
- * rank whose data has ended sends what crossed before. Ranks have the same samples, so that each
- * finds out by itself; together they agree once on the unit of weights. */
+/* Find which tensors cross between stages in this step: its batch may have another shape than the
+ * last step's, and other parameters may be frozen. All micro-batches have the shapes of the first.
+ * A rank without further data sends what crossed before. All ranks of the axis have the same
+ * samples, so each finds the same without an exchange; once, they agree on the unit of weights. */
 static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;
@@ -31079,8 +31080,8 @@ static dtrain_result dtrain__line_run_stage(dtrain_trainer *trainer, dtrain_loss
     return dtrain__line_carry(trainer, chunk, stage, false);
 }
 
-/* Run all of this rank's stages, and read what the last stage has made where that is here; *made is
- * of the rank's last pass. */
+/* Run all of this rank's stages. If one of them is the last stage, read its output. *made is the
+ * output of the rank's last pass. */
 static dtrain_result dtrain__line_forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
                                                void *user, float *values, dtrain_tensor **made)
 {
@@ -32162,7 +32163,8 @@ static void dtrain__state_scalars(dtrain_state *state)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
 }
 
-/* Append the scalars behind all tensors, of which they are not counted: a manifest has them. */
+/* Append the scalars after all tensors. tensor_count leaves them out, because a manifest has its own
+ * list of scalars. */
 static dtrain_result dtrain__state_list_scalars(dtrain_state *state)
 {
     static const int64_t one[4] = {1, 0, 0, 0};

@@ -7,8 +7,8 @@
  * Settings that differ between ranks would train to numbers that mean nothing. First comes one hash
  * over all of them; where that differs all ranks search together, item by item and then field by
  * field, up to the first that differs. All of them see the same outcome of each comparison, so they
- * make the same collectives. Item 0 is the name of the call, so ranks that have come from different
- * calls hear that. */
+ * make the same collectives. Item 0 is the name of the call, so that ranks in different calls
+ * hear of that. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

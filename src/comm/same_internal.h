@@ -1,5 +1,5 @@
-/* Have all ranks the same settings? Whoever makes something collectively lists its settings in a
- * table of fields, and dtrain__same compares them. */
+/* Do all ranks have the same settings? A collective create lists its settings in a table of fields,
+ * and dtrain__same compares them. */
 
 #pragma once
 

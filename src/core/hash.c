@@ -11,9 +11,9 @@ DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t 
     return hash;
 }
 
-/* Go on with a hash that takes eight bytes a step: for much data, which nobody forges. A step is a
- * bijection, so that one changed word always changes the result; the shift brings the upper half
- * down, where a product alone would never carry it. */
+/* Continue a hash over further bytes, eight a step: fast, and not safe against forgery. A step is a
+ * bijection, so that one changed word always changes the result. The shift brings the upper half
+ * down, because a product carries bits only upwards. */
 DTRAIN__PRIVATE uint64_t dtrain__hash_words(uint64_t hash, const void *bytes, size_t count)
 {
     const unsigned char *at = (const unsigned char *)bytes;

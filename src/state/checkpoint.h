@@ -3,8 +3,9 @@
  * A checkpoint is a directory of its own inside the one that a run saves to:
  *
  *     runs/gpt/latest                               the name of the newest, for people and scripts
- *     runs/gpt/lock                                 whoever saves here holds it, by flock; without
- *                                                   flock: DTRAIN_NO_LOCK=1 in the environment
+ *     runs/gpt/lock                                 held (flock) by the run that saves to the
+ *                                                   directory; DTRAIN_NO_LOCK=1 in the environment:
+ *                                                   none, for file systems without flock
  *     runs/gpt/step-000000001000/manifest.json      what there is, and where; CRC-32C of all of it
  *                                model-00000.safetensors    values, of rank 0
  *                                state-00000.safetensors    everything else, of rank 0

@@ -117,7 +117,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 /* Free the list, and nothing that is in it; NULL is ignored. */
 DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
 
-/* List the tensors of this rank, and behind them the scalars, as tensors of one element in host
+/* List the tensors of this rank, followed by the scalars, which are tensors of one element in host
  * memory. Local; valid until the state is destroyed. What is in memory is whole between two
  * steps. */
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,

@@ -73,8 +73,8 @@ typedef enum dtrain_missing_gradient {
 /* What a step's loss and gradient are the mean of. */
 typedef enum dtrain_average {
     DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, on whatever rank: dtrain_strategy_weight */
-    /* the means of its micro-batches, large and small ones alike. One none of whose targets counts
-     * has a loss of 0, and counts as such */
+    /* the means of its micro-batches, large and small ones alike. A micro-batch without a valid
+     * target has a mean of 0, and counts like the others */
     DTRAIN_AVERAGE_MEANS = 1
 } dtrain_average;
 
@@ -232,8 +232,8 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
  * cross-entropy that are not ignored, and the elements of other losses (of several, see
  * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. With
- * DTRAIN_AVERAGE_MEANS that weight is always 1, and of the weights that are set here every one
- * above 0 is 1. Local. */
+ * DTRAIN_AVERAGE_MEANS the tape always sets 1, and any weight above 0 that a program sets counts
+ * as 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before

@@ -121,7 +121,7 @@ struct dtrain_strategy {
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
     uint32_t sums_known, sums_made;
     bool evaluates;        /* the trainer's evaluation is under way */
-    bool several;          /* a backward has several micro-batches: those of a pipeline */
+    bool several;          /* one backward covers several micro-batches (pipeline) */
     bool tied;             /* there are weights with copies on other stages */
     bool taped;            /* a tape was made for this strategy */
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
@@ -132,7 +132,7 @@ struct dtrain_strategy {
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
-    uint32_t backward;     /* unit that this backward has come to, NONE before it */
+    uint32_t backward;     /* unit that this backward has reached, NONE before it */
     bool entered;          /* that unit was gathered for this backward, and not yet released */
     dtrain_result failure; /* of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];

@@ -135,10 +135,10 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  * A loss that adds two means over different samples has one weight, that of the first, x. The
  * second, y, is multiplied by a factor, so that it is averaged over all its own samples too:
  *
- *     loss = x + f y      f = (y's samples here / on all ranks) / (x's samples here / on all ranks)
+ *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
  *
- * f is 1 where the two numbers are proportional. It is needed before the backward, when those of
- * later micro-batches are not known: they must be proportional to the first one's. */
+ * f is 1 where the numbers of samples are proportional. It is needed before the backward, when the
+ * numbers of later micro-batches are unknown: they must be proportional to the first one's. */
 
 DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
                                                   const dtrain__samples *x,

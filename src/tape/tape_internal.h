@@ -177,9 +177,9 @@ typedef struct dtrain__pass {
     size_t node_count, tensor_count, recomputed_count;
     uint32_t mark_count, segment_count;
     dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
-    bool halves;   /* its backward makes gradients of inputs, and those of parameters later */
+    bool halves;   /* its backward makes gradients of inputs now, of parameters later */
     uint32_t sums; /* of means over different samples, so far */
-    bool more; /* another micro-batch adds to its gradients: none is ready behind this backward */
+    bool more; /* another micro-batch adds to its gradients: none is ready after this backward */
 } dtrain__pass;
 
 /* ---- Costs ------------------------------------------------------------------------------------*/

@@ -36,7 +36,7 @@
 
 /* A micro-batch under way on this rank. */
 typedef struct dtrain__flight {
-    int32_t batch; /* the slot of its first pass here, which has its inputs; -1: none has begun */
+    int32_t batch; /* slot of its first pass on this rank, with its inputs; -1: none has begun */
     bool fetched;
     bool joined;  /* this rank's data had ended */
     float loss;   /* on the rank of the last stage */
@@ -53,7 +53,7 @@ struct dtrain__pipeline {
     dtrain__flight *flights; /* (micro_batches) */
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
-    float *read; /* page-locked (micro_batches): losses on their way here; NULL: read at once */
+    float *read; /* page-locked (micro_batches): losses being copied; NULL: read at once */
     size_t slot_count;
     bool agreed;   /* all ranks have the same unit of weights */
     uint64_t seed; /* of the step under way */
@@ -271,10 +271,10 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
     return dtrain__line_made_last(trainer, "dtrain_trainer: what loss", *loss);
 }
 
-/* Find what crosses in this step, whose batch may have another shape than that of the step before,
- * and whose frozen parameters may be other ones. All micro-batches have the shapes of the first. A
- * rank whose data has ended sends what crossed before. Ranks have the same samples, so that each
- * finds out by itself; together they agree once on the unit of weights. */
+/* Find which tensors cross between stages in this step: its batch may have another shape than the
+ * last step's, and other parameters may be frozen. All micro-batches have the shapes of the first.
+ * A rank without further data sends what crossed before. All ranks of the axis have the same
+ * samples, so each finds the same without an exchange; once, they agree on the unit of weights. */
 static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;
@@ -365,8 +365,8 @@ static dtrain_result dtrain__line_run_stage(dtrain_trainer *trainer, dtrain_loss
     return dtrain__line_carry(trainer, chunk, stage, false);
 }
 
-/* Run all of this rank's stages, and read what the last stage has made where that is here; *made is
- * of the rank's last pass. */
+/* Run all of this rank's stages. If one of them is the last stage, read its output. *made is the
+ * output of the rank's last pass. */
 static dtrain_result dtrain__line_forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
                                                void *user, float *values, dtrain_tensor **made)
 {

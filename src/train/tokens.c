@@ -168,7 +168,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain_
                        file->path, (long long)file->item_count, (long long)bytes, (long long)size);
 }
 
-/* Learn of tokens without a header, whose bytes the format says. */
+/* Take a file of tokens without a header; its format says how many bytes a token has. */
 DTRAIN__PRIVATE dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const int64_t size = (int64_t)file->opened.st_size;

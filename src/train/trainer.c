@@ -488,9 +488,9 @@ static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, 
     return DTRAIN_OK;
 }
 
-/* Evaluate one batch into this rank's numbers of the round; a rank whose data has ended takes part
- * in the gathers of the others. Samples count one each, whatever a step averages over; a loss that
- * counts none has the weight that the program gives it, or 1. */
+/* Evaluate one batch into this rank's numbers of the round. A rank without further data takes part
+ * in the gathers of the others. Each sample counts once, whatever a step averages over. A loss that
+ * counts no samples has the weight that the program gives it, or 1. */
 static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
                                           void *user, double *own)
 {

@@ -9,10 +9,10 @@
  *     twenty numbers per rank, from which every rank makes the same record
  *
  * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
- * follows from it. Samples and tokens are those of the data axis: the ranks of one replica must
- * have the same samples (a loader deals so whose desc has the mesh), and they draw the same masks
- * of dropout, whose seeds go by the data axis too. The gather of a record compares a hash of all
- * inputs, about a millisecond a megabyte to make: other samples are an error on all ranks.
+ * follows from it. Samples and tokens are counted over the data axis. The ranks of one replica
+ * must have the same samples (dtrain_loader_desc.mesh does that), and they draw the same dropout
+ * masks. The all-gather of the record compares a hash of all inputs (about one millisecond per
+ * megabyte): ranks of one replica with different samples are an error on all ranks.
  *
  * With a pipeline axis the micro-batches of a step run in the order of the strategy's schedule
  * (parallel/pipeline.h), and its gradients have the bits of one micro-batch after the other. The

@@ -26,7 +26,7 @@ enum {
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
-    DTRAIN__WORD_INPUTS, /* and the two behind it: the hash of its inputs, 22 bits each */
+    DTRAIN__WORD_INPUTS, /* with the next two: the hash of its inputs, 22 bits each */
     DTRAIN__WORD_INPUTS_END = DTRAIN__WORD_INPUTS + 2,
     DTRAIN__WORD_COUNT
 };

@@ -270,10 +270,10 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
 
 /* ---- Sends and receives -------------------------------------------------------------------------
  *
- * Those that a program starts without waiting in between are collected, and launched when it waits,
- * tests, or starts a collective. In which groups decides what can hang. NCCL runs the messages of a
- * group in batches: the n-th send to and the n-th receive from a rank are in batch n, which starts
- * when batch n - 1 is done. An event is recorded behind a whole group.
+ * Messages that a program starts without a wait in between are collected, and launched when it
+ * waits, tests, or starts a collective. How they are grouped decides what can hang. NCCL runs the
+ * messages of a group in batches: the n-th send to and the n-th receive from a rank are in batch n,
+ * which starts when batch n - 1 is done. An event is recorded after a whole group.
  *
  *     As many sends as receives are an exchange, one group. The n-th message from a rank to another
  *     is in batch n on both, in whatever order each starts its own, so that batches end one after

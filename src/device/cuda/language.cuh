@@ -46,8 +46,8 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
-/* UNROLL unrolls the loop below it on a GPU, ROLLED keeps the compiler from it, which would need
- * more registers than there are. The emulation leaves loops alone: it compiles faster. */
+/* On a GPU, UNROLL unrolls the loop below it, and ROLLED keeps the compiler from unrolling where that
+ * would spill registers. The emulation leaves loops as they are: it compiles faster. */
 #ifdef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_UNROLL
 #define DTRAIN_CUDA_ROLLED
