@@ -10891,9 +10891,9 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
 /* Circles: ranks that wait for each other
  *
  * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
- * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A wait
- * that has lasted a while gets a number, and its rank shows on the control page which operation it
- * is for. Two waits become a fact in three steps, at polls:
+ * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A
+ * wait that has lasted a while gets a number, and its rank shows on the control page which operation
+ * it is for. Two waits become a fact in three steps, at polls:
  *
  *     waiter     shows its wait n and the operation
  *     awaited    finds during its own wait m that it has not started its side: writes (n, m)
@@ -13155,8 +13155,8 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-/* Columns that have the same meaning in every family. The columns after them are variables that only
- * the family's own reader uses. */
+/* Columns that have the same meaning in every family. The columns after them are variables that
+ * only the family's own reader uses. */
 enum {
     DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
     DTRAIN__PORT,
@@ -32163,8 +32163,8 @@ static void dtrain__state_scalars(dtrain_state *state)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
 }
 
-/* Append the scalars after all tensors. tensor_count leaves them out, because a manifest has its own
- * list of scalars. */
+/* Append the scalars after all tensors. tensor_count leaves them out, because a manifest has its
+ * own list of scalars. */
 static dtrain_result dtrain__state_list_scalars(dtrain_state *state)
 {
     static const int64_t one[4] = {1, 0, 0, 0};

@@ -116,8 +116,8 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
-/* On a GPU, UNROLL unrolls the loop below it, and ROLLED keeps the compiler from unrolling where that
- * would spill registers. The emulation leaves loops as they are: it compiles faster. */
+/* On a GPU, UNROLL unrolls the loop below it, and ROLLED keeps the compiler from unrolling where
+ * that would spill registers. The emulation leaves loops as they are: it compiles faster. */
 #ifdef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_UNROLL
 #define DTRAIN_CUDA_ROLLED
@@ -6042,8 +6042,8 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
 }
 
 /* Finish: divide y by the sum; the first lane of each row stores lse, the log of the sum of
- * exponentials, and its rest. The backward needs no rest: this kernel takes no masks, and scores in the
- * tens of thousands, which would need it, are rounded by far more as halves. */
+ * exponentials, and its rest. The backward needs no rest: this kernel takes no masks, and scores in
+ * the tens of thousands, which would need it, are rounded by far more as halves. */
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],

@@ -16,8 +16,8 @@
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-/* Columns that have the same meaning in every family. The columns after them are variables that only
- * the family's own reader uses. */
+/* Columns that have the same meaning in every family. The columns after them are variables that
+ * only the family's own reader uses. */
 enum {
     DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
     DTRAIN__PORT,

@@ -292,8 +292,8 @@ static void dtrain__state_scalars(dtrain_state *state)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
 }
 
-/* Append the scalars after all tensors. tensor_count leaves them out, because a manifest has its own
- * list of scalars. */
+/* Append the scalars after all tensors. tensor_count leaves them out, because a manifest has its
+ * own list of scalars. */
 static dtrain_result dtrain__state_list_scalars(dtrain_state *state)
 {
     static const int64_t one[4] = {1, 0, 0, 0};

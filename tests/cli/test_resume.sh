@@ -105,8 +105,8 @@ result "resnet_cifar, kill -9: started again" $? "$tmp/out"
 same "and it comes to the same end"
 
 # ---- signals ----
-long="$gpt --steps 2500 --save-every 100"
-$gpt --steps 2500 >"$tmp/out" 2>&1
+long="$gpt --steps 1500 --save-every 100"
+$gpt --steps 1500 >"$tmp/out" 2>&1
 expected=$(hash_of "$tmp/out")
 # hit NAME SIGNAL WHOM [FLAGS]: the signal comes to the launcher, or to one rank, when the first checkpoint is there
 hit() {
@@ -124,7 +124,7 @@ hit() {
 for number in TERM INT HUP; do
     for whom in launcher rank; do
         hit "$number" $number $whom
-        [ $status -eq 0 ] && grep -q 'stopped by a signal, as asked, after step [0-9]* of 2500; saved in .*: the same command with --resume auto goes on' "$tmp/out" &&
+        [ $status -eq 0 ] && grep -q 'stopped by a signal, as asked, after step [0-9]* of 1500; saved in .*: the same command with --resume auto goes on' "$tmp/out" &&
             { [ $whom = rank ] || grep -q "info: asked to stop by signal .*SIG$number.: ranks end after their step" "$tmp/out"; }
         result "$number to the $whom: saved, and status 0" $? "$tmp/out"
         $long --checkpoint "$tmp/hit" --resume auto >"$tmp/out" 2>&1
@@ -207,7 +207,7 @@ result "back to step 20, and a rank is killed: started again" $? "$tmp/out"
 same "and not from what was left behind"
 [ "$(echo "$dir"/aside-1/*)" = "$(echo "$dir"/aside-1/step-0000000000[34]0)" ]
 result "which was set aside" $?
-$gpt --steps 2500 >"$tmp/out" 2>&1
+$gpt --steps 1500 >"$tmp/out" 2>&1
 expected=$(hash_of "$tmp/out")
 for start in "" "$build/dtrain-run --nproc 2 --restarts 3"; do
     dir=$tmp/anew

@@ -207,8 +207,8 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
 }
 
 /* Finish: divide y by the sum; the first lane of each row stores lse, the log of the sum of
- * exponentials, and its rest. The backward needs no rest: this kernel takes no masks, and scores in the
- * tens of thousands, which would need it, are rounded by far more as halves. */
+ * exponentials, and its rest. The backward needs no rest: this kernel takes no masks, and scores in
+ * the tens of thousands, which would need it, are rounded by far more as halves. */
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],

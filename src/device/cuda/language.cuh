@@ -46,8 +46,8 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
-/* On a GPU, UNROLL unrolls the loop below it, and ROLLED keeps the compiler from unrolling where that
- * would spill registers. The emulation leaves loops as they are: it compiles faster. */
+/* On a GPU, UNROLL unrolls the loop below it, and ROLLED keeps the compiler from unrolling where
+ * that would spill registers. The emulation leaves loops as they are: it compiles faster. */
 #ifdef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_UNROLL
 #define DTRAIN_CUDA_ROLLED
