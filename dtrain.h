@@ -10892,8 +10892,8 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
  *
  * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
  * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A
- * wait that has lasted a while gets a number, and its rank shows on the control page which operation
- * it is for. Two waits become a fact in three steps, at polls:
+ * wait that has lasted a while gets a number, and its rank shows on the control page which
+ * operation it is for. Two waits become a fact in three steps, at polls:
  *
  *     waiter     shows its wait n and the operation
  *     awaited    finds during its own wait m that it has not started its side: writes (n, m)
@@ -46234,8 +46234,8 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
     }
 }
 
-/* Store y, lse and its rest of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
- * anything. */
+/* Store y, lse and its rest for m queries. Where no key was seen the sum is 0, and the buffer of O
+ * may hold anything. */
 DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0, int64_t m,
                                               float *lse, float *rest)
 {

@@ -2,8 +2,8 @@
  *
  * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
  * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A
- * wait that has lasted a while gets a number, and its rank shows on the control page which operation
- * it is for. Two waits become a fact in three steps, at polls:
+ * wait that has lasted a while gets a number, and its rank shows on the control page which
+ * operation it is for. Two waits become a fact in three steps, at polls:
  *
  *     waiter     shows its wait n and the operation
  *     awaited    finds during its own wait m that it has not started its side: writes (n, m)

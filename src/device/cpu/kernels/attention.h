@@ -205,8 +205,8 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
     }
 }
 
-/* Store y, lse and its rest of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
- * anything. */
+/* Store y, lse and its rest for m queries. Where no key was seen the sum is 0, and the buffer of O
+ * may hold anything. */
 DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0, int64_t m,
                                               float *lse, float *rest)
 {
