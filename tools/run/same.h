@@ -10,21 +10,10 @@ enum { SAME_TEXT = 256 };
 
 /* Flags that ranks may give differently: they change no number and no exchange, or the library compares what comes of
  * them. Of a path only whether there is one is compared: it is one of a rank's own machine. */
-static const char *const free_flags[] = {"--config",
-                                         "--config-out",
-                                         "--log",
-                                         "--tensorboard",
-                                         "--prometheus",
-                                         "--trace",
-                                         "--threads",
-                                         "--workers",
-                                         "--ranks",
-                                         "--thread-ranks",
-                                         "--timeout",
-                                         "--restarts",
-                                         "--stop-status",
-                                         "--memory-limit",
-                                         NULL};
+static const char *const free_flags[] = {
+    "--config",  "--config-out", "--log",         "--tensorboard",  "--prometheus",
+    "--trace",   "--threads",    "--workers",     "--ranks",        "--thread-ranks",
+    "--timeout", "--restarts",   "--stop-status", "--memory-limit", NULL};
 
 static bool may_differ(const char *name)
 {
