@@ -186,8 +186,8 @@ static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums, 
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_grad_norm: the gradients of what is whole on the tensor axis "
                            "have a norm of %g on rank %d and %g on rank %d; ranks of one tensor "
-                           "axis must run the same program on the same samples (a loader deals to "
-                           "dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA))",
+                           "axis must run the same program on the same samples "
+                           "(dtrain_loader_desc.mesh does that)",
                            sqrt(one), dtrain__world_rank(comm, i), sqrt(usual),
                            dtrain__world_rank(comm, first));
     }

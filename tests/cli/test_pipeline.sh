@@ -45,8 +45,8 @@ sample --ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --pipeline-schedule
 llama="$build/llama --data $tmp/data --steps 20 --seq 16 --batch 4 --accum 2"
 for run in "first --ranks 1" "second --ranks 2 --pipeline 2" "third --ranks 4 --tensor 2 --pipeline 2 --pipeline-schedule zbv --strategy zero1"; do
     set -- $run
-    mkdir "$tmp/$1" && timeout 120 $llama --export "$tmp/$1/model.safetensors" $(echo "$run" | cut -d ' ' -f 2-) >"$tmp/$1/out" 2>&1 && cmp "$tmp/first/out" "$tmp/$1/out"
-    result "llama, $run" $? "$tmp/$1/out"
+    mkdir "$tmp/$1" && timeout 120 $llama --export "$tmp/$1/model.safetensors" $(echo "$run" | cut -d ' ' -f 2-) >"$tmp/$1/out" 2>"$tmp/$1/err" && cmp "$tmp/first/out" "$tmp/$1/out"
+    result "llama, $run" $? "$tmp/$1/err"
 done
 try "llama writes the weights of one rank" cmp "$tmp/first/model.safetensors" "$tmp/second/model.safetensors"
 good "llama, one rank, from a pipeline's weights" 'step +20' $llama --ranks 1 --import "$tmp/second"
