@@ -1269,9 +1269,9 @@ DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *inf
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
  * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. dtrain_mesh_create makes
- * the communicators of each axis, of TENSOR + PIPELINE and of ALL. The first call that asks for
- * another one, or for axes that all have one rank, makes it and is collective: all ranks of the
- * mesh make these calls in the same order. NULL after an error. */
+ * the communicators of each axis, of TENSOR + PIPELINE and of ALL. The first call that asks for DATA
+ * and one of the others, where both have several ranks, makes it and is collective: all ranks of
+ * the mesh make these calls in the same order. NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
 /* Return the rank at a place of the mesh; -1 where there is none. */
 DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
@@ -13796,17 +13796,17 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     return DTRAIN_OK;
 }
 
-/* Split the ranks along what strategies use: each axis, and the ranks of one model. A communicator
- * takes NCCL time and memory, so that the others are made when they are asked for. */
+/* Split the ranks along what strategies and models use: each axis, also one of a single rank, and
+ * the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of DATA
+ * and another axis, are made when they are asked for. */
 static dtrain_result dtrain__mesh_open(dtrain_mesh *mesh)
 {
-    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_PIPELINE,
+    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
+                                    DTRAIN_AXIS_PIPELINE,
                                     DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    for (size_t i = 0; i < sizeof used / sizeof *used; i++) {
-        const uint32_t axes = dtrain__mesh_axes(&mesh->info, used[i]);
-        if (axes) DTRAIN__TRY(dtrain__mesh_split(mesh, axes));
-    }
-    return dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, DTRAIN_AXIS_DATA));
+    for (size_t i = 0; i < sizeof used / sizeof *used; i++)
+        DTRAIN__TRY(dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i])));
+    return DTRAIN_OK;
 }
 
 /* Warn where ranks of one tensor axis are on several nodes: it sends more than all other axes. */

@@ -106,17 +106,17 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     return DTRAIN_OK;
 }
 
-/* Split the ranks along what strategies use: each axis, and the ranks of one model. A communicator
- * takes NCCL time and memory, so that the others are made when they are asked for. */
+/* Split the ranks along what strategies and models use: each axis, also one of a single rank, and
+ * the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of DATA
+ * and another axis, are made when they are asked for. */
 static dtrain_result dtrain__mesh_open(dtrain_mesh *mesh)
 {
-    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_PIPELINE,
+    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
+                                    DTRAIN_AXIS_PIPELINE,
                                     DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    for (size_t i = 0; i < sizeof used / sizeof *used; i++) {
-        const uint32_t axes = dtrain__mesh_axes(&mesh->info, used[i]);
-        if (axes) DTRAIN__TRY(dtrain__mesh_split(mesh, axes));
-    }
-    return dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, DTRAIN_AXIS_DATA));
+    for (size_t i = 0; i < sizeof used / sizeof *used; i++)
+        DTRAIN__TRY(dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i])));
+    return DTRAIN_OK;
 }
 
 /* Warn where ranks of one tensor axis are on several nodes: it sends more than all other axes. */

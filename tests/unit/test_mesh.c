@@ -188,7 +188,7 @@ static int rank_meshes(dtrain_world *world, void *user)
     dtrain_mesh *mesh;
     RANKS_TRY(dtrain_mesh_create(world, &desc, &mesh));
     const int several = (size->tensor > 1) + (size->data > 1) + (size->pipeline > 1);
-    const int model = several == 3, alone = several > 0 && size->data == 1;
+    const int model = several == 3, alone = several == 1 || several == 2;
     CHECK_MSG((int)dtrain_world_comm(world)->splits == (several > 1) * several + model + alone,
               "%d splits of %d x %d x %d", (int)dtrain_world_comm(world)->splits, size->tensor,
               size->data, size->pipeline);
