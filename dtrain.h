@@ -3079,9 +3079,9 @@ typedef struct dtrain_checkpoint_desc {
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
-/* Save the state as the checkpoint of a step, between two steps. Collective. metric: for keep_best,
- * the same on every rank; NaN: none. A checkpoint of the same step is replaced. A directory that
- * was removed since it was opened is made again, with a warning.
+/* Save the state as the checkpoint of a step (0 to 2^61 - 1), between two steps. Collective.
+ * metric: for keep_best, the same on every rank; NaN: none. A checkpoint of the same step is
+ * replaced. A directory that was removed since it was opened is made again, with a warning.
  *
  * In the background, this waits for the save before, if that is still being written, and reports
  * its failure. */
@@ -27355,8 +27355,9 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
-    for (size_t i = 0; i < optimizer->param_count; i++)
-        optimizer->missed[i] += dtrain__had_no_gradient(optimizer->strategy, i);
+    for (size_t i = 0; i < optimizer->param_count; i++) /* unsigned: a file can hold INT64_MAX */
+        optimizer->missed[i] = (int64_t)((uint64_t)optimizer->missed[i] +
+                                         dtrain__had_no_gradient(optimizer->strategy, i));
 }
 
 /* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it. */
@@ -32542,6 +32543,9 @@ typedef struct dtrain__saved_file {
     int64_t rank; /* that wrote it */
 } dtrain__saved_file;
 
+/* The largest step or count that is saved or loaded: programs add to it and multiply it. */
+#define DTRAIN__STEP_MOST (INT64_MAX / 4)
+
 typedef struct dtrain__saved_scalar {
     const char *name;
     uint64_t bits;
@@ -33697,9 +33701,9 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                            "%s: a step is under way, whose micro-batches are not all done; save "
                            "between two steps",
                            call);
-    if (step >= 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 or more", call,
-                       (long long)step);
+    if (step >= 0 && step <= DTRAIN__STEP_MOST) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 to %lld", call,
+                       (long long)step, (long long)DTRAIN__STEP_MOST);
 }
 
 /* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. */
@@ -34432,6 +34436,33 @@ static dtrain_result dtrain__tensors_load(dtrain__load *load)
     return DTRAIN_OK;
 }
 
+/* Find a scalar in the manifest; NULL: the checkpoint does not have it. */
+static const dtrain__saved_scalar *dtrain__scalar_saved(const dtrain__load *load, const char *name)
+{
+    const dtrain__saved_scalar *const all = load->manifest.scalars;
+    for (size_t i = 0; i < load->manifest.scalar_count; i++)
+        if (strcmp(all[i].name, name) == 0) return &all[i];
+    return NULL;
+}
+
+/* Refuse scalars that no run can have: counts that a next step would overflow, and a loss scale
+ * that is not finite or not positive. Every value is a seed. */
+static dtrain_result dtrain__scalars_check(const dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
+        const char *const name = state->scalars[i].name;
+        const dtrain__saved_scalar *saved = dtrain__scalar_saved(load, name);
+        float scale = 1;
+        if (!saved || strstr(name, ".seed")) continue;
+        if (strcmp(name, "scaler.scale") == 0) memcpy(&scale, &saved->bits, sizeof scale);
+        if (saved->bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s is %llu, which no run can have saved",
+                               load->directory.text, name, (unsigned long long)saved->bits);
+    }
+    return DTRAIN_OK;
+}
+
 /* Set the scalars that the checkpoint has; others stay. */
 static void dtrain__scalars_load(dtrain__load *load)
 {
@@ -34440,10 +34471,8 @@ static void dtrain__scalars_load(dtrain__load *load)
     char note[256] = "";
     for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
         const dtrain__scalar *scalar = &state->scalars[i];
-        const dtrain__saved_scalar *saved = load->manifest.scalars;
-        const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
-        while (saved < end && strcmp(saved->name, scalar->name) != 0) saved++;
-        if (saved < end) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
+        const dtrain__saved_scalar *saved = dtrain__scalar_saved(load, scalar->name);
+        if (saved) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
     if (!loader || load->desc.values_only) return;
@@ -34463,6 +34492,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     DTRAIN__TRY(dtrain__agree(
         state->comm, dtrain__manifest_read(&load->folder, load->directory.text, &load->manifest)));
+    DTRAIN__TRY(dtrain__agree(state->comm, dtrain__scalars_check(load)));
     DTRAIN__TRY(dtrain__load_wanted(load));
     const dtrain_result fits = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = fits != DTRAIN_OK;
@@ -35738,7 +35768,8 @@ static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
                                  "reads version %d",
                                  (unsigned long long)m->version, DTRAIN_VERSION_STRING,
                                  DTRAIN__MANIFEST_VERSION);
-    if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->ranks >= 1 && m->ranks <= INT32_MAX)
+    if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->step <= DTRAIN__STEP_MOST &&
+        m->ranks >= 1 && m->ranks <= INT32_MAX)
         return true;
     return dtrain__json_fail(json, "step %lld, %lld ranks or blocks of %llu bytes cannot be",
                              (long long)m->step, (long long)m->ranks, (unsigned long long)m->block);

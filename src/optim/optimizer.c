@@ -54,8 +54,9 @@
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
-    for (size_t i = 0; i < optimizer->param_count; i++)
-        optimizer->missed[i] += dtrain__had_no_gradient(optimizer->strategy, i);
+    for (size_t i = 0; i < optimizer->param_count; i++) /* unsigned: a file can hold INT64_MAX */
+        optimizer->missed[i] = (int64_t)((uint64_t)optimizer->missed[i] +
+                                         dtrain__had_no_gradient(optimizer->strategy, i));
 }
 
 /* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it. */

@@ -78,9 +78,9 @@ typedef struct dtrain_checkpoint_desc {
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
-/* Save the state as the checkpoint of a step, between two steps. Collective. metric: for keep_best,
- * the same on every rank; NaN: none. A checkpoint of the same step is replaced. A directory that
- * was removed since it was opened is made again, with a warning.
+/* Save the state as the checkpoint of a step (0 to 2^61 - 1), between two steps. Collective.
+ * metric: for keep_best, the same on every rank; NaN: none. A checkpoint of the same step is
+ * replaced. A directory that was removed since it was opened is made again, with a warning.
  *
  * In the background, this waits for the save before, if that is still being written, and reports
  * its failure. */

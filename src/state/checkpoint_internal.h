@@ -57,6 +57,9 @@ typedef struct dtrain__saved_file {
     int64_t rank; /* that wrote it */
 } dtrain__saved_file;
 
+/* The largest step or count that is saved or loaded: programs add to it and multiply it. */
+#define DTRAIN__STEP_MOST (INT64_MAX / 4)
+
 typedef struct dtrain__saved_scalar {
     const char *name;
     uint64_t bits;

@@ -356,6 +356,33 @@ static dtrain_result dtrain__tensors_load(dtrain__load *load)
     return DTRAIN_OK;
 }
 
+/* Find a scalar in the manifest; NULL: the checkpoint does not have it. */
+static const dtrain__saved_scalar *dtrain__scalar_saved(const dtrain__load *load, const char *name)
+{
+    const dtrain__saved_scalar *const all = load->manifest.scalars;
+    for (size_t i = 0; i < load->manifest.scalar_count; i++)
+        if (strcmp(all[i].name, name) == 0) return &all[i];
+    return NULL;
+}
+
+/* Refuse scalars that no run can have: counts that a next step would overflow, and a loss scale
+ * that is not finite or not positive. Every value is a seed. */
+static dtrain_result dtrain__scalars_check(const dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
+        const char *const name = state->scalars[i].name;
+        const dtrain__saved_scalar *saved = dtrain__scalar_saved(load, name);
+        float scale = 1;
+        if (!saved || strstr(name, ".seed")) continue;
+        if (strcmp(name, "scaler.scale") == 0) memcpy(&scale, &saved->bits, sizeof scale);
+        if (saved->bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s is %llu, which no run can have saved",
+                               load->directory.text, name, (unsigned long long)saved->bits);
+    }
+    return DTRAIN_OK;
+}
+
 /* Set the scalars that the checkpoint has; others stay. */
 static void dtrain__scalars_load(dtrain__load *load)
 {
@@ -364,10 +391,8 @@ static void dtrain__scalars_load(dtrain__load *load)
     char note[256] = "";
     for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
         const dtrain__scalar *scalar = &state->scalars[i];
-        const dtrain__saved_scalar *saved = load->manifest.scalars;
-        const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
-        while (saved < end && strcmp(saved->name, scalar->name) != 0) saved++;
-        if (saved < end) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
+        const dtrain__saved_scalar *saved = dtrain__scalar_saved(load, scalar->name);
+        if (saved) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
     if (!loader || load->desc.values_only) return;
@@ -387,6 +412,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     DTRAIN__TRY(dtrain__agree(
         state->comm, dtrain__manifest_read(&load->folder, load->directory.text, &load->manifest)));
+    DTRAIN__TRY(dtrain__agree(state->comm, dtrain__scalars_check(load)));
     DTRAIN__TRY(dtrain__load_wanted(load));
     const dtrain_result fits = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = fits != DTRAIN_OK;

@@ -147,7 +147,8 @@ static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
                                  "reads version %d",
                                  (unsigned long long)m->version, DTRAIN_VERSION_STRING,
                                  DTRAIN__MANIFEST_VERSION);
-    if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->ranks >= 1 && m->ranks <= INT32_MAX)
+    if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->step <= DTRAIN__STEP_MOST &&
+        m->ranks >= 1 && m->ranks <= INT32_MAX)
         return true;
     return dtrain__json_fail(json, "step %lld, %lld ranks or blocks of %llu bytes cannot be",
                              (long long)m->step, (long long)m->ranks, (unsigned long long)m->block);

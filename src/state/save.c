@@ -482,9 +482,9 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                            "%s: a step is under way, whose micro-batches are not all done; save "
                            "between two steps",
                            call);
-    if (step >= 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 or more", call,
-                       (long long)step);
+    if (step >= 0 && step <= DTRAIN__STEP_MOST) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 to %lld", call,
+                       (long long)step, (long long)DTRAIN__STEP_MOST);
 }
 
 /* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. */

@@ -528,10 +528,10 @@ static void edit_manifest(const char *begin, const char *end, const char *instea
     if (!CHECK(file != NULL)) return;
     size_t bytes = fread(text, 1, sizeof text - 1, file);
     fclose(file);
-    char *from = strstr(text, begin), *to = strstr(text, end);
-    if (!CHECK(from && to && from + length <= to && bytes > 24)) return;
-    memcpy(from, instead, length);
+    char *from = strstr(text, begin), *to = from ? strstr(from + strlen(begin), end) : NULL;
+    if (!CHECK(to && bytes > 24 && bytes + length < sizeof text)) return;
     memmove(from + length, to, (size_t)(text + bytes - to));
+    memcpy(from, instead, length);
     bytes -= (size_t)(to - from) - length + 24; /* of the seal */
     uint32_t crc = ~0u;
     for (size_t i = 0; i < bytes; i++) {
@@ -578,6 +578,42 @@ static void test_other_version(void)
             CHECK_MSG(saved_launch(r) != DTRAIN_OK && strstr(r->error[0], "it has version ") &&
                           strstr(r->error[0], "reads version 2"),
                       "version %d: %s", version, r->error[0]);
+        folder_remove();
+    }
+}
+
+/* Steps and counts of a file to which nothing can be added, and a loss scale that is none, are refused on every rank;
+ * all below that is loaded, and trained and saved from. */
+static void test_large_numbers(void)
+{
+    static const struct {
+        const char *name, *value, *words; /* words NULL: it is loaded */
+    } edits[] = {
+        {"step", "9223372036854775807", "step 9223372036854775807"},
+        {"step", "2305843009213693952", "step 2305843009213693952"},
+        {"optimizer.step", "9223372036854775807", "optimizer.step is 9223372036854775807"},
+        {"trainer.step", "9223372036854775807", "trainer.step is 9223372036854775807"},
+        {"trainer.step", "18446744073709551615", "trainer.step is 18446744073709551615"},
+        {"trainer.step", "2305843009213693951", NULL},
+        {"trainer.seed", "18446744073709551615", NULL},
+        {"trainer.tokens", "18446744073709551615", "trainer.tokens is 18446744073709551615"}};
+    for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
+        const bool head = strcmp(edits[i].name, "step") == 0;
+        char begin[64], instead[96];
+        folder_make();
+        saved_run *r = part_of_run(2, NULL);
+        saved_go(r, "large numbers");
+        shell("rm -r %s/step-000000000001", folder);
+        snprintf(begin, sizeof begin, "%s\"%s\"", head ? "" : "{\"name\": ", edits[i].name);
+        snprintf(instead, sizeof instead, "%s%s%s", begin,
+                 head ? ": " : ", \"value\": ", edits[i].value);
+        edit_manifest(begin, head ? ", " : "}", instead);
+        r = part_of_run(3, folder);
+        if (edits[i].words)
+            CHECK_MSG(saved_launch(r) != DTRAIN_OK && r->ended[1] == DTRAIN_ERROR_DATA &&
+                          strstr(r->error[0], edits[i].words),
+                      "edit %zu: %s", i, r->error[0]);
+        else CHECK_MSG(saved_go(r, "goes on") && r->from[0] == 2, "edit %zu", i);
         folder_remove();
     }
 }
@@ -863,6 +899,7 @@ int main(int argc, char **argv)
     RUN(test_history);
     RUN(test_without_run);
     RUN(test_other_version);
+    RUN(test_large_numbers);
     RUN(test_lock);
     RUN(test_directories);
     RUN(test_links);
