@@ -473,7 +473,9 @@
    without gradients of inputs; the loss calls the same operations, of the same shapes, in each
    micro-batch, and an error of next_batch there fails the step on all ranks. Emulated links know
    bandwidth, latency and who shares them, not congestion inside a switch, loss of packets, or the
-   processor time that real network stacks take.
+   processor time that real network stacks take. Calls of the library take at most 40 KiB of the
+   stack: 64 KiB are enough for a rank whose own functions are modest. The C library takes more
+   where it looks up a host's name.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY
@@ -4674,40 +4676,47 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* Read the number behind `key` at the start of a line of a small text file; UINT64_MAX when there
- * is none (no file, no line, "max"). */
+/* Read the number after `key` at the start of a line of a text file; UINT64_MAX when there is none
+ * (no file, no line, "max"). The buffer is small, as a rank's stack can be: it gets whole lines,
+ * and the beginning of one that is cut is read again. */
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
-    char text[8192];
+    char text[1024], *end;
+    ssize_t got;
+    uint64_t number = UINT64_MAX;
+    bool found = false;
     const int file = dtrain__open(path, O_RDONLY);
-    if (file < 0) return UINT64_MAX;
-    const ssize_t got = read(file, text, sizeof text - 1);
-    close(file);
-    text[got > 0 ? got : 0] = 0;
-    for (const char *line = text; line; line = strchr(line, '\n')) {
-        if (*line == '\n') line++;
-        if (strncmp(line, key, strlen(key)) != 0) continue;
-        char *end;
-        const char *digits = line + strlen(key);
-        const unsigned long long number = strtoull(digits, &end, 10);
-        return end == digits ? UINT64_MAX : number;
+    for (off_t at = 0; file >= 0 && !found && (got = pread(file, text, sizeof text - 1, at)) > 0;) {
+        char *line = text, *next;
+        for (text[got] = 0; !found && ((next = strchr(line, '\n')) || line == text); line = next) {
+            next = next ? next + 1 : text + got;
+            found = strncmp(line, key, strlen(key)) == 0;
+            if (found) number = strtoull(line + strlen(key), &end, 10);
+            if (found && end == line + strlen(key)) number = UINT64_MAX;
+        }
+        at += line - text;
     }
-    return UINT64_MAX;
+    if (file >= 0) close(file);
+    return number;
 }
 
+#define DTRAIN__GROUP_PATH 4200 /* of a folder and of a file in it */
+
 /* Return the memory that a control group leaves: its limit, less what is used but for file cache,
- * which goes when memory is needed. UINT64_MAX: it has no limit. */
-static uint64_t dtrain__group_rest(const char *folder, bool v2)
+ * which goes when memory is needed. UINT64_MAX: it has no limit. folder has DTRAIN__GROUP_PATH
+ * bytes, of which the last 32 are free. */
+static uint64_t dtrain__group_rest(char *folder, bool v2)
 {
     static const char *const names[2][4] = {
         {"limit_in_bytes", "usage_in_bytes", "total_active_file ", "total_inactive_file "},
         {"max", "current", "active_file ", "inactive_file "}};
     uint64_t found[4];
-    char path[4400];
+    char *const end = folder + strlen(folder);
     for (int i = 0; i < 4; i++) {
-        snprintf(path, sizeof path, "%s/memory.%s", folder, i < 2 ? names[v2][i] : "stat");
-        found[i] = dtrain__read_number(path, i < 2 ? "" : names[v2][i]);
+        snprintf(end, 32, "/memory.%s", i < 2 ? names[v2][i] : "stat");
+        found[i] = dtrain__read_number(folder, i < 2 ? "" : names[v2][i]);
     }
+    *end = 0;
     if (found[0] == UINT64_MAX || found[1] == UINT64_MAX) return UINT64_MAX;
     const uint64_t rest = found[0] > found[1] ? found[0] - found[1] : 0;
     if (found[2] == UINT64_MAX || found[3] == UINT64_MAX) return rest;
@@ -4720,24 +4729,35 @@ static uint64_t dtrain__group_rest(const char *folder, bool v2)
  * which does not exist below `mount`: its root is then the container's. */
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount)
 {
-    char text[4096] = "", folder[4200], *next = NULL;
-    uint64_t least = dtrain__group_rest(mount, true);
+    char line[DTRAIN__GROUP_PATH]; /* becomes the folder that it names */
+    const size_t most = sizeof line - 32 - sizeof "/memory";
+    const size_t above = strlen(mount);
+    if (above >= most) return UINT64_MAX;
+    memcpy(line, mount, above + 1);
+    uint64_t least = dtrain__group_rest(line, true);
+    ssize_t got;
     const int file = dtrain__open(groups, O_RDONLY);
-    if (file >= 0 && read(file, text, sizeof text - 1) < 0) text[0] = 0;
-    if (file >= 0) close(file);
-    for (char *line = strtok_r(text, "\n", &next); line; line = strtok_r(NULL, "\n", &next)) {
+    for (off_t at = 0; file >= 0 && (got = pread(file, line, most - above, at)) > 0;) {
+        line[got] = 0;
+        const size_t length = strcspn(line, "\n");
+        line[length] = 0;
+        at += (off_t)length + 1;
         const char *kinds = strchr(line, ':'), *path = kinds ? strchr(kinds + 1, ':') : NULL;
         const char *memory = strstr(line, "memory");
         const bool v2 = path == kinds + 1;
         if (!path || (!v2 && (!memory || memory > path))) continue;
-        snprintf(folder, sizeof folder, "%s%s%s", mount, v2 ? "" : "/memory", path + 1);
-        for (char *end = folder; end; end = strrchr(folder, '/')) {
-            if (end > folder) *end = 0;
-            if (strlen(folder) < strlen(mount)) break;
-            const uint64_t rest = dtrain__group_rest(folder, v2);
+        const char *const between = v2 ? "" : "/memory";
+        memmove(line + above + strlen(between), path + 1, strlen(path));
+        memcpy(line, mount, above);
+        memcpy(line + above, between, strlen(between));
+        for (char *end = line; end; end = strrchr(line, '/')) {
+            if (end > line) *end = 0;
+            if (strlen(line) < above) break;
+            const uint64_t rest = dtrain__group_rest(line, v2);
             least = rest < least ? rest : least;
         }
     }
+    if (file >= 0) close(file);
     return least;
 }
 
@@ -8042,6 +8062,8 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
+#define DTRAIN__WHY sizeof((dtrain_world *)NULL)->no_region
+
 /* Rank 0's region; bytes = 0: it could not make one. */
 typedef struct dtrain__offer {
     uint64_t address, bytes, inode;
@@ -8102,12 +8124,13 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
 }
 
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the all-gather itself. */
+ * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY
+ * bytes for each rank, too many for a small stack. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
-                                        dtrain__region *region)
+                                        dtrain__region *region, char *scratch)
 {
-    dtrain__offer offer, offers[DTRAIN_MAX_RANKS];
-    char why[sizeof world->no_region] = "", whys[DTRAIN_MAX_RANKS][sizeof why];
+    dtrain__offer offer, *const offers = (dtrain__offer *)(void *)scratch;
+    char why[DTRAIN__WHY] = "";
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
     offer.file = -1;
@@ -8119,12 +8142,12 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
         if (result != DTRAIN_OK)
             snprintf(why, sizeof why, "rank %d: %.160s", world->rank,
                      dtrain__bare(dtrain_last_error()));
-        gathered = dtrain_world_all_gather(world, why, sizeof why, whys);
+        gathered = dtrain_world_all_gather(world, why, sizeof why, scratch);
     }
     if (offer.file >= 0) close(offer.file);
     world->no_region[0] = 0;
     for (int i = 0; i < world->size && gathered == DTRAIN_OK && !world->no_region[0]; i++)
-        memcpy(world->no_region, whys[i], sizeof why);
+        memcpy(world->no_region, scratch + (size_t)i * sizeof why, sizeof why);
     if ((gathered == DTRAIN_OK && !world->no_region[0]) || !region->control) return gathered;
     munmap(region->control, region->bytes);
     return gathered;
@@ -8145,11 +8168,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     DTRAIN__TRY(met);
     DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
+    const size_t ranks = (size_t)world->size;
+    char *const scratch =
+        (char *)dtrain__alloc(&world->allocator, ranks, DTRAIN__WHY, "the meeting of ranks");
+    if (!scratch) return dtrain__abort_with(world, DTRAIN_ERROR_MEMORY, "%s", dtrain_last_error());
+    dtrain_result result = DTRAIN_OK;
     for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
          attempt++) {
         dtrain__region region;
         memset(&region, 0, sizeof region);
-        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region));
+        result = dtrain__try_region(world, reserve_bytes, attempt, &region, scratch);
+        if (result != DTRAIN_OK) break;
         if (world->no_region[0]) continue;
         munmap(world->page.control, world->page.bytes);
         world->page = region;
@@ -8157,7 +8186,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
         world->gather_count = 0;
         world->link->shared = true;
     }
-    return DTRAIN_OK;
+    dtrain__free(&world->allocator, scratch, ranks, DTRAIN__WHY);
+    return result;
 }
 
 /* ==== src/world/signals.c ===================================================================== */
@@ -12668,9 +12698,12 @@ static void *dtrain__thread_main(void *argument)
  * killed when a later one is refused. */
 static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 {
-    dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
     const int count = (int)launch->desc.rank_count;
     int started = 0, error = 0;
+    const dtrain_allocator *a = &launch->desc.allocator;
+    dtrain__rank_thread *threads = (dtrain__rank_thread *)dtrain__alloc(
+        a, (size_t)count, sizeof *threads, "the threads of ranks"); /* stacks can be small */
+    if (!threads) return DTRAIN_ERROR_MEMORY;
     dtrain__store(&launch->gate, 0u);
     for (; started < count && !error; started += !error) {
         threads[started].launch = launch;
@@ -12680,6 +12713,7 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
     }
     dtrain__store(&launch->gate, error ? 2u : 1u);
     for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
+    dtrain__free(a, threads, (size_t)count, sizeof *threads);
     if (!error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
                        "dtrain_launch: thread of rank %d of %d could not be made: %s", started,
@@ -15331,7 +15365,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
                                                  int64_t first, int64_t count, float *value);
-#define DTRAIN__STAGING_COUNT 4096 /* elements that go through the stack: no call can fail */
+#define DTRAIN__STAGING_COUNT 1024 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
@@ -29186,7 +29220,7 @@ DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
 #define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__TOKEN_BYTES 16384 /* read at once, into the stack */
+#define DTRAIN__TOKEN_BYTES 4096 /* read at once, into the stack, which can be of 64 KiB */
 
 /* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
  * file counts as no .bin: the read that follows reports the error. */

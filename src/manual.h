@@ -246,7 +246,9 @@
    without gradients of inputs; the loss calls the same operations, of the same shapes, in each
    micro-batch, and an error of next_batch there fails the step on all ranks. Emulated links know
    bandwidth, latency and who shares them, not congestion inside a switch, loss of packets, or the
-   processor time that real network stacks take.
+   processor time that real network stacks take. Calls of the library take at most 40 KiB of the
+   stack: 64 KiB are enough for a rank whose own functions are modest. The C library takes more
+   where it looks up a host's name.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY

@@ -54,40 +54,47 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* Read the number behind `key` at the start of a line of a small text file; UINT64_MAX when there
- * is none (no file, no line, "max"). */
+/* Read the number after `key` at the start of a line of a text file; UINT64_MAX when there is none
+ * (no file, no line, "max"). The buffer is small, as a rank's stack can be: it gets whole lines,
+ * and the beginning of one that is cut is read again. */
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
-    char text[8192];
+    char text[1024], *end;
+    ssize_t got;
+    uint64_t number = UINT64_MAX;
+    bool found = false;
     const int file = dtrain__open(path, O_RDONLY);
-    if (file < 0) return UINT64_MAX;
-    const ssize_t got = read(file, text, sizeof text - 1);
-    close(file);
-    text[got > 0 ? got : 0] = 0;
-    for (const char *line = text; line; line = strchr(line, '\n')) {
-        if (*line == '\n') line++;
-        if (strncmp(line, key, strlen(key)) != 0) continue;
-        char *end;
-        const char *digits = line + strlen(key);
-        const unsigned long long number = strtoull(digits, &end, 10);
-        return end == digits ? UINT64_MAX : number;
+    for (off_t at = 0; file >= 0 && !found && (got = pread(file, text, sizeof text - 1, at)) > 0;) {
+        char *line = text, *next;
+        for (text[got] = 0; !found && ((next = strchr(line, '\n')) || line == text); line = next) {
+            next = next ? next + 1 : text + got;
+            found = strncmp(line, key, strlen(key)) == 0;
+            if (found) number = strtoull(line + strlen(key), &end, 10);
+            if (found && end == line + strlen(key)) number = UINT64_MAX;
+        }
+        at += line - text;
     }
-    return UINT64_MAX;
+    if (file >= 0) close(file);
+    return number;
 }
 
+#define DTRAIN__GROUP_PATH 4200 /* of a folder and of a file in it */
+
 /* Return the memory that a control group leaves: its limit, less what is used but for file cache,
- * which goes when memory is needed. UINT64_MAX: it has no limit. */
-static uint64_t dtrain__group_rest(const char *folder, bool v2)
+ * which goes when memory is needed. UINT64_MAX: it has no limit. folder has DTRAIN__GROUP_PATH
+ * bytes, of which the last 32 are free. */
+static uint64_t dtrain__group_rest(char *folder, bool v2)
 {
     static const char *const names[2][4] = {
         {"limit_in_bytes", "usage_in_bytes", "total_active_file ", "total_inactive_file "},
         {"max", "current", "active_file ", "inactive_file "}};
     uint64_t found[4];
-    char path[4400];
+    char *const end = folder + strlen(folder);
     for (int i = 0; i < 4; i++) {
-        snprintf(path, sizeof path, "%s/memory.%s", folder, i < 2 ? names[v2][i] : "stat");
-        found[i] = dtrain__read_number(path, i < 2 ? "" : names[v2][i]);
+        snprintf(end, 32, "/memory.%s", i < 2 ? names[v2][i] : "stat");
+        found[i] = dtrain__read_number(folder, i < 2 ? "" : names[v2][i]);
     }
+    *end = 0;
     if (found[0] == UINT64_MAX || found[1] == UINT64_MAX) return UINT64_MAX;
     const uint64_t rest = found[0] > found[1] ? found[0] - found[1] : 0;
     if (found[2] == UINT64_MAX || found[3] == UINT64_MAX) return rest;
@@ -100,24 +107,35 @@ static uint64_t dtrain__group_rest(const char *folder, bool v2)
  * which does not exist below `mount`: its root is then the container's. */
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount)
 {
-    char text[4096] = "", folder[4200], *next = NULL;
-    uint64_t least = dtrain__group_rest(mount, true);
+    char line[DTRAIN__GROUP_PATH]; /* becomes the folder that it names */
+    const size_t most = sizeof line - 32 - sizeof "/memory";
+    const size_t above = strlen(mount);
+    if (above >= most) return UINT64_MAX;
+    memcpy(line, mount, above + 1);
+    uint64_t least = dtrain__group_rest(line, true);
+    ssize_t got;
     const int file = dtrain__open(groups, O_RDONLY);
-    if (file >= 0 && read(file, text, sizeof text - 1) < 0) text[0] = 0;
-    if (file >= 0) close(file);
-    for (char *line = strtok_r(text, "\n", &next); line; line = strtok_r(NULL, "\n", &next)) {
+    for (off_t at = 0; file >= 0 && (got = pread(file, line, most - above, at)) > 0;) {
+        line[got] = 0;
+        const size_t length = strcspn(line, "\n");
+        line[length] = 0;
+        at += (off_t)length + 1;
         const char *kinds = strchr(line, ':'), *path = kinds ? strchr(kinds + 1, ':') : NULL;
         const char *memory = strstr(line, "memory");
         const bool v2 = path == kinds + 1;
         if (!path || (!v2 && (!memory || memory > path))) continue;
-        snprintf(folder, sizeof folder, "%s%s%s", mount, v2 ? "" : "/memory", path + 1);
-        for (char *end = folder; end; end = strrchr(folder, '/')) {
-            if (end > folder) *end = 0;
-            if (strlen(folder) < strlen(mount)) break;
-            const uint64_t rest = dtrain__group_rest(folder, v2);
+        const char *const between = v2 ? "" : "/memory";
+        memmove(line + above + strlen(between), path + 1, strlen(path));
+        memcpy(line, mount, above);
+        memcpy(line + above, between, strlen(between));
+        for (char *end = line; end; end = strrchr(line, '/')) {
+            if (end > line) *end = 0;
+            if (strlen(line) < above) break;
+            const uint64_t rest = dtrain__group_rest(line, v2);
             least = rest < least ? rest : least;
         }
     }
+    if (file >= 0) close(file);
     return least;
 }
 

@@ -263,9 +263,12 @@ static void *dtrain__thread_main(void *argument)
  * killed when a later one is refused. */
 static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 {
-    dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
     const int count = (int)launch->desc.rank_count;
     int started = 0, error = 0;
+    const dtrain_allocator *a = &launch->desc.allocator;
+    dtrain__rank_thread *threads = (dtrain__rank_thread *)dtrain__alloc(
+        a, (size_t)count, sizeof *threads, "the threads of ranks"); /* stacks can be small */
+    if (!threads) return DTRAIN_ERROR_MEMORY;
     dtrain__store(&launch->gate, 0u);
     for (; started < count && !error; started += !error) {
         threads[started].launch = launch;
@@ -275,6 +278,7 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
     }
     dtrain__store(&launch->gate, error ? 2u : 1u);
     for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
+    dtrain__free(a, threads, (size_t)count, sizeof *threads);
     if (!error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
                        "dtrain_launch: thread of rank %d of %d could not be made: %s", started,

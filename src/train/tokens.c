@@ -17,7 +17,7 @@
 #define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__TOKEN_BYTES 16384 /* read at once, into the stack */
+#define DTRAIN__TOKEN_BYTES 4096 /* read at once, into the stack, which can be of 64 KiB */
 
 /* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
  * file counts as no .bin: the read that follows reports the error. */

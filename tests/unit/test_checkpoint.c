@@ -2,6 +2,7 @@
  * of ranks, strategy and precision; retention, locks, damage, refusals. Faults of the disk: test_storage_faults.c. */
 #include "test.h"
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/file.h>
 #include "dtrain.h"
 #include "ranks.h"
@@ -618,6 +619,53 @@ static void test_large_numbers(void)
     }
 }
 
+/* ---- small stacks ---- */
+
+/* A host's stack of 64 KiB, less what its own functions take; sanitizers and -O0 need a larger one. */
+#if defined __OPTIMIZE__ && !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+enum { SMALL_STACK = 40 << 10 };
+#else
+enum { SMALL_STACK = 512 << 10 };
+#endif
+
+static void *small_stack_run(void *argument)
+{
+    saved_run *r = (saved_run *)argument;
+    for (r->steps = 2; r->steps <= 4; r->steps += 2) {
+        saved_go(r, "a small stack");
+        r->load = folder;
+    }
+    return NULL;
+}
+
+/* Hosts have threads with small stacks, and limits (ulimit -s). Ranks that are forked from such a thread, ranks
+ * that are threads, and the library's own threads train, save in the background and load. */
+static void test_small_stacks(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_FULL_SHARD};
+    pthread_attr_t before, attributes;
+    pthread_t thread;
+    pthread_getattr_default_np(&before);
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, SMALL_STACK);
+    if (!CHECK(pthread_setattr_default_np(&attributes) == 0)) return;
+    for (int i = 0; i < 4; i++) {
+        folder_make();
+        saved_run *r = saved_new(2, kinds[i / 2]);
+        r->mode = i % 2 ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
+        r->save_every = 2;
+        r->save = folder;
+        r->background = true;
+        if (CHECK(pthread_create(&thread, NULL, small_stack_run, r) == 0))
+            pthread_join(thread, NULL);
+        CHECK(r->from[1] == 2);
+        folder_remove();
+    }
+    pthread_setattr_default_np(&before);
+    pthread_attr_destroy(&attributes);
+    pthread_attr_destroy(&before);
+}
+
 /* ---- two runs, and directories that will not do ---- */
 
 /* Wait until the other run has been refused, at most ten seconds. */
@@ -900,6 +948,7 @@ int main(int argc, char **argv)
     RUN(test_without_run);
     RUN(test_other_version);
     RUN(test_large_numbers);
+    RUN(test_small_stacks);
     RUN(test_lock);
     RUN(test_directories);
     RUN(test_links);
