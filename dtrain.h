@@ -4710,14 +4710,15 @@ static uint64_t dtrain__group_rest(char *folder, bool v2)
     static const char *const names[2][4] = {
         {"limit_in_bytes", "usage_in_bytes", "total_active_file ", "total_inactive_file "},
         {"max", "current", "active_file ", "inactive_file "}};
-    uint64_t found[4];
+    uint64_t found[4] = {UINT64_MAX, UINT64_MAX, UINT64_MAX, UINT64_MAX};
     char *const end = folder + strlen(folder);
-    for (int i = 0; i < 4; i++) {
-        snprintf(end, 32, "/memory.%s", i < 2 ? names[v2][i] : "stat");
+    for (int i = 0; i < 4 && (i == 0 || found[0] < INT64_MAX / 2);
+         i++) {                                                         /* version 1 has a number */
+        snprintf(end, 32, "/memory.%s", i < 2 ? names[v2][i] : "stat"); /* for no limit, too */
         found[i] = dtrain__read_number(folder, i < 2 ? "" : names[v2][i]);
     }
     *end = 0;
-    if (found[0] == UINT64_MAX || found[1] == UINT64_MAX) return UINT64_MAX;
+    if (found[1] == UINT64_MAX) return UINT64_MAX;
     const uint64_t rest = found[0] > found[1] ? found[0] - found[1] : 0;
     if (found[2] == UINT64_MAX || found[3] == UINT64_MAX) return rest;
     return rest + found[2] + found[3];
@@ -6977,6 +6978,8 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
  * a large reserve costs nothing. Two limits keep a rank from being killed later: an arena's size,
  * and the sum of all that ranks have been promised against what was free at the start. */
 
+#define DTRAIN__SMALL_PROMISE ((size_t)1 << 20) /* bytes */
+
 /* Map anonymous memory or, if file >= 0, a file of that size; MAP_FAILED with errno. Check `ulimit
  * -f` first, because ftruncate beyond it raises a signal. Exclude the memory from core files, which
  * it would fill with zeros. */
@@ -7051,14 +7054,16 @@ static dtrain_device *dtrain__charged_device(const dtrain_world *world)
 
 /* Count bytes as handed out, or fail. Pages are committed when touched, so all promises together
  * must fit in what was free at the start (or is free now, if that is more): otherwise a rank would
- * be killed later. */
+ * be killed later. To ask the system takes up to a millisecond, too much for small promises. */
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);
     if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    const uint64_t now = dtrain__free_memory(), start = world->control->free_at_start;
-    const uint64_t free_bytes = now > start ? now : start;
+    const uint64_t start = world->control->free_at_start;
     const uint64_t promised = dtrain__fetch_add(&world->control->promised, (uint64_t)bytes);
+    const bool asks = bytes >= DTRAIN__SMALL_PROMISE || promised + bytes > start;
+    const uint64_t now = asks ? dtrain__free_memory() : start;
+    const uint64_t free_bytes = now > start ? now : start;
     if (bytes > now || promised + bytes > free_bytes) {
         __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
         return dtrain_fail(

@@ -88,14 +88,15 @@ static uint64_t dtrain__group_rest(char *folder, bool v2)
     static const char *const names[2][4] = {
         {"limit_in_bytes", "usage_in_bytes", "total_active_file ", "total_inactive_file "},
         {"max", "current", "active_file ", "inactive_file "}};
-    uint64_t found[4];
+    uint64_t found[4] = {UINT64_MAX, UINT64_MAX, UINT64_MAX, UINT64_MAX};
     char *const end = folder + strlen(folder);
-    for (int i = 0; i < 4; i++) {
-        snprintf(end, 32, "/memory.%s", i < 2 ? names[v2][i] : "stat");
+    for (int i = 0; i < 4 && (i == 0 || found[0] < INT64_MAX / 2);
+         i++) {                                                         /* version 1 has a number */
+        snprintf(end, 32, "/memory.%s", i < 2 ? names[v2][i] : "stat"); /* for no limit, too */
         found[i] = dtrain__read_number(folder, i < 2 ? "" : names[v2][i]);
     }
     *end = 0;
-    if (found[0] == UINT64_MAX || found[1] == UINT64_MAX) return UINT64_MAX;
+    if (found[1] == UINT64_MAX) return UINT64_MAX;
     const uint64_t rest = found[0] > found[1] ? found[0] - found[1] : 0;
     if (found[2] == UINT64_MAX || found[3] == UINT64_MAX) return rest;
     return rest + found[2] + found[3];

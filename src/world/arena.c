@@ -13,6 +13,8 @@
 #include "device/backend.h"
 #include "device/device.h"
 
+#define DTRAIN__SMALL_PROMISE ((size_t)1 << 20) /* bytes */
+
 /* Map anonymous memory or, if file >= 0, a file of that size; MAP_FAILED with errno. Check `ulimit
  * -f` first, because ftruncate beyond it raises a signal. Exclude the memory from core files, which
  * it would fill with zeros. */
@@ -87,14 +89,16 @@ static dtrain_device *dtrain__charged_device(const dtrain_world *world)
 
 /* Count bytes as handed out, or fail. Pages are committed when touched, so all promises together
  * must fit in what was free at the start (or is free now, if that is more): otherwise a rank would
- * be killed later. */
+ * be killed later. To ask the system takes up to a millisecond, too much for small promises. */
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);
     if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    const uint64_t now = dtrain__free_memory(), start = world->control->free_at_start;
-    const uint64_t free_bytes = now > start ? now : start;
+    const uint64_t start = world->control->free_at_start;
     const uint64_t promised = dtrain__fetch_add(&world->control->promised, (uint64_t)bytes);
+    const bool asks = bytes >= DTRAIN__SMALL_PROMISE || promised + bytes > start;
+    const uint64_t now = asks ? dtrain__free_memory() : start;
+    const uint64_t free_bytes = now > start ? now : start;
     if (bytes > now || promised + bytes > free_bytes) {
         __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
         return dtrain_fail(
