@@ -100,6 +100,8 @@ sleeper='trap "echo heard; exit 0" TERM USR1 HUP; trap "echo heard" USR2; echo r
 for number in TERM USR1 HUP; do signalled "SIG$number reaches ranks, which end well" 0 $number '\[rank 1\] heard' $run --nproc 2 sh -c "$sleeper"; done
 signalled "SIGINT ends ranks that do not handle it" 130 INT 'signal 2 \(SIGINT\)' $run --nproc 2 --restarts 3 perl -e '$| = 1; print "ready\n"; sleep 60'
 signalled "after a request to stop and the grace period ranks are killed" 137 TERM 'SIGKILL' $run --nproc 2 --grace 0.3 sh -c 'trap "" TERM; echo ready; while :; do sleep 1; done'
+is "a rank that stays stopped when the others have ended is killed and named" 137 'rank 1 of 2 .*was stopped by signal 19 for .* while others ended' $run --nproc 2 --timeout 0.5 sh -c '[ $DTRAIN_RANK = 0 ] || kill -STOP $$'
+is "a rank that is stopped and goes on is waited for" 0 'went on' $run --nproc 2 --timeout 20 sh -c '[ $DTRAIN_RANK = 0 ] || { (sleep 0.5; kill -CONT $$) & kill -STOP $$; echo went on; }'
 : >"$tmp/out"
 $run --nproc 2 sh -c 'sleep 600 & echo ready; sleep 600' >"$tmp/out" 2>&1 &
 launcher=$!

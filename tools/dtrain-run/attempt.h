@@ -22,6 +22,7 @@ typedef struct run_watch {
     bool stops, settled, terminated;     /* stops: the ranks are to end, after a failure */
     int stopped_by;                      /* the first signal that asked the run to stop */
     uint64_t kill_ns;                    /* when what is left is killed; 0: never */
+    uint64_t seen_ns, stuck_ns; /* for how long all ranks that are left have been stopped */
     run_failure failure;
 } run_watch;
 
@@ -124,6 +125,27 @@ static void run_end_rest(run_watch *w)
     if (kills) run_signal(w->node, SIGKILL);
 }
 
+/* Kill ranks that are stopped after others of this node have ended: nobody waits for them any more, so no deadline
+ * names them. They have been stopped for --timeout, in which a gap of more than a second counts as one second: a job
+ * that is suspended as a whole, dtrain-run included, goes on. */
+static void run_end_stopped(run_watch *w)
+{
+    const uint64_t now = dtrain__now_ns(), gap = w->seen_ns ? now - w->seen_ns : 0,
+                   second = 1000000000u;
+    run_node *node = w->node;
+    int stopped = 0;
+    w->seen_ns = now;
+    for (int i = 0; i < node->count; i++)
+        stopped += !node->ranks[i].ended && node->ranks[i].stopped;
+    w->stuck_ns += gap < second ? gap : second;
+    if (!stopped || stopped < node->live || node->live == node->count) w->stuck_ns = 0;
+    if (1e-9 * (double)w->stuck_ns < node->options->timeout) return;
+    for (int i = 0; i < node->count; i++)
+        if (!node->ranks[i].ended) node->ranks[i].waited = 1e-9 * (double)w->stuck_ns;
+    run_signal(node, SIGKILL);
+    w->stuck_ns = 0;
+}
+
 /* Wait until something happens: a signal, a word of a rank, a deadline. */
 static void run_wait(run_watch *w)
 {
@@ -178,6 +200,7 @@ static bool run_attempt(run_watch *w)
         run_hear_nodes(w);
         run_settle_failure(w);
         run_end_rest(w);
+        run_end_stopped(w);
     }
     run_clear(node);
     while (!w->settled && run_first_failed(node) >= 0) { /* the last of them has just ended */

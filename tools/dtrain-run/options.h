@@ -48,7 +48,10 @@ static const flag run_table[] = {
      "Default: PET_MASTER_ADDR and PET_MASTER_PORT, else MASTER_ADDR and MASTER_PORT",
      NULL},
     {"--timeout", 'f', &run_flags.timeout, 0.1, 1e6,
-     "seconds to wait for the other nodes, at the start and before a restart", NULL},
+     "seconds to wait for the other nodes, at the start and before a restart, and for a rank that "
+     "is "
+     "stopped (SIGSTOP) while others have ended",
+     NULL},
     FLAG_GROUP("failures and signals"),
     {"--restarts", 'i', &run_flags.restarts, 0, 1e6,
      "after a failure, start all ranks of all nodes again, as often in a row without progress; "

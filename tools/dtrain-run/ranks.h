@@ -21,6 +21,9 @@ typedef struct run_rank {
     pid_t pid, was; /* its process and its group; 0: not started, or over; was: the number stays */
     bool ended, told; /* told: it was killed by us */
     int status;       /* of waitpid */
+    int stopped;      /* the signal that has stopped it; 0: it runs */
+    double
+        waited; /* seconds that it was stopped while others had ended, when it was killed for that */
     uint64_t ended_ns;
     run_stream out, err;
     int log;             /* its file, for what is shown on the terminal too; -1 */
@@ -280,10 +283,14 @@ static void run_reap(run_node *node)
 {
     int status;
     pid_t pid;
-    while ((pid = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0 || (pid < 0 && errno == EINTR))
+    while ((pid = waitpid(-1, &status, WNOHANG | WUNTRACED | WCONTINUED)) > 0 ||
+           (pid < 0 && errno == EINTR))
         for (int i = 0; i < node->count && pid > 0; i++) {
             run_rank *rank = &node->ranks[i];
             if (rank->pid != pid || rank->ended) continue;
+            if (WIFSTOPPED(status) || WIFCONTINUED(status))
+                rank->stopped = WIFSTOPPED(status) ? WSTOPSIG(status) : 0;
+            if (WIFCONTINUED(status)) continue;
             if (WIFSTOPPED(status)) {
                 fprintf(stderr,
                         "dtrain-run: rank %d (pid %d) was stopped by signal %d: the run waits for "

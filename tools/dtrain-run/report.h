@@ -123,10 +123,14 @@ static bool run_cause_elsewhere(const run_node *node, int first)
 static void run_describe(const run_node *node, int first, uint64_t start_ns, run_failure *failure)
 {
     const run_rank *rank = &node->ranks[first];
-    char host[RUN_HOST] = "", how[96];
+    char host[RUN_HOST] = "", how[128];
     const int status = rank->status;
     gethostname(host, sizeof host - 1);
-    if (WIFSIGNALED(status))
+    if (rank->waited > 0)
+        snprintf(how, sizeof how,
+                 "was stopped by signal %d for %.1f s (--timeout) while others ended, and killed",
+                 rank->stopped, rank->waited);
+    else if (WIFSIGNALED(status))
         snprintf(how, sizeof how, "was killed by signal %d (%s)", WTERMSIG(status),
                  dtrain__signal_name(WTERMSIG(status)));
     else snprintf(how, sizeof how, "ended with exit status %d", WEXITSTATUS(status));
