@@ -121,6 +121,8 @@ else skip "PID 1" "needs root and unshare"; fi
 # ---- Restarts ----
 is "a restart, with its number" 0 '^attempt 1$' $run --nproc 2 --restarts 1 sh -c '[ $DTRAIN_RANK = 1 ] || echo attempt $DTRAIN_RESTART_COUNT; [ $DTRAIN_RESTART_COUNT = 1 ] || exit 4'
 is "a wrong command line is not restarted" 2 'not restarted: exit status 2 before the first step' $run --nproc 2 --restarts 9 sh -c 'exit 2'
+$gpt --ranks 2 --steps 2 --data README.md --checkpoint "$tmp/used" >/dev/null 2>&1
+is "nor is a run whose directory of checkpoints is another run's" 2 'not restarted: exit status 2 before the first step' $run --nproc 2 --restarts 9 $gpt --steps 2 --data README.md --checkpoint "$tmp/used"
 is "a crash loop ends with the rank's status" 4 'crash loop: 1 restart in a row made no progress' $run --nproc 2 --restarts 1 --log-dir "$tmp/logs" sh -c 'exit 4'
 $run --nproc 1 --restarts 9 sh -c 'exit 4' >"$tmp/out" 2>&1 &
 launcher=$!

@@ -76,6 +76,7 @@ struct run_job {
     int64_t stopped_at;            /* steps made then */
     bool saved;                    /* the state behind the last step, on the disk */
     int64_t rolled_back;           /* the step of the last roll-back, or -1 */
+    bool refused;                  /* its directory of checkpoints is another run's */
     dtrain_memory memory;          /* its total with the snapshot */
     uint64_t snapshot_bytes;       /* of checkpoints, where the device's memory is the host's */
     probe_info links;              /* with --probe-links */
@@ -553,6 +554,7 @@ static dtrain_result open_checkpoints(dtrain_world *world, run_job *j)
     desc.set_aside = s->set_aside;
     if (s->checkpoints) result = dtrain_checkpoint_open(world, &desc, &j->checkpoint);
     if (result == DTRAIN_ERROR_DATA) {
+        j->refused = true; /* status 2: no launcher starts it again in vain */
         const char *why = strstr(dtrain_last_error(), ": "); /* behind this rank's number */
         result = dtrain_fail(result, "%s (--resume auto, another --checkpoint, --set-aside)",
                              why ? why + 2 : dtrain_last_error());

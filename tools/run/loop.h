@@ -148,7 +148,7 @@ cleanup:
         name_error(result, "--memory-limit", "");
     close_job(&j);
     free(own);
-    return end_rank(result);
+    return j.refused ? 2 : end_rank(result);
 }
 
 #endif /* RUN_LOOP_H */
