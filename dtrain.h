@@ -15149,8 +15149,11 @@ DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool 
 DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
                                                   const dtrain__samples *x,
                                                   const dtrain__samples *y, float *factor);
-/* Take part in the sums of the others' loss, without samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy);
+/* End a loss with so many sums on this rank: where ranks do not know yet how many sums a loss has,
+ * take part in further ones of other ranks, without samples. A rank that `joins` has no batch, and
+ * takes part in all of them. Collective over the data axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
+                                               bool joins);
 /* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
 /* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */
@@ -15466,9 +15469,11 @@ struct dtrain_strategy {
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
     /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
-     * have been counted in it, and how many the last loss had. */
+     * have been counted in it, how many the last loss of a step or of an evaluation had, and whether
+     * all ranks know that number. */
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
-    uint32_t sums_known, sums_made;
+    uint32_t sums_known, sums_made[2];
+    bool sums_agreed[2];
     bool evaluates;        /* the trainer's evaluation is under way */
     bool several;          /* one backward covers several micro-batches (pipeline) */
     bool tied;             /* there are weights with copies on other stages */
@@ -17458,54 +17463,74 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
  *
  * f is 1 where the numbers of samples are proportional. It is needed before the backward, when the
- * numbers of later micro-batches are unknown: they must be proportional to the first one's. */
+ * numbers of later micro-batches are unknown: they must be proportional to the first one's.
+ *
+ * A rank without a batch takes part in as many sums as the last loss had. In the first pass of a
+ * training or an evaluation, where it does not know the number, it takes part until all ranks say
+ * that their loss has ended: all[3] counts these, and SUM_COMES for each rank that has a sum. */
 
-DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
-                                                  const dtrain__samples *x,
-                                                  const dtrain__samples *y, float *factor)
+#define DTRAIN__SUM_COMES ((int64_t)1 << 32)
+
+/* Add up all ranks' counts of a sum, and check that one weight of a pass can be right. */
+static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t number, int64_t all[4])
 {
-    const int64_t mine[2] = {x ? (int64_t)dtrain__samples_count(x) : 0,
-                             y ? (int64_t)dtrain__samples_count(y) : 0};
-    int64_t all[3] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0};
     int64_t *first = strategy->sums_first[dtrain__min(number, DTRAIN__LOSS_SUMS - 1)];
     dtrain_comm *data = strategy->groups.data;
     dtrain__call_label(strategy->world, "samples of losses", (int64_t)number, "");
     if (dtrain_comm_size(data) > 1)
         DTRAIN__TRY(
-            dtrain_all_reduce(data, all, all, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+            dtrain_all_reduce(data, all, all, 4, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+    if (all[3] < DTRAIN__SUM_COMES) {
+        if (all[3]) strategy->sums_agreed[strategy->evaluates] = true;
+        return DTRAIN_OK;
+    }
+    strategy->sums_made[strategy->evaluates] = number + 1;
     if (number >= strategy->sums_known) memcpy(first, all, sizeof strategy->sums_first[0]);
     if (number >= strategy->sums_known) strategy->sums_known = number + 1;
-    if (all[2] || (double)all[0] * (double)first[1] != (double)all[1] * (double)first[0])
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over "
-            "%lld "
-            "and %lld in the first pass of this step or evaluation, and %lld ranks have samples of "
-            "one only; no weight of a pass makes both the mean over all their samples. Write an "
-            "auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight of "
-            "the other, or choose DTRAIN_AVERAGE_MEANS",
-            (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
-            (long long)all[2]);
+    if (!all[2] && (double)all[0] * (double)first[1] == (double)all[1] * (double)first[0])
+        return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over %lld "
+        "and %lld in the first pass of this step or evaluation, and %lld ranks have samples of one "
+        "only; no weight of a pass makes both the mean over all their samples. Write an auxiliary "
+        "loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight of the other, or "
+        "choose DTRAIN_AVERAGE_MEANS",
+        (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
+        (long long)all[2]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor)
+{
+    const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
+    int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
+    DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
     *factor = 0;
     if (mine[1])
         *factor = (float)((double)mine[1] * (double)all[0] / ((double)all[1] * (double)mine[0]));
-    strategy->sums_made = number + 1;
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums, bool joins)
 {
-    const uint32_t sums = strategy->sums_made;
-    float factor;
-    for (uint32_t i = 0; i < sums; i++)
-        DTRAIN__TRY(dtrain__second_mean(strategy, i, NULL, NULL, &factor));
+    const bool *agreed = &strategy->sums_agreed[strategy->evaluates];
+    const uint32_t made = strategy->sums_made[strategy->evaluates];
+    bool more = strategy->taped && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES;
+    while (more && (!*agreed || (joins && sums < made))) {
+        int64_t all[4] = {0, 0, 0, !joins};
+        DTRAIN__TRY(dtrain__sum_samples(strategy, sums++, all));
+        more = all[3] >= DTRAIN__SUM_COMES;
+    }
     return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins)
 {
     strategy->evaluates = begins;
-    strategy->sums_known = 0;
+    strategy->sums_known = strategy->sums_made[true] = 0;
+    strategy->sums_agreed[true] = false;
 }
 
 DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only)
@@ -19421,7 +19446,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    return dtrain__strategy_keep(strategy, dtrain__join_sums(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__end_sums(strategy, 0, true));
 }
 
 /* Take part in the backward of a pass without samples, and in the agreement on the unit of weights
@@ -22980,9 +23005,11 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            call);
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    if (tape->strategy && !tape->planning)
-        DTRAIN__TRY(
-            dtrain__agree_unit(tape->strategy, ((const dtrain__tape_tensor *)loss)->samples.terms));
+    if (tape->strategy && !tape->planning) {
+        const int64_t terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
+        DTRAIN__TRY(dtrain__end_sums(tape->strategy, tape->pass.sums, false));
+        DTRAIN__TRY(dtrain__agree_unit(tape->strategy, terms));
+    }
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
     return dtrain__backward_walk(tape);
@@ -30552,11 +30579,13 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
-        return trainer->pipeline ? dtrain__join_sums(strategy) : dtrain__join_forward(strategy);
+        return trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
+                                 : dtrain__join_forward(strategy);
     DTRAIN__TRY(next);
     memset(&samples, 0, sizeof samples);
     DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &samples)
                                   : dtrain__evaluate_pass(trainer, user, &loss, &samples));
+    DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
     const double weight =
         samples.terms ? dtrain__samples_count(&samples) : (double)dtrain__micro_weight(strategy);
     DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
@@ -30886,8 +30915,8 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
         flight->batch = action->slot;
         DTRAIN__TRY(dtrain__flight_fetch(trainer, flight));
     }
-    if (flight->joined)
-        return stage == line->stages - 1 ? dtrain__join_sums(desc->strategy) : DTRAIN_OK;
+    const bool last = stage == line->stages - 1;
+    if (flight->joined) return last ? dtrain__end_sums(desc->strategy, 0, true) : DTRAIN_OK;
     *dtrain__slot_at(line, action->chunk, action->micro_batch) = action->slot;
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         source.slot = (int32_t)before;
@@ -30898,8 +30927,9 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
     if (first && !planning) flight->weight = dtrain__micro_weight(desc->strategy);
     dtrain__flight_note(flight, loss);
-    line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
-    return DTRAIN_OK;
+    line->losses[action->slot] = last ? loss : NULL;
+    if (!last || planning) return DTRAIN_OK;
+    return dtrain__end_sums(desc->strategy, trainer->tape->pass.sums, false);
 }
 
 static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,

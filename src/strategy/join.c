@@ -15,7 +15,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    return dtrain__strategy_keep(strategy, dtrain__join_sums(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__end_sums(strategy, 0, true));
 }
 
 /* Take part in the backward of a pass without samples, and in the agreement on the unit of weights

@@ -143,8 +143,11 @@ DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool 
 DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
                                                   const dtrain__samples *x,
                                                   const dtrain__samples *y, float *factor);
-/* Take part in the sums of the others' loss, without samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy);
+/* End a loss with so many sums on this rank: where ranks do not know yet how many sums a loss has,
+ * take part in further ones of other ranks, without samples. A rank that `joins` has no batch, and
+ * takes part in all of them. Collective over the data axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
+                                               bool joins);
 /* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
 /* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */

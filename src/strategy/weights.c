@@ -138,54 +138,74 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
  *
  * f is 1 where the numbers of samples are proportional. It is needed before the backward, when the
- * numbers of later micro-batches are unknown: they must be proportional to the first one's. */
+ * numbers of later micro-batches are unknown: they must be proportional to the first one's.
+ *
+ * A rank without a batch takes part in as many sums as the last loss had. In the first pass of a
+ * training or an evaluation, where it does not know the number, it takes part until all ranks say
+ * that their loss has ended: all[3] counts these, and SUM_COMES for each rank that has a sum. */
 
-DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
-                                                  const dtrain__samples *x,
-                                                  const dtrain__samples *y, float *factor)
+#define DTRAIN__SUM_COMES ((int64_t)1 << 32)
+
+/* Add up all ranks' counts of a sum, and check that one weight of a pass can be right. */
+static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t number, int64_t all[4])
 {
-    const int64_t mine[2] = {x ? (int64_t)dtrain__samples_count(x) : 0,
-                             y ? (int64_t)dtrain__samples_count(y) : 0};
-    int64_t all[3] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0};
     int64_t *first = strategy->sums_first[dtrain__min(number, DTRAIN__LOSS_SUMS - 1)];
     dtrain_comm *data = strategy->groups.data;
     dtrain__call_label(strategy->world, "samples of losses", (int64_t)number, "");
     if (dtrain_comm_size(data) > 1)
         DTRAIN__TRY(
-            dtrain_all_reduce(data, all, all, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+            dtrain_all_reduce(data, all, all, 4, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+    if (all[3] < DTRAIN__SUM_COMES) {
+        if (all[3]) strategy->sums_agreed[strategy->evaluates] = true;
+        return DTRAIN_OK;
+    }
+    strategy->sums_made[strategy->evaluates] = number + 1;
     if (number >= strategy->sums_known) memcpy(first, all, sizeof strategy->sums_first[0]);
     if (number >= strategy->sums_known) strategy->sums_known = number + 1;
-    if (all[2] || (double)all[0] * (double)first[1] != (double)all[1] * (double)first[0])
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over "
-            "%lld "
-            "and %lld in the first pass of this step or evaluation, and %lld ranks have samples of "
-            "one only; no weight of a pass makes both the mean over all their samples. Write an "
-            "auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight of "
-            "the other, or choose DTRAIN_AVERAGE_MEANS",
-            (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
-            (long long)all[2]);
+    if (!all[2] && (double)all[0] * (double)first[1] == (double)all[1] * (double)first[0])
+        return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over %lld "
+        "and %lld in the first pass of this step or evaluation, and %lld ranks have samples of one "
+        "only; no weight of a pass makes both the mean over all their samples. Write an auxiliary "
+        "loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight of the other, or "
+        "choose DTRAIN_AVERAGE_MEANS",
+        (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
+        (long long)all[2]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor)
+{
+    const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
+    int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
+    DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
     *factor = 0;
     if (mine[1])
         *factor = (float)((double)mine[1] * (double)all[0] / ((double)all[1] * (double)mine[0]));
-    strategy->sums_made = number + 1;
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums, bool joins)
 {
-    const uint32_t sums = strategy->sums_made;
-    float factor;
-    for (uint32_t i = 0; i < sums; i++)
-        DTRAIN__TRY(dtrain__second_mean(strategy, i, NULL, NULL, &factor));
+    const bool *agreed = &strategy->sums_agreed[strategy->evaluates];
+    const uint32_t made = strategy->sums_made[strategy->evaluates];
+    bool more = strategy->taped && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES;
+    while (more && (!*agreed || (joins && sums < made))) {
+        int64_t all[4] = {0, 0, 0, !joins};
+        DTRAIN__TRY(dtrain__sum_samples(strategy, sums++, all));
+        more = all[3] >= DTRAIN__SUM_COMES;
+    }
     return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins)
 {
     strategy->evaluates = begins;
-    strategy->sums_known = 0;
+    strategy->sums_known = strategy->sums_made[true] = 0;
+    strategy->sums_agreed[true] = false;
 }
 
 DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only)

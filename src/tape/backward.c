@@ -143,9 +143,11 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            call);
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    if (tape->strategy && !tape->planning)
-        DTRAIN__TRY(
-            dtrain__agree_unit(tape->strategy, ((const dtrain__tape_tensor *)loss)->samples.terms));
+    if (tape->strategy && !tape->planning) {
+        const int64_t terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
+        DTRAIN__TRY(dtrain__end_sums(tape->strategy, tape->pass.sums, false));
+        DTRAIN__TRY(dtrain__agree_unit(tape->strategy, terms));
+    }
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
     return dtrain__backward_walk(tape);

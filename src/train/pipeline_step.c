@@ -131,8 +131,8 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
         flight->batch = action->slot;
         DTRAIN__TRY(dtrain__flight_fetch(trainer, flight));
     }
-    if (flight->joined)
-        return stage == line->stages - 1 ? dtrain__join_sums(desc->strategy) : DTRAIN_OK;
+    const bool last = stage == line->stages - 1;
+    if (flight->joined) return last ? dtrain__end_sums(desc->strategy, 0, true) : DTRAIN_OK;
     *dtrain__slot_at(line, action->chunk, action->micro_batch) = action->slot;
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         source.slot = (int32_t)before;
@@ -143,8 +143,9 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
     if (first && !planning) flight->weight = dtrain__micro_weight(desc->strategy);
     dtrain__flight_note(flight, loss);
-    line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
-    return DTRAIN_OK;
+    line->losses[action->slot] = last ? loss : NULL;
+    if (!last || planning) return DTRAIN_OK;
+    return dtrain__end_sums(desc->strategy, trainer->tape->pass.sums, false);
 }
 
 static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,

@@ -504,11 +504,13 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
-        return trainer->pipeline ? dtrain__join_sums(strategy) : dtrain__join_forward(strategy);
+        return trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
+                                 : dtrain__join_forward(strategy);
     DTRAIN__TRY(next);
     memset(&samples, 0, sizeof samples);
     DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &samples)
                                   : dtrain__evaluate_pass(trainer, user, &loss, &samples));
+    DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
     const double weight =
         samples.terms ? dtrain__samples_count(&samples) : (double)dtrain__micro_weight(strategy);
     DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */

@@ -27,6 +27,7 @@ typedef struct run {
     uint32_t average, missing;  /* of the strategy */
     int freeze_from, freeze_to; /* steps in which out.weight is frozen */
     uint32_t terms;             /* of the loss beside the first: TERM_*, from the lowest bit on */
+    bool even;                  /* the first half of every batch counts for TERM_OTHERS */
     bool ignored, scaled;       /* half of the targets, unevenly, and in step 7 all; loss scaling */
     int drift_rank;             /* in whose memory a bit flips in step 5 */
     float clip, dropout;
@@ -122,11 +123,13 @@ static dtrain_tensor *several_terms(dtrain_tape *tape, rank_state *s, dtrain_ten
                                     dtrain_tensor *logits, dtrain_tensor *loss)
 {
     const uint32_t terms = s->r->terms;
-    const int64_t shape[1] = {s->batch};
-    for (int64_t i = 0; i < s->batch; i++)
-        s->others[i] = counts_for_others(((s->micro - 1) * s->r->ranks + s->rank) * s->batch + i)
-                           ? s->tokens[i]
-                           : -1;
+    const int64_t shape[1] = {s->batch}, end = s->r->ends[s->rank];
+    const bool without = end && s->micro > end;
+    for (int64_t i = 0; i < s->batch; i++) {
+        const int64_t sample = ((s->micro - 1) * s->r->ranks + s->rank) * s->batch + i;
+        const bool counts = s->r->even ? i < s->batch / 2 : counts_for_others(sample);
+        s->others[i] = counts && !without ? s->tokens[i] : -1;
+    }
     for (uint32_t term = 1; term < TERM_FIRST; term *= 2) {
         dtrain_tensor *other = logits;
         if (!(terms & term)) continue;
@@ -468,6 +471,37 @@ static void test_terms_that_take_part(void)
     ends->terms = TERM_LOGITS | TERM_HIDDEN | TERM_OTHERS, ends->ignored = true;
     ends->ends[0] = 5, ends->ends[1] = 8, ends->ends[2] = 9;
     run_well(ends);
+}
+
+/* A rank that has no batch from the first pass on does not know how many sums of means the loss of the others has: in
+ * a step, in an evaluation before any step, and in one between steps. It takes part as a rank none of whose targets
+ * count, to the bit. */
+static void test_terms_without_a_first_batch(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_FULL_SHARD};
+    for (uint32_t i = 0; i < 12; i++) {
+        run *joins = run_create(3, 1, 4), *goes_on = run_create(3, 1, 4);
+        const int64_t end = i / 6 ? 1 : -1; /* a rank with one batch has none in a second pass */
+        joins->kind = goes_on->kind = kinds[i % 2];
+        joins->eval_at = goes_on->eval_at = (int)(i / 2 % 3) - 1;
+        joins->terms = goes_on->terms = TERM_OTHERS | (i % 4 < 2 ? TERM_FIRST : 0);
+        joins->even = goes_on->even =
+            joins->eval_at >= 0; /* which needs the same shares in all batches */
+        joins->ends[i % 3] = goes_on->ends[i % 3] = end;
+        if (i % 4 == 1) joins->ends[(i + 1) % 3] = goes_on->ends[(i + 1) % 3] = end;
+        goes_on->end_ignored = true;
+        run_well(joins);
+        run_well(goes_on);
+        check_same_losses(joins, goes_on, 0);
+        CHECK(joins->eval_loss[0] == goes_on->eval_loss[0]);
+    }
+    run *late = run_create(2, 2, 3), *several = run_create(3, 1, 4);
+    late->ends[0] = late->ends[1] = -1; /* no rank has a batch */
+    late->terms = TERM_LOGITS;
+    CHECK(run_launch(late) == DTRAIN_OK && late->records[1][0].ended);
+    several->terms = TERM_LOGITS | TERM_HIDDEN | TERM_OTHERS, several->ends[1] = -1;
+    several->even = true, several->eval_at = 0;
+    run_well(several);
 }
 
 /* Under DTRAIN_AVERAGE_MEANS a micro-batch none of whose targets count has a loss of 0, which counts. */
@@ -1091,6 +1125,7 @@ int main(int argc, char **argv)
     RUN(test_ignored_targets);
     RUN(test_losses_of_several_terms);
     RUN(test_terms_that_take_part);
+    RUN(test_terms_without_a_first_batch);
     RUN(test_means_count_alike);
     RUN(test_frozen_for_some_steps);
     RUN(test_data_ends_earlier);
