@@ -504,13 +504,14 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     const dtrain_tensor *first = dtrain__first_float(op);
     if (first) dtrain__place_like(op->outputs[i], first);
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
-     * ignores no targets counts, because it has samples on every rank. */
+     * ignores no targets counts, because it has samples on every rank, or else one that has any. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
     for (uint32_t k = 0; k < op->input_count && op->outputs[i]->count == 1; k++) {
         const dtrain_tensor *x = op->inputs[k];
         const dtrain__samples *of = &((const dtrain__tape_tensor *)x)->samples;
         if (x->count == 1 && dtrain__is_float(x) && of->terms &&
-            (!samples->terms || (samples->valid && !of->valid)))
+            (!samples->terms ||
+             (samples->valid && (!of->valid || (of->valid[1] > 0 && samples->valid[1] <= 0)))))
             *samples = *of;
     }
     return op->outputs[i];
