@@ -26,7 +26,9 @@ static inline FILE *open_to_read(const char *path, const char **why)
     else if (S_ISFIFO(about.st_mode)) {
         peeked = read(descriptor, &first,
                       1); /* 0: no writer; EAGAIN: one that has written nothing yet */
-        if (peeked == 0) *why = "it is a pipe, and nobody writes to it";
+        /* A pipe without a name, as /dev/stdin can be, had a writer: it has ended, and wrote nothing. */
+        if (peeked == 0 && lstat(path, &about) == 0 && S_ISFIFO(about.st_mode))
+            *why = "it is a pipe, and nobody writes to it";
         else if (peeked < 0 && errno != EAGAIN) *why = strerror(errno);
     } else if (!S_ISREG(about.st_mode)) *why = "it is no regular file";
     if (!*why && (fcntl(descriptor, F_SETFL, 0) != 0 || !(file = fdopen(descriptor, "rb"))))

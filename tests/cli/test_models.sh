@@ -177,7 +177,7 @@ done
 printf '\320\001\006\001\076\001%.0s' 1 2 3 4 5 6 7 8 >"$tmp/train.bin" # tokens of nanoGPT
 bad "tokens as text" 'train.bin is no text, which --tokenizer encodes; tokens of nanoGPT are --data-format u16' "$gpt" --tokenizer "$tmp/json" --data "$tmp/train.bin"
 bad "tokens as bytes" 'train.bin seems to be no text.* --data-format bytes, bin, u16 or u32' "$gpt" --vocab 50257 --data "$tmp/train.bin"
-bad "a model as data" 'a.bin be a model of llm.c, by its magic 20240326' "$gpt" --data "$tmp/a.bin"
+bad "a model as data" 'a.bin seems to be a model of llm.c, by its magic 20240326' "$gpt" --data "$tmp/a.bin"
 # other NAME PATTERN SED: the file changed by SED is refused
 other() { sed "$3" "$tmp/tokenizer" >"$tmp/json/tokenizer.json"; bad "$1" "tokenizer.json: $2" "$tokenize" "$tmp/json" encode </dev/null; }
 other "a normalizer" '"normalizer" is NFC, expected none' 's/"normalizer": null/"normalizer": {"type": "NFC"}/'

@@ -29,7 +29,7 @@
 #else
 #define LINE_WIDTH (1 << 18) /* more than NCCL buffers */
 #endif
-#include "nccl/line.h"
+#include "line.h"
 
 #include <signal.h>
 #include <sys/mman.h>

@@ -12,7 +12,7 @@
 #include "ranks.h"
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/late_device.h"
-#include "nccl/line.h"
+#include "line.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/lsan_interface.h>
