@@ -1271,9 +1271,9 @@ DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *inf
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
  * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. dtrain_mesh_create makes
- * the communicators of each axis, of TENSOR + PIPELINE and of ALL. The first call that asks for DATA
- * and one of the others, where both have several ranks, makes it and is collective: all ranks of
- * the mesh make these calls in the same order. NULL after an error. */
+ * the communicators of each axis, of TENSOR + PIPELINE and of ALL. The first call that asks for
+ * DATA and another axis, both of several ranks, makes that communicator and is collective: all
+ * ranks of the mesh make these calls in the same order. NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
 /* Return the rank at a place of the mesh; -1 where there is none. */
 DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
@@ -13836,8 +13836,8 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
 }
 
 /* Split the ranks along what strategies and models use: each axis, also one of a single rank, and
- * the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of DATA
- * and another axis, are made when they are asked for. */
+ * the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
+ * DATA and another axis, are made when they are asked for. */
 static dtrain_result dtrain__mesh_open(dtrain_mesh *mesh)
 {
     static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
@@ -15469,8 +15469,8 @@ struct dtrain_strategy {
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
     /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
-     * have been counted in it, how many the last loss of a step or of an evaluation had, and whether
-     * all ranks know that number. */
+     * have been counted in it, how many the last loss of a step or of an evaluation had, and
+     * whether all ranks know that number. */
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
     uint32_t sums_known, sums_made[2];
     bool sums_agreed[2];

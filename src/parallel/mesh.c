@@ -107,8 +107,8 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
 }
 
 /* Split the ranks along what strategies and models use: each axis, also one of a single rank, and
- * the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of DATA
- * and another axis, are made when they are asked for. */
+ * the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
+ * DATA and another axis, are made when they are asked for. */
 static dtrain_result dtrain__mesh_open(dtrain_mesh *mesh)
 {
     static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,

@@ -71,9 +71,9 @@ DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *inf
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
  * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. dtrain_mesh_create makes
- * the communicators of each axis, of TENSOR + PIPELINE and of ALL. The first call that asks for DATA
- * and one of the others, where both have several ranks, makes it and is collective: all ranks of
- * the mesh make these calls in the same order. NULL after an error. */
+ * the communicators of each axis, of TENSOR + PIPELINE and of ALL. The first call that asks for
+ * DATA and another axis, both of several ranks, makes that communicator and is collective: all
+ * ranks of the mesh make these calls in the same order. NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
 /* Return the rank at a place of the mesh; -1 where there is none. */
 DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);

@@ -117,8 +117,8 @@ struct dtrain_strategy {
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
     /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
-     * have been counted in it, how many the last loss of a step or of an evaluation had, and whether
-     * all ranks know that number. */
+     * have been counted in it, how many the last loss of a step or of an evaluation had, and
+     * whether all ranks know that number. */
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
     uint32_t sums_known, sums_made[2];
     bool sums_agreed[2];
