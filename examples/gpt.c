@@ -12,9 +12,9 @@
  *            --strategy ddp|zero1|shard_grad_op|full_shard|zero3
  *            --tensor N (ranks that share every layer of a replica)
  *   expect, in some ten seconds on two cores of an Intel Xeon:
- *     step      loss  val_loss grad_norm        lr    tok/s   step_ms  comm_ms  exposed  data_ms      eta
- *        1    5.5287         -     8.727  1.00e-04     8.5k    107.11    14.92     6.90    0.023     0:31
- *       30    1.3987         -     1.025  2.00e-03    17.5k     43.80     8.28     1.38    0.004     0:17
+ *     step      loss  val_loss grad_norm        lr    tok/s   step_ms  comm_ms  exposed  data_ms      eta  done
+ *        1    5.5287         -     8.727  1.00e-04     8.5k    107.11    14.92     6.90    0.023     0:31    0%
+ *       30    1.3987         -     1.025  2.00e-03    17.5k     43.80     8.28     1.38    0.004     0:17   10%
  *     ...
  *
  * It ends with a held-out loss near 0.19 and a sample, in which most lines are right: "seventeen comes

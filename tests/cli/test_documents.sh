@@ -213,6 +213,7 @@ compiled() {
     program=$(echo " $1 " | sed -n 's/.* -o \([^ ]*\) .*/\1/p')
     case $1 in
         *dtrain_cuda.*) ;;
+        *' -shared '*) how="compiled, and can be loaded"; python3 -c 'import ctypes, sys; ctypes.CDLL("./" + sys.argv[1])' "$program" >"$tmp/out" 2>&1; return ;;
         *' first.c '* | *' train.c '* | *' train.cpp '*) how="ran, and what it made"; in_time 60 "./${program:-a.out}" && grep -q 'w = 3.000' "$tmp/out"; return ;;
         *) return 0 ;;
     esac
