@@ -31027,13 +31027,11 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
                                          void *user, uint32_t flags,
                                          const dtrain__tape_tensor **made)
 {
-    dtrain_strategy *strategy = trainer->tape->planning ? NULL : trainer->desc.strategy;
-    const float weight = strategy ? dtrain__micro_weight(strategy) : 1; /* of the first batch */
     dtrain_tensor *tensor;
     DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
     DTRAIN__TRY(dtrain__line_pass(trainer, function, user, &tensor));
     *made = (const dtrain__tape_tensor *)tensor;
-    return strategy ? dtrain_strategy_weight(strategy, weight) : DTRAIN_OK;
+    return DTRAIN_OK;
 }
 
 /* Check that what the model's function has made, and returned, is of the last stage. */

@@ -4,6 +4,9 @@
 
 #include "tools/say.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 /* Read an integer whose magnitude is below 2^63. */
 static inline bool json_i64(dtrain__json *json, int64_t *value)
 {
@@ -19,15 +22,19 @@ static inline bool json_i64(dtrain__json *json, int64_t *value)
  * terminal would obey is replaced. Names of parameters have no limit, and a label has one. */
 static inline bool json_label(dtrain__json *json, char *text, size_t room)
 {
-    static char whole[1 << 16];
-    if (!dtrain__json_string(json, whole, sizeof whole)) return false;
-    size_t length = strlen(whole);
+    const size_t most = 1 << 16;
+    char *whole = (char *)malloc(most);
+    const bool read = whole && dtrain__json_string(json, whole, most);
+    size_t length = read ? strlen(whole) : 0;
     if (length >= room)
         for (length = room - 1; length > 0 && ((unsigned char)whole[length] & 0xc0) == 0x80;)
             length--;
-    whole[length] = 0;
-    memcpy(text, visible(whole), length + 1);
-    return true;
+    if (read) {
+        whole[length] = 0;
+        memcpy(text, visible(whole), length + 1);
+    }
+    free(whole);
+    return read;
 }
 
 #endif /* INTEGERS_H */
