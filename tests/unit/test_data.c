@@ -238,8 +238,8 @@ static size_t make_bytes(uint64_t *seeds, size_t kind, size_t place, unsigned ch
     case 15: return put(at, draw_word(seeds) + (blank ? 65536 : 0), 4);
     case 16: return put(at, draw(seeds, 65), 8);
     case 17: return put(at, draw_word(seeds), 8);
-    case 18: return put(at, draw(seeds, 50) ? letter : 0x2019, 2);
-    default: return put(at, (draw(seeds, 50) ? letter : 0x60) << 8, 2);
+    case 18: return put(at, draw(seeds, 50) ? (uint64_t)letter : 0x2019, 2);
+    default: return put(at, (draw(seeds, 50) ? (uint64_t)letter : 0x60) << 8, 2);
     }
 }
 
