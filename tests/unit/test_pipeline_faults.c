@@ -487,9 +487,9 @@ static void test_settings_differ(void)
 {
     job j = job_of(2, 2, DTRAIN_PIPELINE_1F1B, OTHER_SCHEDULE);
     j.rank = 3;
-    check_errors(&j, DTRAIN_LAUNCH_THREADS, 0, "rank 3", "pipeline");
+    check_errors(&j, DTRAIN_LAUNCH_THREADS, 0, "rank 3", "pipeline.kind");
     j.what = OTHER_UNITS, j.rank = 1;
-    check_errors(&j, DTRAIN_LAUNCH_PROCESSES, 0, "rank 1", "pipeline");
+    check_errors(&j, DTRAIN_LAUNCH_PROCESSES, 0, "rank 1", "pipeline.units");
 }
 
 static void test_refused(void)
