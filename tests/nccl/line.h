@@ -21,7 +21,10 @@ typedef struct line {
     float *outputs, *gradients, *made, *sent, *inboxes; /* (chunks * micro-batches) rows */
 } line;
 
-static float *line_row(float *rows, int i) { return rows + (size_t)i * LINE_WIDTH; }
+static float *line_row(float *rows, int i)
+{
+    return i < 0 ? NULL : rows + (size_t)i * LINE_WIDTH;
+} /* -1: none */
 static float line_factor(int stage)
 {
     static const float factors[] = {2, 0.5f, -1};
