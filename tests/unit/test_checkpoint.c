@@ -622,7 +622,7 @@ static void test_large_numbers(void)
 /* ---- small stacks ---- */
 
 /* A host's stack of 64 KiB, less what its own functions take; sanitizers and -O0 need a larger one. */
-#if defined __OPTIMIZE__ && !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+#if defined __OPTIMIZE__ && !RANKS_SANITIZED
 enum { SMALL_STACK = 40 << 10 };
 #else
 enum { SMALL_STACK = 512 << 10 };

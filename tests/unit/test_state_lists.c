@@ -389,7 +389,8 @@ static dtrain_result means_copy(dtrain_state *state, char stored[][MEANS_BYTES],
         const size_t bytes =
             (size_t)t[i].piece.count * dtrain_dtype_bytes((dtrain_dtype)t[i].dtype);
         CHECK(bytes <= MEANS_BYTES);
-        memcpy(restores ? t[i].memory : stored[i], restores ? stored[i] : t[i].memory, bytes);
+        if (bytes)
+            memcpy(restores ? t[i].memory : stored[i], restores ? stored[i] : t[i].memory, bytes);
     }
     return DTRAIN_OK;
 }
