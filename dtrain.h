@@ -4594,10 +4594,11 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
-DTRAIN__PRIVATE void dtrain__set_last_error(const char *text);
+DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text);
 DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
 DTRAIN__PRIVATE char *dtrain__visible(char *text);
-DTRAIN__PRIVATE dtrain_result dtrain__last_code(void); /* of the last dtrain_fail */
+/* The code of the last error; DTRAIN_OK once a later call that waits for other ranks succeeded. */
+DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void);
 
 /* core/log.c */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out);
@@ -4789,7 +4790,7 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
 
 static DTRAIN__THREAD_LOCAL char dtrain__error_text[DTRAIN__ERROR_BYTES];
 static DTRAIN__THREAD_LOCAL dtrain_result dtrain__error_code;
-DTRAIN__PRIVATE dtrain_result dtrain__last_code(void) { return dtrain__error_code; }
+DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void) { return &dtrain__error_code; }
 static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 outside of a rank */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void) { return dtrain__thread_rank; }
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank) { dtrain__thread_rank = rank; }
@@ -4829,10 +4830,11 @@ DTRAIN__PRIVATE char *dtrain__visible(char *text)
     return text;
 }
 
-/* Replace the last error of this thread, without the rank in front. */
-DTRAIN__PRIVATE void dtrain__set_last_error(const char *text)
+/* Replace the last error of this thread, without the rank in front, and return its code. */
+DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text)
 {
     snprintf(dtrain__error_text, sizeof dtrain__error_text, "%s", text);
+    return dtrain__error_code = code;
 }
 
 DTRAIN_API const char *dtrain_last_error(void) { return dtrain__error_text; }
@@ -6075,7 +6077,7 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
         event->end_ns = now;
     }
     dtrain__dump_now(world);
-    dtrain__set_last_error(found);
+    (void)dtrain__set_last_error(code, found);
 }
 
 /* ---- Public calls -----------------------------------------------------------------------------*/
@@ -13147,7 +13149,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
 {
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    if (error[0]) launch->region.control->exits[rank].code = (int32_t)dtrain__last_code();
+    if (error[0]) launch->region.control->exits[rank].code = (int32_t)*dtrain__last_code();
     const bool met = launch->joins && world && world->link;
     if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
@@ -13169,7 +13171,7 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
     dtrain__end how = DTRAIN__UNSTARTED;
     dtrain_world *world = NULL;
     dtrain__set_thread_rank(rank);
-    dtrain__set_last_error("");
+    (void)dtrain__set_last_error(DTRAIN_OK, "");
     const dtrain_result created = dtrain__world_create(launch, rank, &world);
     if (created == DTRAIN_OK) {
         code = launch->rank_main(world, launch->user);
@@ -13577,7 +13579,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
  *         +-- one warning; wait backoff_ms, doubled for each in a row -+
  *
  * A call that was refused before any step (DTRAIN_ERROR_ARGUMENT, _USAGE, _UNSUPPORTED, _DATA)
- * would be refused again: such a run is not restarted.
+ * would be refused again: such a run is not restarted. A refusal that the rank got over, because a
+ * later collective of it succeeded, is not the cause of its end.
  *
  * Progress is a step that dtrain_world_progress has announced, further than any before it. */
 
@@ -14895,8 +14898,7 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
     if (strncmp(stands, text, strlen(stands)) != 0) dtrain__run_place(run, action, result);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     for (size_t i = 0; i < run->count; i++) (void)dtrain__message_wait(&run->messages[i]);
-    dtrain__set_last_error(text); /* waiting has left another one */
-    return result;
+    return dtrain__set_last_error(result, text); /* waiting has left another one */
 }
 
 /* Walk the list, and wait for what is still being sent. */
@@ -20673,6 +20675,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     char before[DTRAIN__ERROR_BYTES], text[DTRAIN__ERROR_BYTES];
+    const dtrain_result code = *dtrain__last_code();
     memcpy(before, dtrain_last_error(), sizeof before);
     snprintf(text, sizeof text,
              "dtrain_strategy_destroy: called between ready and finish, in the middle of a "
@@ -20685,7 +20688,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);
     }
-    if (before[0]) dtrain__set_last_error(before);
+    if (before[0]) (void)dtrain__set_last_error(code, before);
 }
 
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
@@ -21877,8 +21880,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_resul
 /* Return the error that sticks to the tape, and make its sentence the last one. */
 static dtrain_result dtrain__tape_error(const dtrain_tape *tape)
 {
-    if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
-    return tape->error;
+    if (tape->error == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain__set_last_error(tape->error, tape->error_text);
 }
 
 /* ---- A pass -----------------------------------------------------------------------------------*/
@@ -29149,8 +29152,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
                            (unsigned long long)loader->position, loader->desc.dataset->name,
                            1e-9 * (double)loader->timeout_ns);
     if (batch->result != DTRAIN_OK) {
-        const dtrain_result result = batch->result;
-        dtrain__set_last_error(batch->error);
+        const dtrain_result result = dtrain__set_last_error(batch->result, batch->error);
         dtrain__prefetch_pause(loader);
         return result;
     }
@@ -31534,8 +31536,7 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
         device->ops->graph_destroy(device, unfinished);
-    dtrain__set_last_error(text);
-    return result;
+    return dtrain__set_last_error(result, text);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -33327,8 +33328,8 @@ DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
 /* Return the result, and make its sentence the last error again. */
 DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome)
 {
-    if (outcome->result != DTRAIN_OK) dtrain__set_last_error(outcome->text);
-    return outcome->result;
+    if (outcome->result == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain__set_last_error(outcome->result, outcome->text);
 }
 
 static void dtrain__poll_sleep(void)
@@ -37668,7 +37669,7 @@ static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result 
 static void dtrain__sink_enter(dtrain_metrics *metrics)
 {
     metrics->busy = true;
-    dtrain__set_last_error("");
+    (void)dtrain__set_last_error(DTRAIN_OK, "");
 }
 
 /* Hand a histogram to the sinks that take them. */
@@ -37960,9 +37961,10 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
         return;
     }
     char text[DTRAIN__ERROR_BYTES]; /* the host reads why its run has failed, not what is lost */
+    const dtrain_result code = *dtrain__last_code();
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     (void)dtrain_metrics_finish(metrics);
-    dtrain__set_last_error(text);
+    (void)dtrain__set_last_error(code, text);
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);

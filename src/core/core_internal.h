@@ -55,10 +55,11 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
-DTRAIN__PRIVATE void dtrain__set_last_error(const char *text);
+DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text);
 DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
 DTRAIN__PRIVATE char *dtrain__visible(char *text);
-DTRAIN__PRIVATE dtrain_result dtrain__last_code(void); /* of the last dtrain_fail */
+/* The code of the last error; DTRAIN_OK once a later call that waits for other ranks succeeded. */
+DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void);
 
 /* core/log.c */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out);

@@ -11,7 +11,7 @@
 
 static DTRAIN__THREAD_LOCAL char dtrain__error_text[DTRAIN__ERROR_BYTES];
 static DTRAIN__THREAD_LOCAL dtrain_result dtrain__error_code;
-DTRAIN__PRIVATE dtrain_result dtrain__last_code(void) { return dtrain__error_code; }
+DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void) { return &dtrain__error_code; }
 static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 outside of a rank */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void) { return dtrain__thread_rank; }
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank) { dtrain__thread_rank = rank; }
@@ -51,10 +51,11 @@ DTRAIN__PRIVATE char *dtrain__visible(char *text)
     return text;
 }
 
-/* Replace the last error of this thread, without the rank in front. */
-DTRAIN__PRIVATE void dtrain__set_last_error(const char *text)
+/* Replace the last error of this thread, without the rank in front, and return its code. */
+DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text)
 {
     snprintf(dtrain__error_text, sizeof dtrain__error_text, "%s", text);
+    return dtrain__error_code = code;
 }
 
 DTRAIN_API const char *dtrain_last_error(void) { return dtrain__error_text; }

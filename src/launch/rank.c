@@ -176,7 +176,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
 {
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    if (error[0]) launch->region.control->exits[rank].code = (int32_t)dtrain__last_code();
+    if (error[0]) launch->region.control->exits[rank].code = (int32_t)*dtrain__last_code();
     const bool met = launch->joins && world && world->link;
     if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
@@ -198,7 +198,7 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
     dtrain__end how = DTRAIN__UNSTARTED;
     dtrain_world *world = NULL;
     dtrain__set_thread_rank(rank);
-    dtrain__set_last_error("");
+    (void)dtrain__set_last_error(DTRAIN_OK, "");
     const dtrain_result created = dtrain__world_create(launch, rank, &world);
     if (created == DTRAIN_OK) {
         code = launch->rank_main(world, launch->user);

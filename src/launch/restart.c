@@ -13,7 +13,8 @@
  *         +-- one warning; wait backoff_ms, doubled for each in a row -+
  *
  * A call that was refused before any step (DTRAIN_ERROR_ARGUMENT, _USAGE, _UNSUPPORTED, _DATA)
- * would be refused again: such a run is not restarted.
+ * would be refused again: such a run is not restarted. A refusal that the rank got over, because a
+ * later collective of it succeeded, is not the cause of its end.
  *
  * Progress is a step that dtrain_world_progress has announced, further than any before it. */
 

@@ -49,7 +49,7 @@ static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result 
 static void dtrain__sink_enter(dtrain_metrics *metrics)
 {
     metrics->busy = true;
-    dtrain__set_last_error("");
+    (void)dtrain__set_last_error(DTRAIN_OK, "");
 }
 
 /* Hand a histogram to the sinks that take them. */
@@ -341,9 +341,10 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
         return;
     }
     char text[DTRAIN__ERROR_BYTES]; /* the host reads why its run has failed, not what is lost */
+    const dtrain_result code = *dtrain__last_code();
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     (void)dtrain_metrics_finish(metrics);
-    dtrain__set_last_error(text);
+    (void)dtrain__set_last_error(code, text);
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);

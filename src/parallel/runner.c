@@ -154,8 +154,7 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
     if (strncmp(stands, text, strlen(stands)) != 0) dtrain__run_place(run, action, result);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     for (size_t i = 0; i < run->count; i++) (void)dtrain__message_wait(&run->messages[i]);
-    dtrain__set_last_error(text); /* waiting has left another one */
-    return result;
+    return dtrain__set_last_error(result, text); /* waiting has left another one */
 }
 
 /* Walk the list, and wait for what is still being sent. */

@@ -40,8 +40,8 @@ DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
 /* Return the result, and make its sentence the last error again. */
 DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome)
 {
-    if (outcome->result != DTRAIN_OK) dtrain__set_last_error(outcome->text);
-    return outcome->result;
+    if (outcome->result == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain__set_last_error(outcome->result, outcome->text);
 }
 
 static void dtrain__poll_sleep(void)

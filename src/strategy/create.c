@@ -339,6 +339,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     char before[DTRAIN__ERROR_BYTES], text[DTRAIN__ERROR_BYTES];
+    const dtrain_result code = *dtrain__last_code();
     memcpy(before, dtrain_last_error(), sizeof before);
     snprintf(text, sizeof text,
              "dtrain_strategy_destroy: called between ready and finish, in the middle of a "
@@ -351,7 +352,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);
     }
-    if (before[0]) dtrain__set_last_error(before);
+    if (before[0]) (void)dtrain__set_last_error(code, before);
 }
 
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)

@@ -66,8 +66,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_resul
 /* Return the error that sticks to the tape, and make its sentence the last one. */
 static dtrain_result dtrain__tape_error(const dtrain_tape *tape)
 {
-    if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
-    return tape->error;
+    if (tape->error == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain__set_last_error(tape->error, tape->error_text);
 }
 
 /* ---- A pass -----------------------------------------------------------------------------------*/

@@ -145,8 +145,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
                            (unsigned long long)loader->position, loader->desc.dataset->name,
                            1e-9 * (double)loader->timeout_ns);
     if (batch->result != DTRAIN_OK) {
-        const dtrain_result result = batch->result;
-        dtrain__set_last_error(batch->error);
+        const dtrain_result result = dtrain__set_last_error(batch->result, batch->error);
         dtrain__prefetch_pause(loader);
         return result;
     }

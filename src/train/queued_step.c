@@ -161,8 +161,7 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
         device->ops->graph_destroy(device, unfinished);
-    dtrain__set_last_error(text);
-    return result;
+    return dtrain__set_last_error(result, text);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/

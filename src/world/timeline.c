@@ -321,6 +321,7 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
     dtrain__show_beat(world, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
+    if (result == DTRAIN_OK) *dtrain__last_code() = DTRAIN_OK;
     dtrain__failed(world, result);
     return now;
 }
@@ -345,7 +346,7 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
         event->end_ns = now;
     }
     dtrain__dump_now(world);
-    dtrain__set_last_error(found);
+    (void)dtrain__set_last_error(code, found);
 }
 
 /* ---- Public calls -----------------------------------------------------------------------------*/

@@ -270,6 +270,31 @@ static int rank_is_refused(dtrain_world *world, void *user)
     return dtrain_broadcast(dtrain_world_comm(world), NULL, 4, DTRAIN_DTYPE_F32, 99, NULL) !=
            DTRAIN_OK;
 }
+/* A rank that asks for what may be refused, goes on without it, and ends for a reason of another kind. */
+static int rank_probes(dtrain_world *world, void *user)
+{
+    plan *p = (plan *)user;
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    __atomic_fetch_add(&p->came[info.restart_count][dtrain_world_rank(world)], 1, __ATOMIC_ACQ_REL);
+    if (dtrain_work_test(NULL, NULL) != DTRAIN_ERROR_ARGUMENT) return 41;
+    if (p->acts[0] == WELL) dtrain_fail(DTRAIN_ERROR_DATA, "the file is not there");
+    if (p->acts[0] != WELL) RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+    return info.restart_count == 0;
+}
+static void test_a_refusal_got_over(void)
+{
+    for (uint32_t mode = 0; mode < 2; mode++)
+        for (int other = 0; other < 2; other++) {
+            plan *p = new_plan(1, 1);
+            dtrain_launch_desc desc = restart_desc(2, mode, 2, p);
+            p->acts[0] = other ? RETURNS : WELL;
+            CHECK_MSG((ranks_launch(&desc, rank_probes, p, NULL) == DTRAIN_OK) == other, "%s", dtrain_last_error());
+            CHECK_MSG((p->came[1][0] == 1) == other, "it came %d times", p->came[1][0]);
+            forget(p);
+        }
+}
+
 static void test_refused_is_not_restarted(void)
 {
     for (uint32_t mode = 0; mode < 2; mode++)
@@ -1027,6 +1052,7 @@ int main(int argc, char **argv)
     RUN(test_without_restarts);
     RUN(test_crash_loop);
     RUN(test_refused_is_not_restarted);
+    RUN(test_a_refusal_got_over);
     RUN(test_progress);
     RUN(test_progress_misuse);
     RUN(test_backoff);
