@@ -6053,6 +6053,7 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
     dtrain__show_beat(world, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
+    if (result == DTRAIN_OK) *dtrain__last_code() = DTRAIN_OK;
     dtrain__failed(world, result);
     return now;
 }
@@ -17508,6 +17509,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uin
 {
     const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
     int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
+    *factor = 1;
+    if (strategy->device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
     DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
     *factor = 0;
     if (mine[1])
@@ -22044,17 +22047,18 @@ static void dtrain__input_hash(dtrain_tape *tape, const void *host, uint64_t byt
 DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item)
 {
-    float *valid = dtrain__feed_valid(item);
+    float *valid = dtrain__feed_valid(item), now[2];
     dtrain__input_hash(tape, item->host, item->bytes);
     memcpy(item->pinned, item->host, item->bytes);
     if (item->dtype != DTRAIN_DTYPE_I32) return DTRAIN_OK;
-    const float before = valid[1];
-    dtrain__count_valid(item->host, (int64_t)item->bytes / 4, valid);
-    if (!feed->fixed || valid[1] == before) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_trainer_step: %.0f targets count, and %.0f did when the step was "
-                       "recorded, whose loss adds two means; use graph = false",
-                       (double)valid[1], (double)before);
+    dtrain__count_valid(item->host, (int64_t)item->bytes / 4, now);
+    if (feed->fixed && valid[1] != now[1])
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_step: %.0f targets count, and %.0f did when the step "
+                           "was recorded, whose loss adds two means; use graph = false",
+                           (double)now[1], (double)valid[1]);
+    memcpy(valid, now, sizeof now);
+    return DTRAIN_OK;
 }
 
 /* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream

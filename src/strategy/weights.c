@@ -181,6 +181,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uin
 {
     const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
     int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
+    *factor = 1;
+    if (strategy->device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
     DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
     *factor = 0;
     if (mine[1])

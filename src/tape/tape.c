@@ -230,17 +230,18 @@ static void dtrain__input_hash(dtrain_tape *tape, const void *host, uint64_t byt
 DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item)
 {
-    float *valid = dtrain__feed_valid(item);
+    float *valid = dtrain__feed_valid(item), now[2];
     dtrain__input_hash(tape, item->host, item->bytes);
     memcpy(item->pinned, item->host, item->bytes);
     if (item->dtype != DTRAIN_DTYPE_I32) return DTRAIN_OK;
-    const float before = valid[1];
-    dtrain__count_valid(item->host, (int64_t)item->bytes / 4, valid);
-    if (!feed->fixed || valid[1] == before) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_trainer_step: %.0f targets count, and %.0f did when the step was "
-                       "recorded, whose loss adds two means; use graph = false",
-                       (double)valid[1], (double)before);
+    dtrain__count_valid(item->host, (int64_t)item->bytes / 4, now);
+    if (feed->fixed && valid[1] != now[1])
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_step: %.0f targets count, and %.0f did when the step "
+                           "was recorded, whose loss adds two means; use graph = false",
+                           (double)now[1], (double)valid[1]);
+    memcpy(valid, now, sizeof now);
+    return DTRAIN_OK;
 }
 
 /* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream

@@ -404,7 +404,7 @@ enum { B = 2, T = 8, C = 16, V = 32, HEADS = 2, PARAMS = 16 };
 typedef struct model {
     dtrain_param params[PARAMS];
     int32_t tokens[B * T], targets[B * T];
-    int rank, step, ignored;
+    int rank, step, ignored, two;
     float dropout;
 } model;
 
@@ -442,6 +442,8 @@ static dtrain_result next_batch(void *user)
     }
     if (m->ignored) /* another number of ignored targets in every step */
         for (int i = 0; i < (m->step % 9 > 5 ? B * T : m->step % 4); i++) m->targets[i] = -1;
+    if (m->two) /* as many in every step; with 2 one more from the ninth batch on */
+        for (int i = 0; i < 3 + (m->two == 2 && m->step >= 8); i++) m->targets[i] = -1;
     m->step++;
     return DTRAIN_OK;
 }
@@ -465,13 +467,15 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     h = dtrain_linear(t, h, &p[12], &p[13], DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 2);
     h = dtrain_layernorm(t, h, &x, &p[14], &p[15], 1e-5f);
-    return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE),
-                                targets, 0, 0);
+    dtrain_tensor *main_loss = dtrain_cross_entropy(
+        t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE), targets, 0, 0);
+    return m->two ? dtrain_add(t, main_loss, dtrain_mean(t, dtrain_multiply(t, h, h))) : main_loss;
 }
 
 /* How a run is made, and what came out of it on rank 0. */
 typedef struct run {
     uint32_t accumulation, tape_flags, optimizer;
+    int two;
     bool graph, ignored, no_overlap, evaluate;
     float dropout, clip;
     size_t bucket_bytes;
@@ -503,6 +507,7 @@ static int train_main(dtrain_world *world, void *user)
     memset(&desc, 0, sizeof desc);
     m.rank = dtrain_world_rank(world);
     m.ignored = how->ignored;
+    m.two = how->two;
     m.dropout = how->dropout;
     declare(&m);
     if (how->optimizer == DTRAIN_OPTIMIZER_MUON) /* of matrices; Lion of their biases */
@@ -685,6 +690,69 @@ static void test_graph_notices_ignored_targets(void)
         check_near(&eager, &graph, 10, 0, "ignored targets");
         CHECK(eager.hash == graph.hash && eager.losses[accumulation == 1 ? 7 : 5] == 0);
     }
+}
+
+/* A loss of two means over other samples is recorded where their numbers stay, and refused in a step where they do not,
+ * once more when the program goes on after the refusal. */
+static int two_refused_main(dtrain_world *world, void *user)
+{
+    const run *how = (const run *)user;
+    model m;
+    dtrain_strategy *strategy;
+    dtrain_trainer *trainer;
+    dtrain_optimizer *optimizer;
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    dtrain_trainer_desc desc;
+    dtrain_result stepped = DTRAIN_OK;
+    memset(&m, 0, sizeof m);
+    memset(&desc, 0, sizeof desc);
+    m.rank = dtrain_world_rank(world);
+    m.two = how->two;
+    declare(&m);
+    RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, NULL, &strategy));
+    RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
+    desc.strategy = strategy;
+    desc.optimizer = optimizer;
+    desc.loss = loss;
+    desc.user = &m;
+    desc.next_batch = next_batch;
+    desc.schedule.lr = 0.001f;
+    desc.graph = true;
+    desc.micro_batches = how->accumulation;
+    RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
+    int step = 0;
+    while (step < 7 && stepped == DTRAIN_OK) {
+        stepped = dtrain_trainer_step(trainer, NULL);
+        step += stepped == DTRAIN_OK;
+    }
+    CHECK_MSG(step == 4, "refused in step %d", step);
+    for (int again = 0; again < 2; again++) {
+        CHECK(stepped == DTRAIN_ERROR_UNSUPPORTED &&
+              strstr(dtrain_last_error(), "use graph = false"));
+        stepped = dtrain_trainer_step(trainer, NULL);
+    }
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static void test_graph_adds_means(void)
+{
+    run how = plain();
+    how.two = 1;
+    for (how.accumulation = 1; how.accumulation <= 3; how.accumulation += 2) {
+        const run cpu = trained(how, 1, DTRAIN_LAUNCH_PROCESSES, true);
+        const run eager = trained(how, 1, DTRAIN_LAUNCH_PROCESSES, false);
+        run recorded = how;
+        recorded.graph = true;
+        const run graph = trained(recorded, 1, DTRAIN_LAUNCH_PROCESSES, false);
+        check_near(&cpu, &graph, 6, 1e-4, "two means, on the CPU and recorded");
+        check_same(&eager, &graph, 6, "two means");
+    }
+    how.two = 2;
+    how.accumulation = 2;
+    cuda_run(1, DTRAIN_LAUNCH_PROCESSES, two_refused_main, &how);
 }
 
 /* bf16 products on the GPU and on the CPU agree, and stay near fp32. */
@@ -1048,6 +1116,7 @@ int main(int argc, char **argv)
     RUN(test_same_bits);
     RUN(test_graph_is_eager);
     RUN(test_graph_notices_ignored_targets);
+    RUN(test_graph_adds_means);
     RUN(test_autocast);
     RUN(test_inputs_are_staged);
     RUN(test_host_arrays);

@@ -79,7 +79,8 @@ typedef enum fault_kind {
     DIES_IN_COLLECTIVE,
     HANGS,
     ERRS,
-    REFUSES
+    REFUSES,
+    UNRECORDABLE /* nothing is planted: the loss cannot be recorded */
 } fault_kind;
 
 /* How a run is made, and what came out of it. */
@@ -88,6 +89,7 @@ struct run {
     uint32_t compression, node_size; /* of more than 0 ranks: hierarchical */
     int tensor;                      /* ranks that share each layer; 0: none */
     bool staged, graph, no_overlap, sequence_parallel;
+    int two;      /* the loss adds two means: 1: of the same share on all ranks, 2: of other ones */
     bool ignored; /* rank 1 ignores targets, in each step another number of them; in one all do */
     size_t bucket_bytes;
     float dropout;
@@ -142,6 +144,7 @@ static dtrain_result next_batch(void *user)
         if (m->how->ignored && m->rank == 1 && i < m->step % 4) m->targets[i] = -1;
         if (m->how->ignored && m->step / 2 == 5) m->targets[i] = -1; /* two micro-batches */
     }
+    for (int i = 0; m->how->two && i < 3 + (m->how->two - 1) * m->rank; i++) m->targets[i] = -1;
     m->step++;
     return DTRAIN_OK;
 }
@@ -166,8 +169,10 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     h = dtrain_linear(t, h, &p[8], NULL, DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 0);
     h = dtrain_add(t, x, h);
-    return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE),
-                                targets, 0, 0);
+    dtrain_tensor *main_loss = dtrain_cross_entropy(
+        t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE), targets, 0, 0);
+    return m->how->two ? dtrain_add(t, main_loss, dtrain_mean(t, dtrain_multiply(t, h, h)))
+                       : main_loss;
 }
 
 /* Between two steps: everything launched so far has run. */
@@ -594,6 +599,29 @@ static void test_graph_of_ignored_targets(void)
     CHECK_MSG(graph.graph_launches == 6, "%d launches", (int)graph.graph_launches);
 }
 
+/* A loss of two means over other samples is recorded where the shares are the same, and refused on all ranks else. */
+static void test_graph_adds_means(void)
+{
+    start_test();
+    run how = plain();
+    how.steps = 8;
+    how.accumulation = 2;
+    how.two = 1;
+    const run eager = trained(how, 2);
+    how.graph = true;
+    const run graph = trained(how, 2);
+    check_near(&eager, &graph, how.steps, 0, "two means");
+    CHECK(eager.hashes[0] == graph.hashes[0]);
+    CHECK_MSG(graph.graph_launches == 6, "%d launches", (int)graph.graph_launches);
+    how.two = 2; /* rank 1 alone has the mean share */
+    how.fault = UNRECORDABLE;
+    const run refused = trained(how, 3);
+    for (int r = 0; r < 3; r++)
+        CHECK_MSG(refused.results[r] != DTRAIN_OK &&
+                      strstr(refused.sentences[r], "use graph = false"),
+                  "%s", refused.sentences[r]);
+}
+
 /* ---- which backend ---- */
 
 static void test_shared_device(void)
@@ -756,6 +784,7 @@ int main(int argc, char **argv)
     RUN(test_tensor_axis);
     RUN(test_graph_is_eager);
     RUN(test_graph_of_ignored_targets);
+    RUN(test_graph_adds_means);
     RUN(test_shared_device);
     RUN(test_death);
     RUN(test_death_while_recording);
