@@ -1101,12 +1101,28 @@ static int rank_alloc_limits(dtrain_world *world, void *user)
         CHECK_MSG(memory == NULL, "a failed allocation must give NULL");
         CHECK_MSG(strlen(dtrain_last_error()) > 20, "no sentence: '%s'", dtrain_last_error());
     }
+    RANKS_TRY(dtrain_barrier(comm));
+    const bool refused = dtrain_world_rank(world) == 0; /* which takes nothing from the others */
+    const size_t all =
+        (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE) - ((size_t)16 << 20);
+    for (i = 0; i < (refused ? 400u : 40000u); i++) {
+        const dtrain_result result = dtrain_comm_alloc(comm, refused ? all : 4096, &memory);
+        if (!CHECK_MSG(result == (refused ? DTRAIN_ERROR_MEMORY : DTRAIN_OK), "%s",
+                       dtrain_last_error()))
+            return 1;
+        dtrain_comm_free(comm, memory, 4096);
+    }
     return 0;
 }
 static void test_alloc_limits(void)
 {
     int m;
-    for (m = 0; m < MODES; m++) ranks_run(2, (uint32_t)m, rank_alloc_limits, NULL);
+    for (m = 0; m < MODES; m++) {
+        dtrain_launch_desc desc = ranks_desc(2, (uint32_t)m);
+        desc.reserve_bytes = 0; /* as much as the machine has */
+        CHECK_MSG(ranks_launch(&desc, rank_alloc_limits, NULL, NULL) == DTRAIN_OK, "%s",
+                  dtrain_last_error());
+    }
 }
 
 /* ---- counters ---- */
