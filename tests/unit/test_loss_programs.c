@@ -1,5 +1,6 @@
 /* Random losses of several terms: trees of sums of cross-entropies that ignore different targets and of scaled means
- * over hidden values and logits, on 1 to 4 ranks with 1 to 3 micro-batches whose ranks have other numbers of targets.
+ * over hidden values and logits, on 1 to 4 ranks with 1 to 3 micro-batches whose ranks have other numbers of targets and
+ * of batches. Terms of hidden values are added before the next unit of parameters is gathered.
  * Plain loops in double know the loss and the norm of the gradients of every step, where each term is averaged over
  * all its own samples, and which programs are refused on all ranks.
  *
@@ -21,7 +22,7 @@ enum {
 enum { WEIGHTS = 2 * VOCAB * WIDTH };
 static const double RATE = 0.25;
 
-typedef enum kind { TARGETS, OTHERS, HIDDEN_MEAN, LOGITS_MEAN, SUM } kind;
+typedef enum kind { TARGETS, OTHERS, HIDDEN_TARGETS, HIDDEN_MEAN, LOGITS_MEAN, SUM } kind;
 
 typedef struct node {
     kind kind;
@@ -33,6 +34,7 @@ typedef struct program {
     uint64_t seed;
     int ranks, micro, batch, nodes;
     uint32_t strategy, pattern;
+    int passes[MOST_RANKS]; /* for which a rank has a batch */
     node node[MOST_NODES];
     float init[WEIGHTS]; /* embedding, then weight, both (VOCAB, WIDTH) */
     double loss[MOST_RANKS][STEPS], norm[MOST_RANKS][STEPS]; /* found */
@@ -56,6 +58,8 @@ static int token(const program *g, int step, int micro, int rank, int i)
 static int target(const program *g, kind which, int step, int micro, int rank, int i)
 {
     const int of = g->pattern ? micro : 0;
+    if (which == HIDDEN_TARGETS) which = OTHERS;
+    if (step * g->micro + micro >= g->passes[rank]) return -1;
     const bool none = g->pattern == 2 && draw(g, 6, step, of, rank, 0) % 4 == 0;
     if (none || draw(g, (int)which, step, of, rank, i) % 3 == 0) return -1;
     return (int)(draw(g, (int)which + 2, step, micro, rank, i) % VOCAB);
@@ -76,7 +80,7 @@ static int make_tree(program *g, uint64_t *state, int terms, bool targets)
         const int left = make_tree(g, state, first, targets && in_first);
         return add_node(g, SUM, left, make_tree(g, state, terms - first, targets && !in_first), 1);
     }
-    const kind k = targets ? TARGETS : (kind)ranks_random(state, 4);
+    const kind k = targets ? TARGETS : (kind)ranks_random(state, 5);
     return add_node(g, k, -1, -1, targets ? 1 : 0.3 + 0.2 * (double)ranks_random(state, 4));
 }
 
@@ -92,6 +96,11 @@ static void make(program *g, uint64_t seed)
     g->batch = 2 + (int)ranks_random(&state, MOST_BATCH - 1);
     g->pattern = (uint32_t)ranks_random(&state, 3);
     g->strategy = kinds[ranks_random(&state, 4)];
+    const bool ends = ranks_random(&state, 2);
+    for (int r = 0; r < g->ranks; r++)
+        g->passes[r] =
+            ends ? (int)ranks_random(&state, (uint64_t)(STEPS * g->micro) + 1) : STEPS * g->micro;
+    g->passes[ranks_random(&state, (uint64_t)g->ranks)] = STEPS * g->micro;
     make_tree(g, &state, 2 + (int)ranks_random(&state, 4), true);
 }
 
@@ -102,7 +111,8 @@ static int64_t samples(const program *g, kind k, int step, int micro, int rank)
 {
     int64_t count = 0;
     for (int r = 0; r < g->ranks; r++)
-        for (int i = 0; i < g->batch && (rank < 0 || r == rank); i++)
+        for (int i = 0;
+             i < g->batch && (rank < 0 || r == rank) && step * g->micro + micro < g->passes[r]; i++)
             count += k == HIDDEN_MEAN   ? WIDTH
                      : k == LOGITS_MEAN ? VOCAB
                                         : target(g, k, step, micro, r, i) >= 0;
@@ -139,6 +149,12 @@ static double row_of(const node *n, int wanted, int from, const double *w, doubl
 {
     const double *h = w + from * WIDTH, *out = w + VOCAB * WIDTH;
     double z[VOCAB], dz[VOCAB] = {0}, dh[WIDTH] = {0}, sum = 0, loss = 0;
+    if (n->kind == HIDDEN_TARGETS) {
+        for (int i = 0; i < WIDTH; i++) sum += exp(h[i]);
+        for (int i = 0; i < WIDTH; i++)
+            grads[from * WIDTH + i] += each * (exp(h[i]) / sum - (i == wanted % WIDTH));
+        return each * (log(sum) - h[wanted % WIDTH]);
+    }
     for (int v = 0; v < VOCAB; v++) {
         z[v] = 0;
         for (int i = 0; i < WIDTH; i++) z[v] += out[v * WIDTH + i] * h[i];
@@ -172,7 +188,7 @@ static double expect_step(const program *g, int step, double *w, double *norm)
                 for (int i = 0; i < g->batch; i++) {
                     const int wanted =
                         n->kind < HIDDEN_MEAN ? target(g, n->kind, step, m, r, i) : 0;
-                    if (wanted >= 0)
+                    if (wanted >= 0 && step * g->micro + m < g->passes[r])
                         loss += row_of(n, wanted, token(g, step, m, r, i), w, grads,
                                        n->scale / (double)count);
                 }
@@ -188,16 +204,18 @@ typedef struct rank_state {
     program *g;
     int rank, pass;
     dtrain_param params[2];
-    int32_t rows[3][MOST_BATCH]; /* targets of both kinds, tokens */
+    int32_t rows[4][MOST_BATCH]; /* targets of all kinds, tokens */
 } rank_state;
 
 static dtrain_result next_batch(void *user)
 {
     rank_state *s = (rank_state *)user;
     const int step = s->pass / s->g->micro, micro = s->pass % s->g->micro;
+    if (s->pass >= s->g->passes[s->rank]) return DTRAIN_ERROR_END;
     for (int i = 0; i < s->g->batch; i++) {
-        for (int k = 0; k < 2; k++) s->rows[k][i] = target(s->g, (kind)k, step, micro, s->rank, i);
-        s->rows[2][i] = token(s->g, step, micro, s->rank, i);
+        for (int k = 0; k < 3; k++) s->rows[k][i] = target(s->g, (kind)k, step, micro, s->rank, i);
+        if (s->rows[HIDDEN_TARGETS][i] >= 0) s->rows[HIDDEN_TARGETS][i] %= WIDTH;
+        s->rows[3][i] = token(s->g, step, micro, s->rank, i);
     }
     s->pass++;
     return DTRAIN_OK;
@@ -205,21 +223,24 @@ static dtrain_result next_batch(void *user)
 static dtrain_tensor *build_loss(dtrain_tape *tape, void *user)
 {
     rank_state *s = (rank_state *)user;
-    dtrain_tensor *input[3], *made[MOST_NODES];
+    dtrain_tensor *input[4], *made[MOST_NODES], *z = NULL;
     const int64_t shape[2] = {s->g->batch, 1};
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 4; i++)
         input[i] =
-            dtrain_tape_input(tape, DTRAIN_DTYPE_I32, i < 2 ? 1 : 2, shape, s->rows[i], false);
+            dtrain_tape_input(tape, DTRAIN_DTYPE_I32, i < 3 ? 1 : 2, shape, s->rows[i], false);
     dtrain_tape_unit(tape, 0);
-    dtrain_tensor *h = dtrain_embedding(tape, input[2], &s->params[0], NULL);
-    dtrain_tape_unit(tape, 1);
-    dtrain_tensor *z = dtrain_linear(tape, h, &s->params[1], NULL, DTRAIN_ACTIVATION_NONE);
+    dtrain_tensor *h = dtrain_embedding(tape, input[3], &s->params[0], NULL);
     for (int at = 0; at < s->g->nodes; at++) {
         const node *n = &s->g->node[at];
-        dtrain_tensor *x = n->kind == HIDDEN_MEAN ? h : z;
+        const bool hidden = n->kind == HIDDEN_MEAN || n->kind == HIDDEN_TARGETS;
+        if (!z && !hidden && n->kind != SUM) {
+            dtrain_tape_unit(tape, 1);
+            z = dtrain_linear(tape, h, &s->params[1], NULL, DTRAIN_ACTIVATION_NONE);
+        }
+        dtrain_tensor *x = hidden ? h : z;
         if (n->kind == SUM) made[at] = dtrain_add(tape, made[n->left], made[n->right]);
         else if (n->kind < HIDDEN_MEAN)
-            made[at] = dtrain_cross_entropy(tape, z, input[n->kind], 0, 0);
+            made[at] = dtrain_cross_entropy(tape, x, input[n->kind], 0, 0);
         else made[at] = dtrain_mean(tape, dtrain_multiply(tape, x, x));
         if (n->scale != 1) made[at] = dtrain_scale(tape, made[at], (float)n->scale);
     }
