@@ -256,7 +256,7 @@
        src/device/cpu/kernels/tokens.h      Embedding, cross-entropy
        src/device/cpu/kernels/rows.h        Rows of activations: softmax, rotary embedding, permuted axes
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
-       src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights, depthwise
+       src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/pooling.h     Pooling: maximum and average of windows
        src/device/cpu/kernels/attention.h   Attention
@@ -2209,8 +2209,9 @@ typedef struct dtrain_conv2d_desc {
  * width, in_channels) -> (batch, out_height, out_width, out_channels), where out_height is (height
  * + 2 padding - dilation (kernel_height - 1) - 1) / stride + 1, rounded down. weight has PyTorch's
  * shape (out_channels, in_channels / groups, kernel_height, kernel_width), with a kernel of at most
- * 64 x 64; bias (out_channels) may be NULL. groups divides both numbers of channels; with groups =
- * in_channels = out_channels the convolution is depthwise. desc NULL: the defaults. */
+ * 64 x 64; bias (out_channels) may be NULL. groups divides both numbers of channels. Each group is
+ * a product of its own: groups of one channel (depthwise) are correct, and slow. desc NULL: the
+ * defaults. */
 DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc);
 
@@ -39968,7 +39969,7 @@ typedef struct dtrain__job {
     L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
     L(softmax_backward) L(rotary) L(permute) L(batchnorm_moments) L(batchnorm)       \
     L(batchnorm_sums) L(batchnorm_backward) L(conv_weight) L(conv_weight_sum)        \
-    L(depthwise) L(depthwise_input) L(depthwise_weight) L(pool2d) L(pool2d_backward) \
+    L(pool2d) L(pool2d_backward)                                                     \
     P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
 /* clang-format on */
 
@@ -40018,17 +40019,6 @@ typedef struct dtrain__conv_weight {
     const int32_t *order; /* (taps) */
     bool accumulate;
 } dtrain__conv_weight;
-
-/* A depthwise convolution: channel c of y is that of x alone. */
-typedef struct dtrain__depthwise {
-    dtrain_windows2d windows;
-    const void *x, *d_y;
-    const float *weight, *bias; /* weight: (taps, channels) */
-    void *y;                    /* or d_x */
-    float *sums;                /* (chunks, taps, channels): of the weight gradient */
-    dtrain_dtype dtype, y_dtype;
-    bool accumulate;
-} dtrain__depthwise;
 
 /* Images as patches of 6 x 6 pixels, or of 4 x 4: windows with a stride of four. */
 typedef struct dtrain__patches {
@@ -41384,8 +41374,7 @@ dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_bac
  * product of its own, with the taps that it has and with rows of C that are every stride-th pixel.
  * So no product is taken with a tap that is not there.
  *
- * Each group is a product of its own; with one channel of input and output in each, the depthwise
- * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
+ * Each group is a product of its own. Weights are packed once a call, (taps, in, out) or (taps, out,
  * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
  * are channels enough: launch_winograd.c. */
 
@@ -41393,7 +41382,7 @@ dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_bac
 
 /* What the launchers of convolutions share */
 
-/* One group, or all of a depthwise convolution. */
+/* One group. */
 typedef struct dtrain__conv {
     dtrain__cpu *cpu;
     dtrain_windows2d windows;
@@ -41737,47 +41726,6 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
     return dtrain__gemm_run(conv->cpu, &product);
 }
 
-/* ---- Depthwise */
-
-static dtrain__depthwise dtrain__depthwise_make(const dtrain__conv *conv)
-{
-    dtrain__depthwise depthwise;
-    memset(&depthwise, 0, sizeof depthwise);
-    depthwise.windows = conv->windows;
-    depthwise.x = conv->x;
-    depthwise.d_y = conv->d_y;
-    depthwise.weight = conv->packed;
-    depthwise.dtype = depthwise.y_dtype = conv->dtype;
-    return depthwise;
-}
-
-/* Take the groups of a depthwise convolution together: its weight is that of one input channel. */
-static void dtrain__depthwise_group(dtrain__conv *conv)
-{
-    conv->in = 1;
-    conv->out = conv->out_all;
-}
-
-static dtrain_result dtrain__depthwise_weight_grad(const dtrain__conv *conv, float *d_weight,
-                                                   bool accumulate)
-{
-    const int64_t rows = conv->windows.batch * conv->windows.out_height;
-    dtrain__depthwise depthwise = dtrain__depthwise_make(conv);
-    dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
-    const int64_t parts = dtrain__conv_parts(conv);
-    dtrain__job job = dtrain__job_make(&depthwise, 0, 1, conv->dtype);
-    job.chunk = (rows + parts - 1) / parts;
-    job.total = weight.parts = (rows + job.chunk - 1) / job.chunk;
-    depthwise.sums = conv->packed;
-    weight.d_weight = d_weight;
-    weight.accumulate = accumulate;
-    DTRAIN__TRY(dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->depthwise_weight,
-                                conv->pixels * conv->out * conv->taps));
-    job = dtrain__job_make(&weight, weight.outer, 1, DTRAIN_DTYPE_F32);
-    return dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->conv_weight_sum,
-                           weight.parts * conv->out * conv->taps);
-}
-
 /* ---- Entries */
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
@@ -41792,40 +41740,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
     conv.d_y = (const char *)args->y;
     conv.bias = args->bias;
     DTRAIN__TRY(dtrain__conv_scratch(&conv, conv.taps * conv.in * args->out_channels, &reserve));
-    if (conv.in == 1 && conv.out == 1) {
-        dtrain__depthwise_group(&conv);
-        const dtrain__conv_weight weight = dtrain__conv_weights(&conv, false);
-        dtrain__depthwise depthwise = dtrain__depthwise_make(&conv);
-        depthwise.y = args->y;
-        depthwise.bias = args->bias;
-        DTRAIN__TRY(dtrain__conv_pack(&conv, &weight));
-        dtrain__job job = dtrain__job_make(&depthwise, w->batch * w->out_height, 1, args->dtype);
-        return dtrain__job_run(conv.cpu, &job, conv.cpu->kernels->depthwise,
-                               conv.pixels * conv.out * conv.taps);
-    }
     for (; conv.group < args->groups; dtrain__conv_next(&conv))
         DTRAIN__TRY(dtrain__conv_forward(&conv, reserve));
     return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__depthwise_backward(dtrain__conv *conv,
-                                                const dtrain_conv2d_backward_args *args)
-{
-    const dtrain_windows2d *w = &conv->windows;
-    dtrain__depthwise_group(conv);
-    if (args->d_weight)
-        DTRAIN__TRY(dtrain__depthwise_weight_grad(conv, args->d_weight, args->accumulate_weight));
-    if (!args->d_x) return DTRAIN_OK;
-    const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
-    dtrain__depthwise depthwise = dtrain__depthwise_make(conv);
-    depthwise.y = args->d_x;
-    depthwise.y_dtype = args->x_dtype;
-    depthwise.accumulate = args->accumulate_x;
-    DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
-    const dtrain_dtype widest = args->x_dtype > args->dtype ? args->x_dtype : args->dtype;
-    dtrain__job job = dtrain__job_make(&depthwise, w->batch * w->height, 1, widest);
-    return dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->depthwise_input,
-                           w->batch * w->height * w->width * conv->out * conv->taps);
 }
 
 static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t reserve,
@@ -41866,7 +41783,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
     const int64_t weights = conv.taps * conv.in * args->out_channels;
     DTRAIN__TRY(dtrain__conv_scratch(
         &conv, weights * (args->d_weight ? dtrain__conv_parts(&conv) : 1), &reserve));
-    if (conv.in == 1 && conv.out == 1) return dtrain__depthwise_backward(&conv, args);
     for (; conv.group < args->groups; dtrain__conv_next(&conv))
         DTRAIN__TRY(dtrain__group_backward(&conv, reserve, args));
     return DTRAIN_OK;
@@ -45168,7 +45084,7 @@ DTRAIN__KERNEL_AS(batchnorm_backward)
 
 /* ==== src/device/cpu/kernels/convolution.h ==================================================== */
 
-/* Convolution: tiles, packing of windows, weights, depthwise
+/* Convolution: tiles, packing of windows, weights
  *
  * A convolution is a product with windows (gemm_internal.h) in place of one matrix, and gemm.c
  * drives it; here are the tiles and the packing that it needs beside those of gemm.h.
@@ -45459,129 +45375,6 @@ DTRAIN__KERNEL(conv_weight_sum)
                     *to = (a->accumulate ? *to : 0) + sum[lane];
             }
         }
-}
-
-/* ---- Depthwise */
-
-/* Find the taps [*begin, *end) of an axis that are inside; the window begins at `first`. */
-DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t dilation, int64_t kernel,
-                                           int64_t size, int64_t *begin, int64_t *end)
-{
-    *begin = 0, *end = kernel;
-    while (*begin < *end && first + *begin * dilation < 0) ++*begin;
-    while (*end > *begin && first + (*end - 1) * dilation >= size) --*end;
-}
-
-/* Range: rows of y, batch * out_height. */
-DTRAIN__KERNEL_AS(depthwise)
-{
-    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
-    const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    for (int64_t row = begin; row < end; row++) {
-        const int64_t image = row / w->out_height * w->height;
-        const int64_t y = row % w->out_height * w->stride[0] - w->padding[0];
-        int64_t a0, a1, b0, b1;
-        DTRAIN__K(taps_inside)(y, w->dilation[0], w->kernel[0], w->height, &a0, &a1);
-        for (int64_t j = 0; j < w->out_width; j++) {
-            const int64_t x = j * w->stride[1] - w->padding[1];
-            DTRAIN__K(taps_inside)(x, w->dilation[1], w->kernel[1], w->width, &b0, &b1);
-            for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
-                const int64_t n = w->channels - c;
-                dtrain__v sum = a->bias ? dtrain__vload_n(a->bias + c, n) : dtrain__vset(0);
-                for (int64_t i = a0; i < a1; i++)
-                    for (int64_t k = b0; k < b1; k++) {
-                        const int64_t at =
-                            (image + y + i * w->dilation[0]) * w->width + x + k * w->dilation[1];
-                        const float *weight = a->weight + (i * w->kernel[1] + k) * w->channels + c;
-                        sum = dtrain__vfma(dtrain__vload_as(a->x, dtype, at * w->channels + c, n),
-                                           dtrain__vload_n(weight, n), sum);
-                    }
-                dtrain__vstore_as(a->y, dtype, (row * w->out_width + j) * w->channels + c, sum, n);
-            }
-        }
-    }
-}
-
-/* List the taps of an axis that lie on pixel `at`, and the windows whose taps they are; return how
- * many there are. */
-DTRAIN__HELPER int DTRAIN__K(taps_on)(const dtrain_windows2d *w, int axis, int64_t count,
-                                      int64_t at, int64_t *taps, int64_t *windows)
-{
-    int found = 0;
-    for (int64_t tap = 0; tap < w->kernel[axis]; tap++) {
-        const int64_t first = at + w->padding[axis] - tap * w->dilation[axis];
-        if (first < 0 || first % w->stride[axis] || first / w->stride[axis] >= count) continue;
-        taps[found] = tap;
-        windows[found++] = first / w->stride[axis];
-    }
-    return found;
-}
-
-/* Range: rows of x, batch * height. */
-DTRAIN__KERNEL_AS(depthwise_input)
-{
-    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
-    const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    int64_t taps[2][DTRAIN_CONV2D_KERNEL], windows[2][DTRAIN_CONV2D_KERNEL];
-    for (int64_t at = begin * w->width; at < end * w->width; at++) {
-        const int64_t row = at / w->width, image = row / w->height * w->out_height;
-        const int rows =
-            DTRAIN__K(taps_on)(w, 0, w->out_height, row % w->height, taps[0], windows[0]);
-        const int columns =
-            DTRAIN__K(taps_on)(w, 1, w->out_width, at % w->width, taps[1], windows[1]);
-        for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
-            const int64_t n = w->channels - c;
-            dtrain__v sum = dtrain__vset(0);
-            for (int i = 0; i < rows; i++)
-                for (int j = 0; j < columns; j++) {
-                    const int64_t window = (image + windows[0][i]) * w->out_width + windows[1][j];
-                    const int64_t tap = taps[0][i] * w->kernel[1] + taps[1][j];
-                    sum = dtrain__vfma(dtrain__vload_as(a->d_y, dtype, window * w->channels + c, n),
-                                       dtrain__vload_n(a->weight + tap * w->channels + c, n), sum);
-                }
-            if (a->accumulate) sum += dtrain__vload_as(a->y, x_dtype, at * w->channels + c, n);
-            dtrain__vstore_as(a->y, x_dtype, at * w->channels + c, sum, n);
-        }
-    }
-}
-
-/* Range: chunks of job->chunk rows of y, each with sums of its own. */
-DTRAIN__KERNEL_AS(depthwise_weight)
-{
-    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
-    const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    const int64_t taps = w->kernel[0] * w->kernel[1], rows = w->batch * w->out_height;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        float *sums = a->sums + chunk * taps * w->channels;
-        memset(sums, 0, (size_t)(taps * w->channels) * sizeof *sums);
-        for (int64_t row = chunk * job->chunk; row < (chunk + 1) * job->chunk && row < rows; row++)
-            for (int64_t tap = 0; tap < taps; tap++) {
-                const int64_t y = row % w->out_height * w->stride[0] - w->padding[0] +
-                                  tap / w->kernel[1] * w->dilation[0];
-                const int64_t x = tap % w->kernel[1] * w->dilation[1] - w->padding[1];
-                if (y < 0 || y >= w->height) continue;
-                const int64_t line = (row / w->out_height * w->height + y) * w->width;
-                int64_t j0 = 0, j1 = w->out_width; /* windows whose tap is inside */
-                while (j0 < j1 && j0 * w->stride[1] + x < 0) j0++;
-                while (j1 > j0 && (j1 - 1) * w->stride[1] + x >= w->width) j1--;
-                for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
-                    const int64_t n = w->channels - c;
-                    float *to = sums + tap * w->channels + c;
-                    dtrain__v sum = dtrain__vload_n(to, n);
-                    for (int64_t j = j0; j < j1; j++) {
-                        const int64_t from = (line + j * w->stride[1] + x) * w->channels + c;
-                        const int64_t at = (row * w->out_width + j) * w->channels + c;
-                        sum = dtrain__vfma(dtrain__vload_as(a->x, dtype, from, n),
-                                           dtrain__vload_as(a->d_y, dtype, at, n), sum);
-                    }
-                    dtrain__vstore_n(to, sum, n);
-                }
-            }
-    }
 }
 
 /* ==== src/device/cpu/kernels/winograd.h ======================================================= */
@@ -46023,6 +45816,15 @@ DTRAIN__KERNEL(winograd_filter_sum)
  * Backward works on pixels of x, each of which adds up what the windows that contain it send: one
  * store and one rounding an element, and no two threads write to one place. */
 
+/* Find the taps [*begin, *end) of an axis that are inside; the window begins at `first`. */
+DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t kernel, int64_t size,
+                                           int64_t *begin, int64_t *end)
+{
+    *begin = 0, *end = kernel;
+    while (*begin < *end && first + *begin < 0) ++*begin;
+    while (*end > *begin && first + *end > size) --*end;
+}
+
 /* Find the maximum of a window and the tap that it is. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
                                                    const int64_t first[2], int64_t image, int64_t c,
@@ -46031,8 +45833,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, 
     const dtrain_windows2d *w = &a->windows;
     dtrain__v top = dtrain__vset(-INFINITY);
     int64_t a0, a1, b0, b1;
-    DTRAIN__K(taps_inside)(first[0], 1, w->kernel[0], w->height, &a0, &a1);
-    DTRAIN__K(taps_inside)(first[1], 1, w->kernel[1], w->width, &b0, &b1);
+    DTRAIN__K(taps_inside)(first[0], w->kernel[0], w->height, &a0, &a1);
+    DTRAIN__K(taps_inside)(first[1], w->kernel[1], w->width, &b0, &b1);
     dtrain__vi where = dtrain__viset((int32_t)(a0 * w->kernel[1] + b0));
     for (int64_t i = a0; i < a1; i++)
         for (int64_t j = b0; j < b1; j++) {
@@ -46053,8 +45855,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtra
     const dtrain_windows2d *w = &a->windows;
     dtrain__v sum = dtrain__vset(0);
     int64_t a0, a1, b0, b1;
-    DTRAIN__K(taps_inside)(first[0], 1, w->kernel[0], w->height, &a0, &a1);
-    DTRAIN__K(taps_inside)(first[1], 1, w->kernel[1], w->width, &b0, &b1);
+    DTRAIN__K(taps_inside)(first[0], w->kernel[0], w->height, &a0, &a1);
+    DTRAIN__K(taps_inside)(first[1], w->kernel[1], w->width, &b0, &b1);
     for (int64_t i = a0; i < a1; i++)
         for (int64_t j = b0; j < b1; j++) {
             const int64_t at = ((image + first[0] + i) * w->width + first[1] + j) * w->channels + c;

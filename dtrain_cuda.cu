@@ -63,7 +63,7 @@
        scatter-add                      memory, 32-byte sectors          60 %        not measured
        orthogonalize, 16 columns        memory bandwidth                 50 %        not measured
        conv2d, conv2d backward          fp32 units, shared memory        30 %        not measured
-       depthwise, pooling               memory bandwidth                 60 %        not measured
+       pooling                          memory bandwidth                 60 %        not measured
 
    The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
    runs from Ampere on, is said to reach 60 to 65 % of it. */
@@ -7485,7 +7485,6 @@ static dtrain_result dtrain_cuda_batchnorm_backward(dtrain_device *device,
  * the bits do not depend on timing. With a stride the input gradient takes taps that are not there
  * as zeros, which costs stride^2 times the products of a GPU library; the CPU device skips them.
  *
- * A depthwise convolution is bound by memory and has kernels of its own, a thread for each element.
  * Bytes: x, y and weight once, as far as the caches hold the windows that overlap. All arithmetic
  * is fp32. */
 
@@ -7495,8 +7494,7 @@ enum {
     DTRAIN_CUDA_CONV_K = 16,
     DTRAIN_CUDA_CONV_THREADS = 128, /* 16 x 8, each with 4 x 4 results */
     DTRAIN_CUDA_CONV_FETCHES = DTRAIN_CUDA_CONV_M * DTRAIN_CUDA_CONV_K / DTRAIN_CUDA_CONV_THREADS,
-    DTRAIN_CUDA_CONV_PARTS = 64, /* of a weight gradient, at most */
-    DTRAIN_CUDA_DEPTH_LINES = 8  /* of 32 channels each: threads of a depthwise weight gradient */
+    DTRAIN_CUDA_CONV_PARTS = 64 /* of a weight gradient, at most */
 };
 
 enum { DTRAIN_CUDA_CONV_FORWARD, DTRAIN_CUDA_CONV_INPUT, DTRAIN_CUDA_CONV_WEIGHT };
@@ -7676,59 +7674,6 @@ static __global__ void dtrain_cuda_conv_sum_kernel(dtrain_cuda_conv conv, int64_
     }
 }
 
-/* ---- Depthwise */
-
-/* Make element `at` of y, or of d_x. */
-template <typename T, int Kind>
-static __global__ void dtrain_cuda_depthwise_kernel(dtrain_cuda_conv conv)
-{
-    const T *from = (const T *)(Kind == DTRAIN_CUDA_CONV_INPUT ? conv.d_y : conv.x);
-    const int64_t channels = conv.in_all, count = conv.m * channels;
-    for (int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; at < count;
-         at += (int64_t)gridDim.x * blockDim.x) {
-        const int64_t c = at % channels;
-        const dtrain_cuda_site site = dtrain_cuda_site_of<Kind>(conv, at / channels);
-        float sum = 0;
-        for (int tap = 0; tap < conv.taps; tap++) {
-            const int64_t pixel = dtrain_cuda_pixel<Kind>(conv.w, site, tap);
-            if (pixel < 0) continue;
-            sum = __fmaf_rn(dtrain_cuda_widen(from[pixel * channels + c]),
-                            dtrain_cuda_widen(((const T *)conv.weight)[c * conv.taps + tap]), sum);
-        }
-        if (Kind == DTRAIN_CUDA_CONV_FORWARD && conv.bias) sum += conv.bias[c];
-        if (conv.accumulate) sum += dtrain_cuda_get_any(conv.to, conv.to_dtype, at);
-        dtrain_cuda_put_any(conv.to, conv.to_dtype, at, sum);
-    }
-}
-
-/* A block takes 32 channels of a tap in a part: 8 threads a channel, each every 8th pixel. */
-template <typename T>
-static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP *DTRAIN_CUDA_DEPTH_LINES)
-    dtrain_cuda_depthwise_weight_kernel(dtrain_cuda_conv conv)
-{
-    __shared__ float sums[DTRAIN_CUDA_DEPTH_LINES][DTRAIN_CUDA_WARP];
-    const int64_t channels = conv.in_all,
-                  across = (channels + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP;
-    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, line = threadIdx.x / DTRAIN_CUDA_WARP;
-    const int64_t c = blockIdx.x % across * DTRAIN_CUDA_WARP + lane;
-    const int tap = (int)(blockIdx.x / across % conv.taps);
-    const int64_t part = blockIdx.x / across / conv.taps, begin = part * conv.part;
-    const int64_t end = begin + conv.part < conv.k ? begin + conv.part : conv.k;
-    float sum = 0;
-    for (int64_t p = begin + line; p < end && c < channels; p += DTRAIN_CUDA_DEPTH_LINES) {
-        const dtrain_cuda_site site = dtrain_cuda_site_of<DTRAIN_CUDA_CONV_WEIGHT>(conv, p);
-        const int64_t pixel = dtrain_cuda_pixel<DTRAIN_CUDA_CONV_WEIGHT>(conv.w, site, tap);
-        if (pixel < 0) continue;
-        sum = __fmaf_rn(dtrain_cuda_widen(((const T *)conv.x)[pixel * channels + c]),
-                        dtrain_cuda_widen(((const T *)conv.d_y)[p * channels + c]), sum);
-    }
-    sums[line][lane] = sum;
-    __syncthreads();
-    if (line != 0 || c >= channels) return;
-    for (int l = 1; l < DTRAIN_CUDA_DEPTH_LINES; l++) sum += sums[l][lane];
-    ((float *)conv.to)[(part * channels + c) * conv.taps + tap] = sum;
-}
-
 /* ---- Launchers */
 
 /* Refuse windows that are not inside, and counts that do not fit 31 bits, in which kernels count
@@ -7793,24 +7738,12 @@ template <typename T, int Kind>
 static dtrain_result dtrain_cuda_conv_run(dtrain_device *device, const char *name,
                                           dtrain_cuda_conv conv, int64_t parts)
 {
-    const bool depthwise = conv.in == 1 && conv.out == 1;
     const int64_t tiles = (conv.m + DTRAIN_CUDA_CONV_M - 1) / DTRAIN_CUDA_CONV_M *
                           ((conv.n + DTRAIN_CUDA_CONV_N - 1) / DTRAIN_CUDA_CONV_N);
     if (conv.m <= 0) return DTRAIN_OK;
     conv.part = (conv.k + parts - 1) / parts;
-    if (!depthwise)
-        return DTRAIN_CUDA_RUN(device, name, (dtrain_cuda_conv_kernel<T, Kind>),
-                               tiles * conv.groups * parts, DTRAIN_CUDA_CONV_THREADS, 0, conv);
-    if constexpr (Kind == DTRAIN_CUDA_CONV_WEIGHT)
-        return DTRAIN_CUDA_RUN(device, name, dtrain_cuda_depthwise_weight_kernel<T>,
-                               (conv.in_all + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * conv.taps *
-                                   parts,
-                               DTRAIN_CUDA_WARP * DTRAIN_CUDA_DEPTH_LINES, 0, conv);
-    else
-        return DTRAIN_CUDA_RUN(
-            device, name, (dtrain_cuda_depthwise_kernel<T, Kind>),
-            dtrain_cuda_blocks(dtrain_cuda_state_of(device), conv.m * conv.in_all, 256), 256, 0,
-            conv);
+    return DTRAIN_CUDA_RUN(device, name, (dtrain_cuda_conv_kernel<T, Kind>),
+                           tiles * conv.groups * parts, DTRAIN_CUDA_CONV_THREADS, 0, conv);
 }
 
 template <typename T>

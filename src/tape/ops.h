@@ -137,8 +137,9 @@ typedef struct dtrain_conv2d_desc {
  * width, in_channels) -> (batch, out_height, out_width, out_channels), where out_height is (height
  * + 2 padding - dilation (kernel_height - 1) - 1) / stride + 1, rounded down. weight has PyTorch's
  * shape (out_channels, in_channels / groups, kernel_height, kernel_width), with a kernel of at most
- * 64 x 64; bias (out_channels) may be NULL. groups divides both numbers of channels; with groups =
- * in_channels = out_channels the convolution is depthwise. desc NULL: the defaults. */
+ * 64 x 64; bias (out_channels) may be NULL. groups divides both numbers of channels. Each group is
+ * a product of its own: groups of one channel (depthwise) are correct, and slow. desc NULL: the
+ * defaults. */
 DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc);
 

@@ -8,7 +8,7 @@
 #include "device/cpu/cpu_internal.h"
 #include "device/cpu/kernels_internal.h"
 
-/* One group, or all of a depthwise convolution. */
+/* One group. */
 typedef struct dtrain__conv {
     dtrain__cpu *cpu;
     dtrain_windows2d windows;

@@ -37,7 +37,7 @@ typedef struct dtrain__job {
     L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
     L(softmax_backward) L(rotary) L(permute) L(batchnorm_moments) L(batchnorm)       \
     L(batchnorm_sums) L(batchnorm_backward) L(conv_weight) L(conv_weight_sum)        \
-    L(depthwise) L(depthwise_input) L(depthwise_weight) L(pool2d) L(pool2d_backward) \
+    L(pool2d) L(pool2d_backward)                                                     \
     P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
 /* clang-format on */
 
@@ -87,17 +87,6 @@ typedef struct dtrain__conv_weight {
     const int32_t *order; /* (taps) */
     bool accumulate;
 } dtrain__conv_weight;
-
-/* A depthwise convolution: channel c of y is that of x alone. */
-typedef struct dtrain__depthwise {
-    dtrain_windows2d windows;
-    const void *x, *d_y;
-    const float *weight, *bias; /* weight: (taps, channels) */
-    void *y;                    /* or d_x */
-    float *sums;                /* (chunks, taps, channels): of the weight gradient */
-    dtrain_dtype dtype, y_dtype;
-    bool accumulate;
-} dtrain__depthwise;
 
 /* Images as patches of 6 x 6 pixels, or of 4 x 4: windows with a stride of four. */
 typedef struct dtrain__patches {

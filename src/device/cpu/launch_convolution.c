@@ -12,8 +12,7 @@
  * product of its own, with the taps that it has and with rows of C that are every stride-th pixel.
  * So no product is taken with a tap that is not there.
  *
- * Each group is a product of its own; with one channel of input and output in each, the depthwise
- * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
+ * Each group is a product of its own. Weights are packed once a call, (taps, in, out) or (taps, out,
  * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
  * are channels enough: launch_winograd.c. */
 
@@ -345,47 +344,6 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
     return dtrain__gemm_run(conv->cpu, &product);
 }
 
-/* ---- Depthwise */
-
-static dtrain__depthwise dtrain__depthwise_make(const dtrain__conv *conv)
-{
-    dtrain__depthwise depthwise;
-    memset(&depthwise, 0, sizeof depthwise);
-    depthwise.windows = conv->windows;
-    depthwise.x = conv->x;
-    depthwise.d_y = conv->d_y;
-    depthwise.weight = conv->packed;
-    depthwise.dtype = depthwise.y_dtype = conv->dtype;
-    return depthwise;
-}
-
-/* Take the groups of a depthwise convolution together: its weight is that of one input channel. */
-static void dtrain__depthwise_group(dtrain__conv *conv)
-{
-    conv->in = 1;
-    conv->out = conv->out_all;
-}
-
-static dtrain_result dtrain__depthwise_weight_grad(const dtrain__conv *conv, float *d_weight,
-                                                   bool accumulate)
-{
-    const int64_t rows = conv->windows.batch * conv->windows.out_height;
-    dtrain__depthwise depthwise = dtrain__depthwise_make(conv);
-    dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
-    const int64_t parts = dtrain__conv_parts(conv);
-    dtrain__job job = dtrain__job_make(&depthwise, 0, 1, conv->dtype);
-    job.chunk = (rows + parts - 1) / parts;
-    job.total = weight.parts = (rows + job.chunk - 1) / job.chunk;
-    depthwise.sums = conv->packed;
-    weight.d_weight = d_weight;
-    weight.accumulate = accumulate;
-    DTRAIN__TRY(dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->depthwise_weight,
-                                conv->pixels * conv->out * conv->taps));
-    job = dtrain__job_make(&weight, weight.outer, 1, DTRAIN_DTYPE_F32);
-    return dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->conv_weight_sum,
-                           weight.parts * conv->out * conv->taps);
-}
-
 /* ---- Entries */
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
@@ -400,40 +358,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
     conv.d_y = (const char *)args->y;
     conv.bias = args->bias;
     DTRAIN__TRY(dtrain__conv_scratch(&conv, conv.taps * conv.in * args->out_channels, &reserve));
-    if (conv.in == 1 && conv.out == 1) {
-        dtrain__depthwise_group(&conv);
-        const dtrain__conv_weight weight = dtrain__conv_weights(&conv, false);
-        dtrain__depthwise depthwise = dtrain__depthwise_make(&conv);
-        depthwise.y = args->y;
-        depthwise.bias = args->bias;
-        DTRAIN__TRY(dtrain__conv_pack(&conv, &weight));
-        dtrain__job job = dtrain__job_make(&depthwise, w->batch * w->out_height, 1, args->dtype);
-        return dtrain__job_run(conv.cpu, &job, conv.cpu->kernels->depthwise,
-                               conv.pixels * conv.out * conv.taps);
-    }
     for (; conv.group < args->groups; dtrain__conv_next(&conv))
         DTRAIN__TRY(dtrain__conv_forward(&conv, reserve));
     return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__depthwise_backward(dtrain__conv *conv,
-                                                const dtrain_conv2d_backward_args *args)
-{
-    const dtrain_windows2d *w = &conv->windows;
-    dtrain__depthwise_group(conv);
-    if (args->d_weight)
-        DTRAIN__TRY(dtrain__depthwise_weight_grad(conv, args->d_weight, args->accumulate_weight));
-    if (!args->d_x) return DTRAIN_OK;
-    const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
-    dtrain__depthwise depthwise = dtrain__depthwise_make(conv);
-    depthwise.y = args->d_x;
-    depthwise.y_dtype = args->x_dtype;
-    depthwise.accumulate = args->accumulate_x;
-    DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
-    const dtrain_dtype widest = args->x_dtype > args->dtype ? args->x_dtype : args->dtype;
-    dtrain__job job = dtrain__job_make(&depthwise, w->batch * w->height, 1, widest);
-    return dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->depthwise_input,
-                           w->batch * w->height * w->width * conv->out * conv->taps);
 }
 
 static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t reserve,
@@ -474,7 +401,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
     const int64_t weights = conv.taps * conv.in * args->out_channels;
     DTRAIN__TRY(dtrain__conv_scratch(
         &conv, weights * (args->d_weight ? dtrain__conv_parts(&conv) : 1), &reserve));
-    if (conv.in == 1 && conv.out == 1) return dtrain__depthwise_backward(&conv, args);
     for (; conv.group < args->groups; dtrain__conv_next(&conv))
         DTRAIN__TRY(dtrain__group_backward(&conv, reserve, args));
     return DTRAIN_OK;

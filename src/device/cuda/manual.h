@@ -43,7 +43,7 @@
        scatter-add                      memory, 32-byte sectors          60 %        not measured
        orthogonalize, 16 columns        memory bandwidth                 50 %        not measured
        conv2d, conv2d backward          fp32 units, shared memory        30 %        not measured
-       depthwise, pooling               memory bandwidth                 60 %        not measured
+       pooling                          memory bandwidth                 60 %        not measured
 
    The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
    runs from Ampere on, is said to reach 60 to 65 % of it. */

@@ -3,6 +3,15 @@
  * Backward works on pixels of x, each of which adds up what the windows that contain it send: one
  * store and one rounding an element, and no two threads write to one place. */
 
+/* Find the taps [*begin, *end) of an axis that are inside; the window begins at `first`. */
+DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t kernel, int64_t size,
+                                           int64_t *begin, int64_t *end)
+{
+    *begin = 0, *end = kernel;
+    while (*begin < *end && first + *begin < 0) ++*begin;
+    while (*end > *begin && first + *end > size) --*end;
+}
+
 /* Find the maximum of a window and the tap that it is. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
                                                    const int64_t first[2], int64_t image, int64_t c,
@@ -11,8 +20,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, 
     const dtrain_windows2d *w = &a->windows;
     dtrain__v top = dtrain__vset(-INFINITY);
     int64_t a0, a1, b0, b1;
-    DTRAIN__K(taps_inside)(first[0], 1, w->kernel[0], w->height, &a0, &a1);
-    DTRAIN__K(taps_inside)(first[1], 1, w->kernel[1], w->width, &b0, &b1);
+    DTRAIN__K(taps_inside)(first[0], w->kernel[0], w->height, &a0, &a1);
+    DTRAIN__K(taps_inside)(first[1], w->kernel[1], w->width, &b0, &b1);
     dtrain__vi where = dtrain__viset((int32_t)(a0 * w->kernel[1] + b0));
     for (int64_t i = a0; i < a1; i++)
         for (int64_t j = b0; j < b1; j++) {
@@ -33,8 +42,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtra
     const dtrain_windows2d *w = &a->windows;
     dtrain__v sum = dtrain__vset(0);
     int64_t a0, a1, b0, b1;
-    DTRAIN__K(taps_inside)(first[0], 1, w->kernel[0], w->height, &a0, &a1);
-    DTRAIN__K(taps_inside)(first[1], 1, w->kernel[1], w->width, &b0, &b1);
+    DTRAIN__K(taps_inside)(first[0], w->kernel[0], w->height, &a0, &a1);
+    DTRAIN__K(taps_inside)(first[1], w->kernel[1], w->width, &b0, &b1);
     for (int64_t i = a0; i < a1; i++)
         for (int64_t j = b0; j < b1; j++) {
             const int64_t at = ((image + first[0] + i) * w->width + first[1] + j) * w->channels + c;
