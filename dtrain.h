@@ -2164,8 +2164,10 @@ typedef struct dtrain_attention_desc {
  * With fewer heads of keys and values than of queries, head h of q meets head h / (heads /
  * kv_heads) of the others (Ainslie et al., "GQA", 2023). A row that sees no key at all has the
  * result 0 and passes no gradient. Autocast leaves q, k and v in the type they come in, one for the
- * three, and adds the mask in fp32. On a GPU flash attention takes causal and key_lengths; a mask
- * goes the slower way of matrix products, whose scores are in memory.
+ * three, and adds the mask in fp32: a row wholly hidden by -1e9 weighs all keys alike, as in
+ * PyTorch; one hidden by -10000 keeps the weights of its scores, without PyTorch's rounding. On a
+ * GPU flash attention takes causal and key_lengths; a mask goes the slower way of matrix products,
+ * whose scores are in memory.
  *
  * q, k and v may be cut by columns over the tensor axis of a mesh, into whole heads: those of
  * queries with the head of keys that they meet (cut.parts = kv_heads). The result then is, and the
@@ -3796,7 +3798,11 @@ typedef struct dtrain_embedding_args {
  *
  * Where all scores of a row are large, as where a mask hides it with -1e9, lse = maximum + log(sum)
  * loses the sum to rounding: e^(score - lse - lse_rest) has it. lse_rest is 0 below 4e-6, which a
- * log-sum-exp up to 64 does not exceed. */
+ * log-sum-exp up to 64 does not exceed. Likewise score + mask loses most of the score: with a mask
+ * within 65504, the largest fp16, what it loses is added to score - lse. A mask beyond hides: the
+ * sum is that of fp32, as in PyTorch. */
+#define DTRAIN_MASK_HIDES 65504.0f
+
 typedef struct dtrain_attention_args {
     int64_t batch, queries, keys; /* of a batch element */
     int64_t heads, kv_heads, d;   /* kv_heads divides heads; d elements a head */
@@ -45958,7 +45964,8 @@ DTRAIN__KERNEL(pool2d_backward)
  *     P^T = exp(S^T - top)           dP^T = V dO^T          dS^T = P^T (dP^T - rowsum(dO O))
  *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
  *
- * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
+ * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S,
+ * where it does not hide without rounding: -1e4 in a whole row leaves the row's weights as they are;
  * keys behind the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
@@ -46089,21 +46096,35 @@ DTRAIN__HELPER void DTRAIN__K(clear_below)(float *scores, int64_t c, int64_t see
         dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
 }
 
-/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys); what of the scores
+/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys), and leave in mask_t
+ * what rounding takes from the sums (Dekker, 1971), except from those that hide. What of the scores
  * was not computed stays as meaningless as it is. */
 DTRAIN__ROUTINE void DTRAIN__K(add_mask)(const dtrain__head *h, int64_t q0, int64_t m, int64_t k0,
                                          int64_t keys)
 {
     const int64_t block = DTRAIN__ATTENTION_BLOCK, stride = h->args->keys;
     const int64_t padded = DTRAIN__K(padded)(m);
+    const dtrain__vi most = dtrain__vbits(dtrain__vset(DTRAIN_MASK_HIDES));
     if (!h->mask) return;
     dtrain__pack_rows(h->mask_rows, block, padded, h->mask, DTRAIN_DTYPE_F32, q0 * stride + k0,
                       stride, m, keys, 1);
     DTRAIN__K(transpose)(h->mask_t, h->mask_rows, block, padded);
     for (int64_t key = 0; key < keys; key++)
-        for (int64_t c = key * block; c < key * block + padded; c += DTRAIN__W)
-            dtrain__vstore(h->scores + c,
-                           dtrain__vload(h->scores + c) + dtrain__vload(h->mask_t + c));
+        for (int64_t c = key * block; c < key * block + padded; c += DTRAIN__W) {
+            const dtrain__v score = dtrain__vload(h->scores + c),
+                            mask = dtrain__vload(h->mask_t + c);
+            const dtrain__v sum = score + mask, lost = score - (sum - mask);
+            const dtrain__vi hides =
+                dtrain__viless(most, dtrain__vbits(mask) & dtrain__viset(INT32_MAX));
+            dtrain__vstore(h->scores + c, sum);
+            dtrain__vstore(h->mask_t + c, DTRAIN__K(vselect)(hides, dtrain__vset(0), lost * dtrain__vset(0)));
+        }
+}
+
+/* Return what rounding took from the scores at an offset. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(lost)(const dtrain__head *h, int64_t at)
+{
+    return h->mask ? dtrain__vload(h->mask_t + at) : dtrain__vset(0);
 }
 
 /* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
@@ -46119,9 +46140,10 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_block)(const dtrain__head *h, int64_t que
         for (int64_t key = 0; key < seen; key++)
             top = dtrain__vmax(top, dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK));
         for (int64_t key = 0; key < seen; key++) {
+            const int64_t at = key * DTRAIN__ATTENTION_BLOCK;
             const dtrain__v p =
-                dtrain__vexp(dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK) - top);
-            dtrain__vstore(s + key * DTRAIN__ATTENTION_BLOCK, p);
+                dtrain__vexp(dtrain__vload(s + at) - top + DTRAIN__K(lost)(h, c + at));
+            dtrain__vstore(s + at, p);
             sum += p;
         }
         DTRAIN__K(clear_below)(h->scores, c, seen, keys);
@@ -46237,12 +46259,12 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t qu
         const int64_t seen = DTRAIN__K(mask_column)(h->scores, c, keys, diagonal);
         const dtrain__v lse = dtrain__vload(h->lse + c), delta = dtrain__vload(h->delta + c);
         const dtrain__v rest = dtrain__vload(h->rest + c);
-        float *s = h->scores + c, *g = h->slopes + c;
-        for (int64_t key = 0; key < seen;
-             key++, s += DTRAIN__ATTENTION_BLOCK, g += DTRAIN__ATTENTION_BLOCK) {
-            const dtrain__v p = dtrain__vexp(dtrain__vload(s) - lse - rest);
-            dtrain__vstore(s, p);
-            dtrain__vstore(g, p * (dtrain__vload(g) - delta));
+        for (int64_t key = 0, at = c; key < seen; key++, at += DTRAIN__ATTENTION_BLOCK) {
+            const dtrain__v score = dtrain__vload(h->scores + at),
+                            g = dtrain__vload(h->slopes + at);
+            const dtrain__v p = dtrain__vexp(score - lse - rest + DTRAIN__K(lost)(h, at));
+            dtrain__vstore(h->scores + at, p);
+            dtrain__vstore(h->slopes + at, p * (g - delta));
         }
         DTRAIN__K(clear_below)(h->scores, c, seen, keys);
         DTRAIN__K(clear_below)(h->slopes, c, seen, keys);

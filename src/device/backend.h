@@ -141,7 +141,11 @@ typedef struct dtrain_embedding_args {
  *
  * Where all scores of a row are large, as where a mask hides it with -1e9, lse = maximum + log(sum)
  * loses the sum to rounding: e^(score - lse - lse_rest) has it. lse_rest is 0 below 4e-6, which a
- * log-sum-exp up to 64 does not exceed. */
+ * log-sum-exp up to 64 does not exceed. Likewise score + mask loses most of the score: with a mask
+ * within 65504, the largest fp16, what it loses is added to score - lse. A mask beyond hides: the
+ * sum is that of fp32, as in PyTorch. */
+#define DTRAIN_MASK_HIDES 65504.0f
+
 typedef struct dtrain_attention_args {
     int64_t batch, queries, keys; /* of a batch element */
     int64_t heads, kv_heads, d;   /* kv_heads divides heads; d elements a head */

@@ -92,8 +92,10 @@ typedef struct dtrain_attention_desc {
  * With fewer heads of keys and values than of queries, head h of q meets head h / (heads /
  * kv_heads) of the others (Ainslie et al., "GQA", 2023). A row that sees no key at all has the
  * result 0 and passes no gradient. Autocast leaves q, k and v in the type they come in, one for the
- * three, and adds the mask in fp32. On a GPU flash attention takes causal and key_lengths; a mask
- * goes the slower way of matrix products, whose scores are in memory.
+ * three, and adds the mask in fp32: a row wholly hidden by -1e9 weighs all keys alike, as in
+ * PyTorch; one hidden by -10000 keeps the weights of its scores, without PyTorch's rounding. On a
+ * GPU flash attention takes causal and key_lengths; a mask goes the slower way of matrix products,
+ * whose scores are in memory.
  *
  * q, k and v may be cut by columns over the tensor axis of a mesh, into whole heads: those of
  * queries with the head of keys that they meet (cut.parts = kv_heads). The result then is, and the

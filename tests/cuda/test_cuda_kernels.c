@@ -123,6 +123,38 @@ static void test_key_lengths(void)
     gpu_close();
 }
 
+/* A number that the mask adds to all scores of a row changes nothing, while it does not hide. */
+static void test_constant_rows(void)
+{
+    enum { T = 20, D = 32, COUNT = 2 * T * D };
+    static const float added[] = {0, 3, -100, -10000, -65504};
+    static float mask[T * T], y[COUNT], d_qkv[3 * COUNT], plain_y[COUNT], plain_d[3 * COUNT];
+    const packed_shape shape = {2, T, 1, 1, D, false, DTRAIN_DTYPE_F32};
+    gpu_open();
+    void *qkv = gpu_noise(3 * COUNT, DTRAIN_DTYPE_F32, 1, 1),
+         *d_y = gpu_noise(COUNT, DTRAIN_DTYPE_F32, 2, 1);
+    for (size_t a = 0; a < sizeof added / sizeof *added; a++) {
+        for (int i = 0; i < T * T; i++) mask[i] = i / T % 3 == 1 ? added[a] : 0;
+        void *on_gpu = gpu_give(qkv, sizeof d_qkv, 0), *lse = gpu_take(2 * T * sizeof(float), 0);
+        dtrain_attention_args args =
+            packed_attention(shape, on_gpu, gpu_take(sizeof y, 0), (float *)lse);
+        args.mask = (const float *)gpu_give(mask, sizeof mask, 0);
+        args.lse_rest = (float *)gpu_take(2 * T * sizeof(float), 0);
+        dtrain_attention_backward_args back = packed_attention_backward(
+            shape, on_gpu, args.y, args.lse, gpu_give(d_y, sizeof y, 0), gpu_take(sizeof d_qkv, 0));
+        back.forward = args;
+        CHECK_MSG(gpu->ops->attention(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
+        CHECK_MSG(gpu->ops->attention_backward(gpu, &back) == DTRAIN_OK, "%s", dtrain_last_error());
+        gpu_read(y, args.y, sizeof y), gpu_read(d_qkv, back.d_q, sizeof d_qkv);
+        if (a == 0) memcpy(plain_y, y, sizeof y), memcpy(plain_d, d_qkv, sizeof d_qkv);
+        for (int i = 0; i < COUNT; i++) CHECK_CLOSE((double)y[i], (double)plain_y[i], 5e-6);
+        for (int i = 0; i < 3 * COUNT; i++) CHECK_CLOSE((double)d_qkv[i], (double)plain_d[i], 5e-6);
+        gpu_release();
+    }
+    free(qkv), free(d_y);
+    gpu_close();
+}
+
 int main(int argc, char **argv)
 {
     const char *missing = gpu_missing();
@@ -144,5 +176,6 @@ int main(int argc, char **argv)
     RUN(test_cut_cross_entropy);
     RUN(test_errors);
     RUN(test_key_lengths);
+    RUN(test_constant_rows);
     return test_summary();
 }

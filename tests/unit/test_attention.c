@@ -312,6 +312,27 @@ static void test_smallest_number(void)
         }
 }
 
+/* A number that the mask adds to all scores of a row changes nothing, while it does not hide. */
+static void test_constant_rows(void)
+{
+    static const float added[] = {3, -100, -10000, -65504, 12345.67f};
+    static outcome plain, masked;
+    static float mask[T * T];
+    const setting one = {NULL, 1, 0, 0, false};
+    make_qkv();
+    for (int causal = 0; causal < 2; causal++) {
+        now_is(APART, T, 0, HEADS, 0, causal != 0);
+        run(one, &plain);
+        for (size_t a = 0; a < sizeof added / sizeof *added; a++) {
+            for (int i = 0; i < T * T; i++) mask[i] = i / T % 3 == 1 ? added[a] : 0;
+            now_is(APART, T, 0, HEADS, 0, causal != 0);
+            now_masks(T, T, 0, 0, mask);
+            run(one, &masked);
+            check_near(&masked, &plain, 5e-6, "a row to which the mask adds one number");
+        }
+    }
+}
+
 /* ---- Bits --------------------------------------------------------------------------------------*/
 
 static void test_bits(void)
@@ -432,6 +453,7 @@ int main(int argc, char **argv)
     RUN(test_equal_ways);
     RUN(test_nothing_seen);
     RUN(test_smallest_number);
+    RUN(test_constant_rows);
     RUN(test_bits);
     RUN(test_errors);
     return test_summary();

@@ -192,14 +192,18 @@ static __device__ __forceinline__ dtrain_cuda_score_row dtrain_cuda_score_row_of
     return row;
 }
 
-/* Load 4 scores from j < limit on; those from limit on are not to be used. */
+/* Load 4 scores from j < limit on, less `from`; those from limit on are not to be used. What
+ * rounding takes from the sum with a mask that does not hide is added to the difference. */
 static __device__ __forceinline__ dtrain_cuda_pack<float>
-dtrain_cuda_score_row_load(const dtrain_cuda_score_row &row, int64_t j)
+dtrain_cuda_score_row_load(const dtrain_cuda_score_row &row, int64_t j, float from)
 {
     dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row.scores + j);
     DTRAIN_CUDA_UNROLL
-    for (int i = 0; i < 4; i++)
-        if (row.mask && j + i < row.limit) x.at[i] += row.mask[j + i];
+    for (int i = 0; i < 4; i++) {
+        const float mask = row.mask && j + i < row.limit ? row.mask[j + i] : 0;
+        const float sum = x.at[i] + mask, lost = x.at[i] - (sum - mask);
+        x.at[i] = sum - from + (fabsf(mask) > DTRAIN_MASK_HIDES ? 0 : lost);
+    }
     return x;
 }
 
@@ -208,7 +212,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_max(const dtrain_c
 {
     float most = -FLT_MAX;
     for (int64_t j = lane * 4; j < row.limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_score_row_load(row, j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_score_row_load(row, j, 0);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < row.limit) most = fmaxf(most, x.at[i]);
@@ -221,10 +225,10 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_sum(const dtrain_c
 {
     float sum = 0;
     for (int64_t j = lane * 4; j < row.limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_score_row_load(row, j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_score_row_load(row, j, most);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
-            if (j + i < row.limit) sum += expf(x.at[i] - most);
+            if (j + i < row.limit) sum += expf(x.at[i]);
     }
     return dtrain_cuda_warp_sum(sum);
 }
@@ -251,10 +255,10 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {};
         dtrain_cuda_pack<T, 4> p;
-        if (j < row.limit) x = dtrain_cuda_score_row_load(row, j);
+        if (j < row.limit) x = dtrain_cuda_score_row_load(row, j, lse);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
-        for (int i = 0; i < 4; i++) x.at[i] = j + i < row.limit ? expf(x.at[i] - lse - rest) : 0.0f;
+        for (int i = 0; i < 4; i++) x.at[i] = j + i < row.limit ? expf(x.at[i] - rest) : 0.0f;
         dtrain_cuda_narrow(x.at, p);
         if (j < args.keys) dtrain_cuda_store(out + j, p);
     }
@@ -301,12 +305,12 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         dtrain_cuda_pack<float> x = {}, g = {};
         dtrain_cuda_pack<T, 4> p, d;
         if (j < row.limit)
-            x = dtrain_cuda_score_row_load(row, j), g = dtrain_cuda_load<4>(grads + j);
+            x = dtrain_cuda_score_row_load(row, j, lse), g = dtrain_cuda_load<4>(grads + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
             const bool seen = j + i < row.limit;
-            x.at[i] = seen ? expf(x.at[i] - lse - rest) : 0.0f;
+            x.at[i] = seen ? expf(x.at[i] - rest) : 0.0f;
             g.at[i] = seen ? x.at[i] * (g.at[i] - mean) : 0.0f;
         }
         dtrain_cuda_narrow(x.at, p);

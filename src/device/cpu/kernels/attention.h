@@ -20,7 +20,8 @@
  *     P^T = exp(S^T - top)           dP^T = V dO^T          dS^T = P^T (dP^T - rowsum(dO O))
  *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
  *
- * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
+ * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S,
+ * where it does not hide without rounding: -1e4 in a whole row leaves the row's weights as they are;
  * keys behind the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
@@ -151,21 +152,35 @@ DTRAIN__HELPER void DTRAIN__K(clear_below)(float *scores, int64_t c, int64_t see
         dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
 }
 
-/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys); what of the scores
+/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys), and leave in mask_t
+ * what rounding takes from the sums (Dekker, 1971), except from those that hide. What of the scores
  * was not computed stays as meaningless as it is. */
 DTRAIN__ROUTINE void DTRAIN__K(add_mask)(const dtrain__head *h, int64_t q0, int64_t m, int64_t k0,
                                          int64_t keys)
 {
     const int64_t block = DTRAIN__ATTENTION_BLOCK, stride = h->args->keys;
     const int64_t padded = DTRAIN__K(padded)(m);
+    const dtrain__vi most = dtrain__vbits(dtrain__vset(DTRAIN_MASK_HIDES));
     if (!h->mask) return;
     dtrain__pack_rows(h->mask_rows, block, padded, h->mask, DTRAIN_DTYPE_F32, q0 * stride + k0,
                       stride, m, keys, 1);
     DTRAIN__K(transpose)(h->mask_t, h->mask_rows, block, padded);
     for (int64_t key = 0; key < keys; key++)
-        for (int64_t c = key * block; c < key * block + padded; c += DTRAIN__W)
-            dtrain__vstore(h->scores + c,
-                           dtrain__vload(h->scores + c) + dtrain__vload(h->mask_t + c));
+        for (int64_t c = key * block; c < key * block + padded; c += DTRAIN__W) {
+            const dtrain__v score = dtrain__vload(h->scores + c),
+                            mask = dtrain__vload(h->mask_t + c);
+            const dtrain__v sum = score + mask, lost = score - (sum - mask);
+            const dtrain__vi hides =
+                dtrain__viless(most, dtrain__vbits(mask) & dtrain__viset(INT32_MAX));
+            dtrain__vstore(h->scores + c, sum);
+            dtrain__vstore(h->mask_t + c, DTRAIN__K(vselect)(hides, dtrain__vset(0), lost));
+        }
+}
+
+/* Return what rounding took from the scores at an offset. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(lost)(const dtrain__head *h, int64_t at)
+{
+    return h->mask ? dtrain__vload(h->mask_t + at) : dtrain__vset(0);
 }
 
 /* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
@@ -181,9 +196,10 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_block)(const dtrain__head *h, int64_t que
         for (int64_t key = 0; key < seen; key++)
             top = dtrain__vmax(top, dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK));
         for (int64_t key = 0; key < seen; key++) {
+            const int64_t at = key * DTRAIN__ATTENTION_BLOCK;
             const dtrain__v p =
-                dtrain__vexp(dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK) - top);
-            dtrain__vstore(s + key * DTRAIN__ATTENTION_BLOCK, p);
+                dtrain__vexp(dtrain__vload(s + at) - top + DTRAIN__K(lost)(h, c + at));
+            dtrain__vstore(s + at, p);
             sum += p;
         }
         DTRAIN__K(clear_below)(h->scores, c, seen, keys);
@@ -299,12 +315,12 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t qu
         const int64_t seen = DTRAIN__K(mask_column)(h->scores, c, keys, diagonal);
         const dtrain__v lse = dtrain__vload(h->lse + c), delta = dtrain__vload(h->delta + c);
         const dtrain__v rest = dtrain__vload(h->rest + c);
-        float *s = h->scores + c, *g = h->slopes + c;
-        for (int64_t key = 0; key < seen;
-             key++, s += DTRAIN__ATTENTION_BLOCK, g += DTRAIN__ATTENTION_BLOCK) {
-            const dtrain__v p = dtrain__vexp(dtrain__vload(s) - lse - rest);
-            dtrain__vstore(s, p);
-            dtrain__vstore(g, p * (dtrain__vload(g) - delta));
+        for (int64_t key = 0, at = c; key < seen; key++, at += DTRAIN__ATTENTION_BLOCK) {
+            const dtrain__v score = dtrain__vload(h->scores + at),
+                            g = dtrain__vload(h->slopes + at);
+            const dtrain__v p = dtrain__vexp(score - lse - rest + DTRAIN__K(lost)(h, at));
+            dtrain__vstore(h->scores + at, p);
+            dtrain__vstore(h->slopes + at, p * (g - delta));
         }
         DTRAIN__K(clear_below)(h->scores, c, seen, keys);
         DTRAIN__K(clear_below)(h->slopes, c, seen, keys);
