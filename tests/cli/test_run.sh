@@ -191,6 +191,15 @@ two "--min-ranks: the node gives a rank up whose rank fails" 0 '^\[rank 2\] 2 of
     [ $DTRAIN_WORLD_SIZE != 4 ] || { [ $DTRAIN_RANK != 3 ] || exit 9; sleep 60; }; echo "$DTRAIN_RANK of $DTRAIN_WORLD_SIZE, $DTRAIN_LOCAL_RANK of $DTRAIN_LOCAL_SIZE, attempt $DTRAIN_RESTART_COUNT"'
 grep -q '^1 of 3\|^.rank 1. 1 of 3, 1 of 2, attempt 2$' "$tmp/out" && [ "$(grep -c 'it goes on with 3 (--min-ranks 3)' "$tmp/out")" -eq 1 ]; result "the other one has its two" $? "$tmp/out"
 two "a crash loop on two nodes" 9 'crash loop' --grace 0.6 --restarts 1 sh -c '[ $DTRAIN_RANK != 3 ] || exit 9; sleep 60'
+
+# ---- A small stack: a run that fails needs the most of it, and where a stack begins differs each time ----
+big=$run run="sh $tmp/small"
+echo "ulimit -s 64; exec $big \"\$@\"" >"$tmp/small"
+is "64 KiB of stack: a rank fails, 8 times" 9 'rank 1 of 2 .* exit status 9' sh -c "
+    for i in 1 2 3 4 5 6 7 8; do $run --nproc 2 sh -c 'exit \$((9 * DTRAIN_RANK))'; s=\$?; [ \$s = 9 ] || exit \$s; done; exit 9"
+is "64 KiB of stack: restarts" 9 'crash loop' $run --nproc 2 --restarts 1 --log-dir "$tmp/logs" sh -c 'exit $((9 * DTRAIN_RANK))'
+two "64 KiB of stack: two nodes" 9 'exit status 9' --grace 0.6 sh -c '[ $DTRAIN_RANK != 3 ] || exit 9; sleep 60'
+run=$big
 is "a node that never comes" 1 'node 0 has waited .* 1 of 2 nodes have not come: 1' $run $nodes --timeout 1 --node-rank 0 true
 # Network namespaces are hosts: the CPU's communicator says what is missing, once, and the status is that of the rank.
 if [ "$(id -u)" = 0 ] && have ip && ip netns add dtrain_$$_a 2>/dev/null; then

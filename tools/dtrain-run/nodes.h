@@ -35,9 +35,11 @@ typedef struct run_job {
     run_node node;
     run_watch watch;
     run_state state;
-    const char *secret; /* DTRAIN_JOB_KEY, or NULL */
-    int code;           /* for main */
-    bool met, again;    /* all nodes have met; they meet once more */
+    run_state all
+        [DTRAIN_MAX_RANKS]; /* of each node, when they meet; 39 KiB, too much for a small stack */
+    const char *secret;     /* DTRAIN_JOB_KEY, or NULL */
+    int code;               /* for main */
+    bool met, again;        /* all nodes have met; they meet once more */
 } run_job;
 
 /* Make a key that no other attempt has. */
@@ -191,7 +193,7 @@ static void run_await_nodes(run_job *job, dtrain_world *world)
 static int run_node_main(dtrain_world *world, void *user)
 {
     run_job *job = (run_job *)user;
-    run_state all[DTRAIN_MAX_RANKS];
+    run_state *all = job->all;
     const int nodes = job->options->nnodes;
     job->again = false;
     job->code = 1;
