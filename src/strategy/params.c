@@ -172,6 +172,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         memset(&p->state, 0, sizeof p->state);
         p->state.storage = p->state.next = p;
         p->state.index = (uint32_t)i;
+        p->state.frozen = (p->flags & DTRAIN_PARAM_FROZEN) != 0;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
         const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)

@@ -383,8 +383,10 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     op->params[i] = p;
     op->param_data[i] = storage->value;
     if (!tape->planning) p->state.pending_uses = 0; /* left by a failed backward */
-    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) &&
-        !((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) &&
+    const bool frozen = dtrain__is_surveying(tape)
+                            ? p->state.frozen || storage->state.frozen /* on all ranks alike */
+                            : (p->flags | storage->flags) & DTRAIN_PARAM_FROZEN;
+    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen &&
         (tape->planning || tape->strategy || storage->grad)) {
         node->target[i] = storage;
         op->needs_grad = true;

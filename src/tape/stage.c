@@ -455,8 +455,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
     tape->pass.more = more;
     tape->pass.halves = halves;
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        const dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
-        if (x->producer) x->producer->reached = true;
+        dtrain__tape_tensor *x = slot->crossed[k].tensor;
+        if (x->tensor.producer) x->tensor.producer->reached = true;
+        if (x->tensor.needs_grad || !x->gradient) continue;
+        dtrain__scratch_give(x->gradient); /* it came for parameters frozen in this step */
+        x->gradient = NULL;
+        x->tensor.grad = NULL;
     }
     DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
     return dtrain__tape_stick(tape, dtrain__stage_zeros(tape, slot));

@@ -7,14 +7,14 @@
  *
  * A program is a layout (tensor, data and pipeline axes, a kind of strategy), a loop (the trainer's or its own), a
  * setting, and the rank that has another value of it. Settings that change in the middle of a run, such as the rate of
- * a program's own loop, may be found later: by the trainer at the end of that step, else by verify. */
+ * a program's own loop, or a parameter, a stage or one use of a tied weight that is frozen, may be found later: by the trainer at the end of that step, else by verify. */
 #include "test.h"
 
 #include "dtrain.h"
 #include "ranks.h"
 #include "seeds.h"
 
-enum { PARAMS = 4, WIDTH = 8, BATCH = 2, CLASSES = 5, STEPS = 3, MOST_RANKS = 8 };
+enum { PARAMS = 5, WIDTH = 8, BATCH = 2, CLASSES = 5, STEPS = 3, MOST_RANKS = 8 };
 
 typedef struct local {
     dtrain_mesh_desc mesh;
@@ -23,7 +23,7 @@ typedef struct local {
     dtrain_optimizer_desc optimizer, group;
     dtrain_trainer_desc trainer;
     dtrain_param params[PARAMS];
-    int step;
+    int step, params_used; /* 5: the last one is w0 again */
     float lr, x[BATCH * WIDTH];
     int32_t targets[BATCH];
     int verified; /* the rank is at verify */
@@ -47,6 +47,11 @@ static void shape(local *l)
 }
 static void flags(local *l) { l->params[2].flags = DTRAIN_PARAM_NO_DECAY; }
 static void frozen(local *l) { l->params[2].flags = DTRAIN_PARAM_FROZEN; }
+static void frozen_stage(local *l)
+{
+    l->params[0].flags = l->params[1].flags = DTRAIN_PARAM_FROZEN;
+}
+static void frozen_use(local *l) { l->params[PARAMS - 1].flags = DTRAIN_PARAM_FROZEN; }
 static void unit(local *l) { l->params[1].unit = 1; }
 static void group(local *l) { l->params[3].group = 1; }
 static void name(local *l) { l->params[3].name = "other"; }
@@ -113,6 +118,8 @@ static const struct setting {
     {scaling, "has scaling true", TRAINER},
     {rate, "has updates (lr and grad_scale", LATE},
     {frozen, "has flags 0x1", LATE},
+    {frozen_stage, "\"w0\") differs: ", LATE},
+    {frozen_use, "\"w0 again\") differs: ", LATE},
     {flags, "has flags 0x2", LATE},
     {nothing, NULL, ALLOWED},
     {no_overlap, NULL, ALLOWED},
@@ -124,7 +131,7 @@ typedef struct program {
     uint64_t seed;
     int tensor, data, pipeline, ranks, odd;
     uint32_t kind, micro_batches;
-    bool trainer, with_mesh, grouped;
+    bool trainer, with_mesh, grouped, tied;
     const struct setting *setting;
     dtrain_result results[MOST_RANKS];
     int at[MOST_RANKS]; /* the step that failed; -1: a create, STEPS: verify */
@@ -142,6 +149,8 @@ static dtrain_tensor *loss(dtrain_tape *tape, void *user)
     dtrain_tape_unit(tape, 0);
     x = dtrain_linear(tape, x, &l->params[0], &l->params[1], DTRAIN_ACTIVATION_GELU);
     dtrain_tape_unit(tape, 1);
+    if (l->params_used == PARAMS)
+        x = dtrain_linear(tape, x, &l->params[PARAMS - 1], NULL, DTRAIN_ACTIVATION_NONE);
     x = dtrain_linear(tape, x, &l->params[2], &l->params[3], DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(tape, x, t, 0, 0);
 }
@@ -162,7 +171,7 @@ static dtrain_result own_step(local *l, dtrain_strategy *s, dtrain_optimizer *o)
     }
     for (uint32_t u = 2; u-- > 0;) {
         TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
-        for (size_t i = PARAMS; i-- > 0;) {
+        for (size_t i = (size_t)l->params_used; i-- > 0;) {
             dtrain_param *p = &l->params[i];
             if (p->unit != u || p->flags & DTRAIN_PARAM_FROZEN) continue;
             for (int64_t k = 0; k < p->count; k++) p->grad[k] = 1;
@@ -186,7 +195,7 @@ static dtrain_result run(dtrain_world *world, const program *g, local *l, int *a
     dtrain_result result = g->with_mesh ? dtrain_mesh_create(world, &l->mesh, &mesh) : DTRAIN_OK;
     l->strategy.mesh = mesh;
     if (result == DTRAIN_OK)
-        result = dtrain_strategy_create(world, l->params, PARAMS, &l->strategy, &s);
+        result = dtrain_strategy_create(world, l->params, (size_t)l->params_used, &l->strategy, &s);
     l->optimizer.groups = &l->group, l->optimizer.group_count = 1;
     if (result == DTRAIN_OK) result = dtrain_optimizer_create(world, s, &l->optimizer, &o);
     l->trainer.strategy = s, l->trainer.optimizer = o;
@@ -219,7 +228,11 @@ static int rank_main(dtrain_world *world, void *user)
     l->params[1] = ranks_param("b0", NULL, NULL, WIDTH, 0);
     l->params[2] = ranks_param("w1", NULL, NULL, CLASSES, WIDTH);
     l->params[3] = ranks_param("b1", NULL, NULL, CLASSES, 0);
-    for (uint32_t i = 0; i < PARAMS; i++) {
+    l->params[4] = ranks_param("w0 again", NULL, NULL, WIDTH, WIDTH);
+    l->params[4].alias_of = &l->params[0];
+    l->params[4].unit = 1;
+    l->params_used = PARAMS - !g->tied;
+    for (uint32_t i = 0; i < PARAMS - 1; i++) {
         l->params[i].unit = i / 2;
         l->params[i].init = DTRAIN_INIT_NORMAL;
         l->params[i].init_scale = 0.3f;
@@ -251,6 +264,7 @@ static void generate(program *g, uint64_t seed_of)
     g->kind = 1 + (uint32_t)ranks_random(&state, g->pipeline > 1 ? 2 : 5);
     g->trainer = g->pipeline > 1 || ranks_random(&state, 3) > 0;
     g->grouped = ranks_random(&state, 2);
+    g->tied = ranks_random(&state, 2);
     g->micro_batches = 1 + (uint32_t)ranks_random(&state, 3);
     g->odd = (int)ranks_random(&state, (uint64_t)g->ranks);
     for (;;) {
@@ -262,12 +276,14 @@ static void generate(program *g, uint64_t seed_of)
         if (w == PIPELINE && g->pipeline == 1) continue;
         if (w == TRAINER && !g->trainer) continue;
         if (w == LATE && g->setting->change == rate && g->trainer)
-            continue;                               /* it has the schedule */
-        if (w == LATE && g->pipeline > 1) continue; /* a rank alone looks again at what crosses */
+            continue; /* it has the schedule */
         /* where units are gathered, fetching ahead is no rank's own business */
         if (g->setting->change == no_overlap && g->kind >= DTRAIN_STRATEGY_FULL_SHARD) continue;
+        if (g->setting->change == frozen_use && !g->tied) continue;
         /* gradients that are missing are heard of by their norm */
-        if (w == LATE && g->setting->change == frozen && (!g->trainer || g->tensor > 1)) continue;
+        const bool freezes = g->setting->change == frozen || g->setting->change == frozen_stage ||
+                             g->setting->change == frozen_use;
+        if (w == LATE && freezes && (!g->trainer || g->tensor > 1)) continue;
         return;
     }
 }

@@ -14,7 +14,7 @@ mutant "step: weights of earlier micro-batches are forgotten" strategy/weights.c
 mutant "step: gradients of earlier micro-batches alone are missing ones" tape/backward.c 's/if (tape->pass.more) dtrain__note_gradient(.*/if (tape->pass.more) continue;/'
 mutant "step: an evaluation crosses as training did" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain__line_survey_loss(trainer, user, DTRAIN_TAPE_NO_GRAD, &surveyed));//'
 mutant "stage: gradients of nobody are not zeroed" tape/stage.c '/_stage_zeros(/,/^}/s/return DTRAIN_OK;/return DTRAIN_OK;/;s/tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x))/DTRAIN_OK/'
-mutant "stage: what came back is not gone on with" tape/stage.c 's/x->producer->reached = true;/(void)x;/'
+mutant "stage: what came back is not gone on with" tape/stage.c 's/x->tensor.producer->reached = true;/(void)x;/'
 mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/return !stages->surveying \&\& stages->slot->batch == stages->slot \&\&/return !stages->surveying \&\&/;s/if (stages->surveying || batch == stages->slot) return NULL;/return NULL;/'
 mutant "stage: tensors go to the next stage alone" tape/stage.c 's/c->last_stage <= stage ||/c->last_stage <= stage || c->stage < stage ||/'
 mutant "runner: FORWARD does not wait for what it reads" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD .*/    if (false)/'

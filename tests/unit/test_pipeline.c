@@ -248,6 +248,13 @@ static void check_planned(dtrain_world *world, const run *r, const local *l,
               (unsigned long long)planned);
 }
 
+static uint64_t gradient_bytes(dtrain_trainer *trainer)
+{
+    dtrain_tape_info info;
+    dtrain_tape_query(dtrain_trainer_tape(trainer), &info);
+    return info.gradient_bytes;
+}
+
 /* Divide the units by what they cost, and let the other ranks compare: all must find the same. */
 static dtrain_result balance(dtrain_world *world, const dtrain_trainer_desc *trainer, run *r,
                              local *l, dtrain_pipeline_desc *line, uint32_t of_stage[UNITS])
@@ -318,9 +325,16 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
     if (s->apart && result == DTRAIN_OK) result = dtrain_trainer_create(world, &only, evaluator);
     for (int step = 0; step < STEPS && result == DTRAIN_OK; step++) {
         dtrain_step_record record;
+        const uint64_t before = gradient_bytes(*trainer);
+        const bool whole = step && !s->frozen[0] && s->ends[l->data_rank] >= (int)s->micro_batches;
         freeze(l, step);
         result = dtrain_trainer_step(*trainer, &record);
         if (result != DTRAIN_OK) return result;
+        CHECK_MSG(!whole || gradient_bytes(*trainer) == before,
+                  "seed %llu: step %d of rank %d, frozen %x, takes more for gradients: %llu bytes, "
+                  "before it %llu",
+                  (unsigned long long)s->seed, step, rank, s->frozen[step],
+                  (unsigned long long)gradient_bytes(*trainer), (unsigned long long)before);
         out->loss[rank][step] = record.loss, out->norm[rank][step] = record.grad_norm;
         out->ended[rank] = record.ended;
         out->bytes[rank] = record.pipeline_bytes;
