@@ -9,13 +9,18 @@
  *     schedule   the neighbours of the ring, in phases in which no node has two pairs at work: what is measured is a
  *                link, and not how pairs share it
  *     pair       the first rank of a pair leads: it says by a header how large the next messages are and how many,
- *                sends them, and receives them back; a header of 0 ends its turn
+ *                sends them, and receives them back, each after an empty one; a header of 0 ends its turn
  *     phase      ends with an all-gather, by which all ranks know how much time is left
  *     reduce     all-reduces of growing size, as long as the next one fits in what is left
  *
  * Sizes grow until a message takes a good part of its pair's share of the time, so that slow links see small messages
  * and fast ones large: a slow link is measured as exactly, because what counts is the time of a message over that of
- * an empty one. */
+ * an empty one.
+ *
+ * A busy machine delays messages and never speeds one up. Of each size the shortest time counts, and empty messages
+ * are spread over the whole turn, because a delay of all of them would shorten what a large one takes over an empty
+ * one: the link would seem too fast. Even then at least half of a message's time counts as that of its bytes, so that
+ * no delay makes a link look twice as fast as it is. */
 #ifndef RUN_PROBE_H
 #define RUN_PROBE_H
 
@@ -118,22 +123,37 @@ static dtrain_result probe_recv(prober *p, size_t count, int peer)
     return probe_wait(p);
 }
 
-/* Send messages to and fro, `repeats` times; *seconds: one way, of the shortest. The peer is told
- * how many of which size, and says that it is ready: where a send returns before its message has
- * arrived, the header would be measured too. */
-static dtrain_result probe_ping(prober *p, size_t count, int repeats, int peer, double *seconds)
+/* Send a message to and fro; *best: one way, of the shortest so far, 0 before the first. */
+static dtrain_result probe_round_trip(prober *p, size_t count, int peer, double *best)
+{
+    const double start = dtrain_seconds();
+    PROBE_TRY(probe_send(p, count, peer));
+    PROBE_TRY(probe_recv(p, count, peer));
+    const double half = 0.5 * (dtrain_seconds() - start);
+    if (!(*best > 0) || half < *best) *best = half;
+    return DTRAIN_OK;
+}
+
+/* Send an empty message to and fro and then one of `count` numbers, `repeats` times; a count of 1 is an empty message
+ * and goes once. The peer is told how many of which size, and says that it is ready: where a send returns before its
+ * message has arrived, the header would be measured too. */
+static dtrain_result probe_ping(prober *p, size_t count, int repeats, int peer, double *empty,
+                                double *seconds)
 {
     int64_t header[2] = {(int64_t)count, repeats};
     PROBE_TRY(dtrain_send(p->comm, header, 2, DTRAIN_DTYPE_I64, peer, NULL));
     PROBE_TRY(dtrain_recv(p->comm, header, 2, DTRAIN_DTYPE_I64, peer, NULL));
     for (int i = 0; i < repeats; i++) {
-        const double start = dtrain_seconds();
-        PROBE_TRY(probe_send(p, count, peer));
-        PROBE_TRY(probe_recv(p, count, peer));
-        const double half = 0.5 * (dtrain_seconds() - start);
-        if (!i || half < *seconds) *seconds = half;
+        PROBE_TRY(probe_round_trip(p, 1, peer, empty));
+        if (count > 1) PROBE_TRY(probe_round_trip(p, count, peer, seconds));
     }
     return DTRAIN_OK;
+}
+
+static dtrain_result probe_echo(prober *p, size_t count, int peer)
+{
+    PROBE_TRY(probe_recv(p, count, peer));
+    return probe_send(p, count, peer);
 }
 
 /* Answer the leader of a pair until its turn ends. */
@@ -145,42 +165,52 @@ static dtrain_result probe_answer(prober *p, int peer)
         if (!header[0]) return DTRAIN_OK;
         PROBE_TRY(dtrain_send(p->comm, header, 2, DTRAIN_DTYPE_I64, peer, NULL));
         for (int64_t i = 0; i < header[1]; i++) {
-            PROBE_TRY(probe_recv(p, (size_t)header[0], peer));
-            PROBE_TRY(probe_send(p, (size_t)header[0], peer));
+            PROBE_TRY(probe_echo(p, 1, peer));
+            if (header[0] > 1) PROBE_TRY(probe_echo(p, (size_t)header[0], peer));
         }
     }
 }
 
-/* Return what the bytes of a message took, over an empty one. Noise must not look like no time. */
+/* Return what the bytes of a message took, over an empty one: an estimate for the next size. Noise must not look like
+ * no time. */
 static double probe_over(double seconds, double empty)
 {
     const double least = empty / 20;
     return seconds - empty > least ? seconds - empty : least;
 }
 
+/* Return the bytes per second of a message, without the time of an empty one, but at most twice
+ * bytes / seconds, which is less than twice the link's speed however late the empty ones were. */
+static double probe_rate(double bytes, double seconds, double empty)
+{
+    return bytes / (seconds - empty > seconds / 2 ? seconds - empty : seconds / 2);
+}
+
 /* Lead a pair for at most `share` seconds: the shortest empty message, then larger ones, twice each
  * where there is time, because the first may have met cold memory. One empty message is sent
- * whatever it takes. Bytes that take less than an eighth of the latency say nothing of the link. */
+ * whatever it takes. Bytes that take less than a quarter of the latency say nothing of the link. */
 static dtrain_result probe_lead(prober *p, int peer, double share, probe_pair *pair)
 {
     const double end = dtrain_seconds() + share;
     const int64_t over[2] = {0, 0};
-    double seconds = 0, empty = 0, moved;
-    PROBE_TRY(probe_ping(p, 1, 1, peer, &empty));
-    const double fit = share / 4 / (2 * empty) - 1; /* beside the header's way to and fro */
+    double seconds = 0, empty = 0, moved, bytes = 0;
+    PROBE_TRY(probe_ping(p, 1, 1, peer, &empty, NULL));
+    const double fit = share / 8 / (2 * empty) - 1; /* beside the header's way to and fro */
     const int most = PROBE_PINGS, repeats = fit < most ? (int)fit : most;
-    if (repeats > 0) PROBE_TRY(probe_ping(p, 1, repeats, peer, &seconds));
-    if (repeats > 0 && seconds < empty) empty = seconds;
-    pair->latency = empty;
+    if (repeats > 0) PROBE_TRY(probe_ping(p, 1, repeats, peer, &empty, NULL));
     moved = empty / 8;
     for (size_t count = PROBE_FIRST; count <= PROBE_MOST; count *= 8) {
-        const double left = end - dtrain_seconds(), once = 4 * empty + 16 * moved;
+        const double left = end - dtrain_seconds(), once = 6 * empty + 16 * moved;
         if (once > left) break;
-        const int times = once + 2 * empty + 16 * moved > left ? 1 : 2;
-        PROBE_TRY(probe_ping(p, count, times, peer, &seconds));
+        const int times = once + 4 * empty + 16 * moved > left ? 1 : 2;
+        seconds = 0;
+        PROBE_TRY(probe_ping(p, count, times, peer, &empty, &seconds));
         moved = probe_over(seconds, empty);
-        if (moved > empty / 8) pair->bytes_per_second = (double)count * sizeof(float) / moved;
+        bytes = (double)count * sizeof(float);
     }
+    pair->latency = empty;
+    if (bytes > 0 && seconds - empty > empty / 4)
+        pair->bytes_per_second = probe_rate(bytes, seconds, empty);
     return dtrain_send(p->comm, over, 2, DTRAIN_DTYPE_I64, peer, NULL);
 }
 
@@ -242,23 +272,25 @@ static dtrain_result probe_reduce(prober *p, double spent, probe_info *info)
 {
     const int size = dtrain_world_size(p->world);
     const double factor = 2.0 * (size - 1) / size;
-    double empty = 0, seconds, best = 0;
+    double empty = 0, seconds, best = 0, bytes = 0;
     size_t count = 16 * PROBE_FIRST;
     for (int i = 0; i < 4 && (!i || spent + 2 * empty < 0.8 * p->budget); i++) {
         PROBE_TRY(probe_reduce_once(p, 1, &seconds, &spent));
         if (!i || seconds < empty) empty = seconds;
     }
-    info->reduce_us = 1e6 * empty;
     for (int again = 0; count <= PROBE_MOST;) {
-        const double moved = best > 0 ? best : 2 * empty;
-        if (spent + 2 * empty + (again ? 1 : 8) * moved > 0.95 * p->budget) break;
+        const double moved = best > 0 ? probe_over(best, empty) : 2 * empty;
+        if (spent + 4 * empty + (again ? 1 : 8) * moved > 0.95 * p->budget) break;
+        PROBE_TRY(probe_reduce_once(p, 1, &seconds, &spent));
+        if (seconds < empty) empty = seconds;
         PROBE_TRY(probe_reduce_once(p, count, &seconds, &spent));
-        const double over = probe_over(seconds, empty);
-        best = again && best < over ? best : over;
-        info->reduce_bytes_per_second = factor * (double)count * sizeof(float) / best;
+        best = again && best < seconds ? best : seconds;
+        bytes = factor * (double)count * sizeof(float);
         again = !again;
         if (!again) count *= 8;
     }
+    info->reduce_us = 1e6 * empty;
+    if (bytes > 0) info->reduce_bytes_per_second = probe_rate(bytes, best, empty);
     return DTRAIN_OK;
 }
 
