@@ -172,6 +172,9 @@ static inline void ranks_check_holdings(const ranks_holdings *before, const char
  * seconds, half of a deadline; and a rank that must come after another one waits for it, not for a while. */
 #define RANKS_SOON 10.0
 
+/* The deadline of a test that waits until it has passed: the other ranks come before, also on a busy machine. */
+#define RANKS_SHORT_MS 2500
+
 /* Waits until others have counted to `wanted`. */
 static inline bool ranks_await(const int32_t *count, int32_t wanted)
 {

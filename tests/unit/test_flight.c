@@ -2,8 +2,8 @@
  * read, and build/flight, which is part of this program, says who it was and in which call. */
 #define DTRAIN__IMPLEMENTED /* by the objects of src/ */
 #include "comm/comm_internal.h"
+#include "comm/engine_internal.h"
 #include "world/timeline_internal.h"
-#include "comm/comm_internal.h"
 #include "state/json_internal.h"
 
 #define main flight_main
@@ -35,7 +35,7 @@ static plan new_plan(int mode, int ranks, int culprit, void (*act)(dtrain_world 
     p.mode = mode;
     p.ranks = ranks;
     p.culprit = culprit;
-    p.timeout_ms = TEST_RACES ? 2000 : 500;
+    p.timeout_ms = TEST_RACES ? RANKS_SHORT_MS : 1000;
     p.act = act;
     p.codes = (int32_t *)ranks_shared((size_t)ranks * sizeof(int32_t));
     snprintf(p.directory, sizeof p.directory, "/tmp/dtrain_flight_XXXXXX");
@@ -72,8 +72,16 @@ static int rank_of_a_plan(dtrain_world *world, void *user)
         if (all_reduce(world, 4) != DTRAIN_OK) return 1;
     if (rank == p->culprit) p->act(world, p);
     const int result = p->others ? p->others(world, p) : (int)all_reduce(world, 100);
-    p->codes[rank] = result;
+    __atomic_store_n(&p->codes[rank], (int32_t)result, __ATOMIC_RELEASE);
     return result == DTRAIN_OK ? 0 : 1;
+}
+
+/* Wait until another rank has called collective #`sequence`. */
+static void await_call(dtrain_comm *comm, uint64_t sequence, int rank)
+{
+    const dtrain__engine *engine = (const dtrain__engine *)comm;
+    for (int i = 0; i < 10000 && !engine->transport->heard(engine, sequence, rank); i++)
+        ranks_sleep_us(1000);
 }
 
 static dtrain_result run_plan(plan *p)
@@ -83,7 +91,7 @@ static dtrain_result run_plan(plan *p)
     desc.rank_count = (uint32_t)p->ranks;
     desc.mode = (uint32_t)p->mode;
     desc.timeout_ms = p->timeout_ms;
-    desc.grace_ms = 300;
+    desc.grace_ms = RANKS_SHORT_MS; /* the others write their files meanwhile */
     desc.threads_per_rank = 1;
     desc.restarts = p->restarts;
     desc.backoff_ms = 1;
@@ -148,11 +156,15 @@ static void expect(plan p, int silent, const char *part, const char *more)
 
 /* ---- hanging, stopping, dying ---- */
 
+/* A rank that hangs, for the others. It ends when they have failed and written their files. */
 static void act_loop(dtrain_world *world, plan *p)
 {
+    for (int r = 0; r < p->ranks; r++)
+        while (r != p->culprit &&
+               !(__atomic_load_n(&p->codes[r], __ATOMIC_ACQUIRE) && has_file(p, r)))
+            ranks_sleep_us(1000);
     (void)world;
-    (void)p;
-    for (volatile int i = 0;; i++) {}
+    raise(SIGKILL);
 }
 static void act_stop(dtrain_world *world, plan *p)
 {
@@ -166,10 +178,14 @@ static void act_die(dtrain_world *world, plan *p)
     (void)p;
     raise(SIGKILL);
 }
+/* Come when all others have given up. */
 static void act_late(dtrain_world *world, plan *p)
 {
     (void)world;
-    ranks_sleep_us(p->timeout_ms * 1000 + 400000);
+    for (int r = 0; r < p->ranks; r++)
+        for (int i = 0;
+             i < 10000 && r != p->culprit && !__atomic_load_n(&p->codes[r], __ATOMIC_ACQUIRE); i++)
+            ranks_sleep_us(1000);
 }
 static void test_hang(void)
 {
@@ -212,12 +228,6 @@ static void test_late(void)
            "");
 }
 
-/* Stopped in the middle of a long all-reduce that it has shown: it waits for rank 2, which comes after that. */
-static void stop_now(int number)
-{
-    (void)number;
-    raise(SIGSTOP);
-}
 static bool has_stopped(pid_t pid)
 {
     char path[40], state = 0;
@@ -227,15 +237,17 @@ static bool has_stopped(pid_t pid)
     if (file) fclose(file);
     return state == 'T';
 }
+/* Stopped in the middle of a long all-reduce that it has shown: it waits for rank 2, which comes after that. */
 static int long_reduce(dtrain_world *world, plan *p)
 {
-    const int32_t *stopping = &p->codes[p->culprit]; /* its process, until it has a code */
-    if (dtrain_world_rank(world) == p->culprit) {
-        signal(SIGALRM, stop_now);
-        ualarm(150000, 0);
-        __atomic_store_n(&p->codes[p->culprit], (int32_t)getpid(), __ATOMIC_RELEASE);
-    } else if (dtrain_world_rank(world) == 2) {
-        while (!has_stopped(__atomic_load_n(stopping, __ATOMIC_ACQUIRE))) ranks_sleep_us(5000);
+    int32_t *stopping = &p->codes[p->culprit]; /* its process, until it has a code */
+    if (dtrain_world_rank(world) == p->culprit)
+        __atomic_store_n(stopping, (int32_t)getpid(), __ATOMIC_RELEASE);
+    else if (dtrain_world_rank(world) == 2) {
+        await_call(dtrain_world_comm(world), BEFORE + 1, p->culprit);
+        const pid_t pid = __atomic_load_n(stopping, __ATOMIC_ACQUIRE);
+        CHECK(pid > 0 && kill(pid, SIGSTOP) == 0);
+        while (pid > 0 && !has_stopped(pid)) ranks_sleep_us(5000);
     }
     return (int)all_reduce(world, 100000);
 }
@@ -321,15 +333,15 @@ static void test_world_all_gather(void)
 }
 /* Two groups of two; rank 3 hangs in the second one, after `calls` of its collectives. Rank 0 waits for it in a
  * barrier, and came there before rank 2 came to where it waits: rank 3 is behind where it would have come next. */
-static int groups_hang(dtrain_world *world, const plan *p, int calls)
+static int groups_hang(dtrain_world *world, plan *p, int calls)
 {
     dtrain_comm *half;
     float x = 1;
     const int rank = dtrain_world_rank(world);
     dtrain_result result = dtrain_comm_split(dtrain_world_comm(world), rank / 2, 0, &half);
     for (int i = 0; i < 3 && result == DTRAIN_OK; i++) {
-        if (rank == p->culprit && i == calls) act_loop(world, NULL);
-        if (rank == 2 && i == calls) ranks_sleep_us(100000);
+        if (rank == p->culprit && i == calls) act_loop(world, p);
+        if (rank == 2 && i == calls) await_call(dtrain_world_comm(world), BEFORE + 3, 0);
         result = dtrain_all_reduce(half, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL);
     }
     return result == DTRAIN_OK ? (int)dtrain_barrier(dtrain_world_comm(world)) : (int)result;
@@ -517,12 +529,10 @@ static void test_restart(void)
 static int asked_by_signal(dtrain_world *world, plan *p)
 {
     if (dtrain_world_rank(world) == p->culprit) {
-        ranks_sleep_us(200000);   /* rank 0 waits by then */
+        await_call(dtrain_world_comm(world), BEFORE + 1, 0);
         kill(getppid(), SIGUSR2); /* the launcher passes it on */
-        for (int i = 0; i < 100 && !(has_file(p, 0) && has_file(p, 1)); i++) {
+        for (int i = 0; i < 1000 && !(has_file(p, 0) && dtrain__dumps_asked()); i++)
             ranks_sleep_us(10000); /* the launcher may be late with its signal to this rank */
-            dtrain_world_poll(world);
-        }
     }
     return (int)all_reduce(world, 100);
 }
@@ -532,7 +542,7 @@ static void test_signal(void)
     plan p = new_plan(PROCESSES, 2, 1, act_nothing);
     p.others = asked_by_signal;
     p.catches = true;
-    p.timeout_ms = 5000;
+    p.timeout_ms = 20000;
     CHECK(run_plan(&p) == DTRAIN_OK);
     CHECK(has_file(&p, 0) && has_file(&p, 1));
     CHECK(run_tool(p.directory, text, sizeof text) == 0);

@@ -500,7 +500,7 @@ static void check_forwarded(int number, int graceful)
     }
     ranks_await(&all->ready, 3);
     kill(child, number);
-    CHECK_MSG(test_wait(child, 10, &status), "the launcher did not end");
+    CHECK_MSG(test_wait(child, RANKS_SOON, &status), "the launcher did not end");
     CHECK_MSG(WIFEXITED(status), "the launcher died of signal %d itself", WTERMSIG(status));
     CHECK_MSG(WEXITSTATUS(status) == (graceful ? 50 : 51), "signal %d: launcher's verdict %d",
               number, WEXITSTATUS(status));
@@ -1056,7 +1056,7 @@ static void test_exchange_trouble(void)
             dtrain_launch_desc desc = ranks_desc(3, mode);
             if (mode == THREADS && (what == DIES || what == DIES_TO_LOOK)) continue;
             if (mode == THREADS && what == LEAVES_TO_LOOK && !test_full()) continue; /* 2 s */
-            if (what == MISSING) desc.timeout_ms = 300;
+            if (what == MISSING) desc.timeout_ms = RANKS_SHORT_MS;
             t->what = what;
             t->heard = 0;
             (void)ranks_launch(&desc, rank_in_trouble, t, NULL);

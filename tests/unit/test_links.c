@@ -481,19 +481,19 @@ static long thread_sleeps(void)
     return usage.ru_nvcsw;
 }
 
-/* 2 MB at 0.1 Gb/s: 160 ms of waiting, which must not be 160 ms of computing. Beside busy neighbours a rank
- * that does not sleep has little processor time, too: hence the count; and each of its yields takes long,
- * so that it may not come to sleep: then once more. */
+/* 2 MB at 0.1 Gb/s: 160 ms of waiting, which must not be 160 ms of computing. Beside busy neighbours a rank that does
+ * not sleep has little processor time, too: hence the count. Each of its yields takes long there, so that the wait may
+ * be over before it sleeps: then once more with a wait that is twice as long, up to 5 s. */
 static int rank_sleeps(dtrain_world *world, void *user)
 {
-    enum { COUNT = 500000, TRIES = 12 };
+    enum { COUNT = 500000, TRIES = 6 };
     dtrain_comm *comm = dtrain_world_comm(world);
     dtrain_comm_info was, now;
     void *memory;
     double cpu, wall;
     int i;
     (void)user;
-    RANKS_TRY(dtrain_comm_alloc(comm, COUNT * 4, &memory));
+    RANKS_TRY(dtrain_comm_alloc(comm, ((size_t)COUNT << TRIES) * 2, &memory));
     for (i = 0; i < TRIES; i++) {
         int32_t slept, all[2];
         long sleeps;
@@ -502,7 +502,7 @@ static int rank_sleeps(dtrain_world *world, void *user)
         sleeps = thread_sleeps();
         cpu = thread_cpu();
         wall = test_seconds();
-        RANKS_TRY(dtrain_all_reduce(comm, memory, memory, COUNT, DTRAIN_DTYPE_F32,
+        RANKS_TRY(dtrain_all_reduce(comm, memory, memory, (size_t)COUNT << i, DTRAIN_DTYPE_F32,
                                     DTRAIN_REDUCE_SUM, NULL));
         wall = test_seconds() - wall;
         cpu = thread_cpu() - cpu;
@@ -550,7 +550,7 @@ static void test_too_slow(void)
     for (i = 0; i < 2 * MODES; i++) {
         int message = i / 2;
         dtrain_launch_desc desc = links_desc(2, 1, (uint32_t)(i % 2), 0.001, 0);
-        desc.timeout_ms = 1000;
+        desc.timeout_ms = 2500; /* both ranks have started long before */
         links_run(&desc, rank_too_slow, &message);
     }
 }

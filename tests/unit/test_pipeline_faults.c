@@ -417,12 +417,12 @@ static void test_data_ends_elsewhere(void)
         for (int micro = rank; micro < 4; micro += 2) {
             job j = job_of(2, 1, micro / 2 ? DTRAIN_PIPELINE_ZBV : DTRAIN_PIPELINE_1F1B, DATA_ENDS);
             j.rank = rank, j.micro = micro;
-            check_errors(&j, DTRAIN_LAUNCH_THREADS, 400, "", "");
+            check_errors(&j, DTRAIN_LAUNCH_THREADS, RANKS_SHORT_MS, "", "");
         }
     job j = job_of(2, 1, DTRAIN_PIPELINE_1F1B, DATA_ENDS); /* a rank that waits says why itself */
     dtrain_result result;
     j.rank = 1, j.micro = 0;
-    job *run = launch(&j, DTRAIN_LAUNCH_THREADS, 400, &result);
+    job *run = launch(&j, DTRAIN_LAUNCH_THREADS, RANKS_SHORT_MS, &result);
     CHECK_MSG(strstr(run->text[1], "the data of this rank had ended before micro-batch 0"), "%s",
               run->text[1]);
     CHECK(!strstr(run->text[0], "had ended"));
@@ -449,7 +449,7 @@ static void test_dead_and_stalled(void)
     check_errors(&j, DTRAIN_LAUNCH_PROCESSES, 0, " of micro-batch ", "rank 1");
     j = job_of(3, 1, DTRAIN_PIPELINE_1F1B, STALLS);
     j.rank = 1, j.micro = 2;
-    check_errors(&j, DTRAIN_LAUNCH_THREADS, 400, " of micro-batch ", "stage ");
+    check_errors(&j, DTRAIN_LAUNCH_THREADS, RANKS_SHORT_MS, " of micro-batch ", "stage ");
 }
 
 /* A collective that one rank makes alone: no deadline is needed to say who waits in which call. */

@@ -410,7 +410,7 @@ static void test_stalled_rank(void)
     static const uint32_t where[] = {F, B, W, SEND, RECEIVE_GRADIENT};
     for (size_t i = 0; i < sizeof where / sizeof *where; i++) {
         const job j = {DTRAIN_PIPELINE_ZB_H1, 3, 1, 5, 1, 0, 2, where[i], STALLS, NULL};
-        check_misfortune(j, DTRAIN_LAUNCH_THREADS, 400);
+        check_misfortune(j, DTRAIN_LAUNCH_THREADS, RANKS_SHORT_MS);
     }
 }
 

@@ -554,7 +554,7 @@ static void test_rank_0_twice(void)
 static void test_other_key(void)
 {
     crew c = make_crew(3, rank_never_runs, NULL);
-    c.timeout_ms = 2000;
+    c.timeout_ms = RANKS_SHORT_MS;
     c.words[0] = c.words[1] = "DTRAIN_JOB_KEY=blue";
     c.words[2] = "DTRAIN_JOB_KEY=red";
     crew_start_all(&c);
@@ -572,7 +572,7 @@ static void test_keys(void)
     CHECK_MSG(c.ends[0].result == DTRAIN_OK && c.ends[1].result == DTRAIN_OK, "%s",
               c.ends[0].error);
     c.words[1] = "DTRAIN_JOB_KEY="; /* a key on one side only */
-    c.timeout_ms = 1000;
+    c.timeout_ms = RANKS_SHORT_MS;
     crew_start_all(&c);
     crew_wait(&c);
     crew_check(&c, 0, 1, DTRAIN_ERROR_TIMEOUT, "not come: 1", "DTRAIN_JOB_KEY");
@@ -600,7 +600,7 @@ static void test_missing_rank(void)
 {
     crew c = make_crew(4, rank_never_runs, NULL);
     const double start = test_seconds();
-    c.timeout_ms = 1000;
+    c.timeout_ms = RANKS_SHORT_MS;
     crew_start(&c, 0, 0);
     crew_start(&c, 1, 2);
     crew_wait(&c);
@@ -615,7 +615,7 @@ static void test_missing_rank(void)
 /* Of two ranks that have met, one is killed. Whether they have met cannot be seen from here, and who is killed
  * before is nobody to the other one: so that rank is started and killed, with more time each time, until
  * the other one has ended. */
-static void meet_and_kill(crew *c, int victim)
+static void meet_and_kill_once(crew *c, int victim)
 {
     const int other = 1 - victim;
     long us = 50000;
@@ -632,6 +632,14 @@ static void meet_and_kill(crew *c, int victim)
         while (test_seconds() < end + 0.1 && !c->ends[other].done) ranks_sleep_us(5000);
     }
     crew_wait(c);
+}
+/* Load can keep the other rank from seeing in time that the victim is gone; then it sees two victims, and all begins
+ * anew. */
+static void meet_and_kill(crew *c, int victim)
+{
+    int tries = 0;
+    do meet_and_kill_once(c, victim);
+    while (has(c->ends[1 - victim].error, "was started twice") && ++tries < 10);
 }
 
 static void test_rank_leaves_early(void)
@@ -747,7 +755,7 @@ static int listen_instead(uint16_t port)
 static int call_patiently(uint16_t port)
 {
     int i, fd;
-    for (i = 0; i < 500; i++, ranks_sleep_us(10000))
+    for (i = 0; i < 2000; i++, ranks_sleep_us(10000))
         if ((fd = call(port)) >= 0) return fd;
     CHECK_MSG(false, "nobody listens at port %u", port);
     return -1;
@@ -877,7 +885,7 @@ static void test_false_welcome(void)
         dtrain__reply reply;
         int callers = 0, status;
         memset(&reply, 0, sizeof reply);
-        c.timeout_ms = 1500;
+        c.timeout_ms = RANKS_SHORT_MS;
         crew_start(&c, 0, 1);
         for (i = 0; i < 20000 && !test_wait(c.pids[0], 0, &status); i++, ranks_sleep_us(1000)) {
             const int socket = accept(fd, NULL, NULL);
@@ -906,7 +914,7 @@ static void test_false_rank_0(void)
     double start = test_seconds();
     int guests = 0;
     size_t k;
-    c.timeout_ms = 1500;
+    c.timeout_ms = RANKS_SHORT_MS;
     crew_start(&c, 0, 1);
     for (; !c.ends[0].done && test_seconds() < start + RANKS_SOON; ranks_sleep_us(2000)) {
         const int guest = accept(fd, NULL, NULL);
@@ -1288,7 +1296,7 @@ static int rank_is_deaf(dtrain_world *world, void *user)
         }
         return 0;
     }
-    if (rank == 0) world->timeout_ns = 500000000u;
+    if (rank == 0) world->timeout_ns = RANKS_SHORT_MS * UINT64_C(1000000);
     for (round = 1; result == DTRAIN_OK && round < 20000; round++) {
         result = dtrain_world_all_gather(world, mine, sizeof mine, all);
         if (rank == 0) dtrain__store(&d->rounds, round);
@@ -1326,7 +1334,7 @@ static int rank_falls_silent(dtrain_world *world, void *user)
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
     int32_t mine = rank, all[MOST_NAMES];
     dtrain_result result = DTRAIN_OK;
-    world->timeout_ns = 1000000000u;
+    world->timeout_ns = RANKS_SHORT_MS * UINT64_C(1000000);
     if (rank != s->victim || s->step > 0) result = dtrain__clocks_compare(world);
     if (rank != s->victim) {
         if (s->step)
@@ -1355,7 +1363,7 @@ static void test_silence(void)
 /* The same by SIGSTOP at any moment of launch and run: the others end, and blame the rank that was stopped. */
 static int rank_keeps_meeting(dtrain_world *world, void *user)
 {
-    const double end = test_seconds() + 0.1;
+    const double end = test_seconds() + 60; /* long after one of them has been stopped */
     int64_t more = 1;
     dtrain_result result = DTRAIN_OK;
     (void)user;
@@ -1374,7 +1382,7 @@ static void test_stopped_at_any_moment(void)
         crew c = make_crew(3, rank_keeps_meeting, NULL);
         const int victim = round % 3;
         const long us = (long)ranks_random(&seed, 40000);
-        c.timeout_ms = 1000;
+        c.timeout_ms = RANKS_SHORT_MS;
         crew_start_all(&c);
         ranks_sleep_us(us);
         kill(c.pids[victim], SIGSTOP);
@@ -1653,7 +1661,7 @@ static pid_t start_poor(int rank, counted_memory *memory, uint16_t port)
     char words[128];
     dtrain_result result;
     if (pid) return pid;
-    desc.timeout_ms = 500;
+    desc.timeout_ms = 1500;
     desc.grace_ms = 300;
     desc.log_level = DTRAIN_LOG_ERROR;
     if (memory) desc.allocator = counted_allocator(memory);

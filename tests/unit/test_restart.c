@@ -146,7 +146,7 @@ static void check_restart(int ranks, uint32_t mode, act what)
     dtrain_launch_info info;
     p->acts[0] = what;
     p->acts[1] = WELL;
-    if (what == HANGS) desc.timeout_ms = 1500, desc.grace_ms = 100;
+    if (what == HANGS) desc.timeout_ms = RANKS_SHORT_MS, desc.grace_ms = 100;
     const dtrain_result result = ranks_launch(&desc, rank_acts, p, &info);
     CHECK_MSG(result == DTRAIN_OK, "%d %s, act %d: %s", ranks, ranks_mode_name(mode), (int)what,
               dtrain_last_error());
@@ -186,7 +186,7 @@ static int rank_outlives(dtrain_world *world, void *user)
     dtrain_world_info info;
     dtrain_world_query(world, &info);
     ranks_count(came);
-    if (info.restart_count == 0 && info.rank == 1) return 4;
+    if (info.restart_count == 0 && info.rank == 1) return ranks_await(came, 3) ? 4 : 5;
     if (info.restart_count == 0) pause();
     ranks_sleep_us(300000);
     return dtrain_world_all_gather(world, NULL, 0, NULL) == DTRAIN_OK ? 0 : 41;

@@ -105,21 +105,43 @@ static double all_seconds(const dtrain_world *world)
     return sum;
 }
 
-/* Rank 1 comes 50 ms late: the others wait in COMM, and it does not. All kinds together are the time that passed. */
+/* Rank 1 comes 50 ms late: the others wait in COMM, and it does not. All kinds together are the time that passed.
+ * Load can delay a rank between any two lines. So each figure lies between two times that the test takes, one inside
+ * and one outside of what the library takes, and the wait of the others is looked for in up to 40 rounds. */
 static int one_is_late(dtrain_world *world, void *user)
 {
-    const double start = dtrain_seconds(), before = all_seconds(world);
+    bool good = false;
     (void)user;
-    dtrain_span_begin(world, DTRAIN_SPAN_FORWARD, "own forward");
-    if (dtrain_world_rank(world) == 1) ranks_sleep_us(50000);
-    CHECK(dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK);
-    dtrain_span_end(world);
-    const double waited = dtrain__span_seconds(world, DTRAIN_SPAN_COMM);
-    const double forward = dtrain__span_seconds(world, DTRAIN_SPAN_FORWARD);
-    const double all = all_seconds(world) - before, passed = dtrain_seconds() - start;
-    if (dtrain_world_rank(world) == 1) CHECK_MSG(forward >= 0.05, "forward is %g s", forward);
-    else CHECK_MSG(waited >= 0.04 && forward < 0.04, "waited %g s, forward %g s", waited, forward);
-    CHECK_MSG(all <= passed && all > passed - 0.01, "%g s in kinds, %g s have passed", all, passed);
+    for (int round = 0; round < 40 && !good; round++) {
+        const double outside = dtrain_seconds(), before = all_seconds(world);
+        const double waited_before = dtrain__span_seconds(world, DTRAIN_SPAN_COMM);
+        const double forward_before = dtrain__span_seconds(world, DTRAIN_SPAN_FORWARD);
+        const double start = dtrain_seconds();
+        bool found, all_found[3];
+        dtrain_span_begin(world, DTRAIN_SPAN_FORWARD, "own forward");
+        const double begun = dtrain_seconds();
+        if (dtrain_world_rank(world) == 1) ranks_sleep_us(50000);
+        const double called = dtrain_seconds();
+        CHECK(dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK);
+        const double returned = dtrain_seconds();
+        dtrain_span_end(world);
+        const double ended = dtrain_seconds();
+        const double waited = dtrain__span_seconds(world, DTRAIN_SPAN_COMM) - waited_before;
+        const double forward = dtrain__span_seconds(world, DTRAIN_SPAN_FORWARD) - forward_before;
+        const double inside = dtrain_seconds() - start, all = all_seconds(world) - before;
+        const double passed = dtrain_seconds() - outside, rounding = 1e-8;
+        CHECK_MSG(waited <= returned - called + rounding, "waited %g s of %g s in the call", waited,
+                  returned - called);
+        CHECK_MSG(forward >= called - begun - rounding &&
+                      forward + waited <= ended - start + rounding,
+                  "forward %g s, waited %g s, of %g s", forward, waited, ended - start);
+        CHECK_MSG(all <= passed + rounding && all >= inside - rounding,
+                  "%g s in kinds, %g s to %g s have passed", all, inside, passed);
+        found = dtrain_world_rank(world) == 1 || (waited >= 0.04 && forward < 0.04);
+        CHECK_MSG(found || round < 39, "waited %g s, forward %g s", waited, forward);
+        CHECK(dtrain_world_all_gather(world, &found, sizeof found, all_found) == DTRAIN_OK);
+        good = all_found[0] && all_found[1] && all_found[2];
+    }
     dtrain_span_end(world); /* one too many */
     dtrain_span_begin(NULL, DTRAIN_SPAN_DATA, "nowhere");
     dtrain_span_end(NULL);

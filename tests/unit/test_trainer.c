@@ -878,24 +878,33 @@ static void test_arguments(void)
 
 /* ---- stragglers ---- */
 
+/* A rank of a busy machine can be delayed for longer than the slow rank sleeps. So the run is repeated with longer
+ * sleeps until they are long beside what the machine does to the ranks; the longest are most of a second. */
+static const int sleeps_us[] = {10000, 40000, 160000, 640000};
+enum { SLEEPS = sizeof sleeps_us / sizeof *sleeps_us };
+
 static void test_straggler_is_named_once(void)
 {
     for (uint32_t ranks = 2; ranks <= 3; ranks++) {
-        run *r = run_create(ranks, 1, 30);
-        r->slow_rank = 1;
-        r->sleep_us = 10000;
-        run_well(r);
-        CHECK_MSG(r->warnings == 1, "%d warnings", r->warnings);
-        CHECK_MSG(strstr(r->warning, "rank 1 is a straggler") != NULL, "%s", r->warning);
-        int named = 0, waited = 0; /* in a busy machine one step says little */
-        for (int i = 0; i < 30; i++) {
-            const dtrain_step_record *record = &r->records[0][i];
-            named += record->slowest_rank == 1 && record->straggler_score > 2;
-            waited += record->exposed_comm_ms >= 3; /* the others: mean over ranks */
-            CHECK(record->step_ms >= 10);
+        bool good = false;
+        for (int k = 0; k < SLEEPS && !good; k++) {
+            run *r = run_create(ranks, 1, 30);
+            r->slow_rank = 1;
+            r->sleep_us = sleeps_us[k];
+            run_well(r);
+            int named = 0, waited = 0;
+            for (int i = 0; i < 30; i++) {
+                const dtrain_step_record *record = &r->records[0][i];
+                named += record->slowest_rank == 1 && record->straggler_score > 2;
+                waited += record->exposed_comm_ms >= 3; /* the others: mean over ranks */
+                CHECK(record->step_ms >= 10);
+            }
+            good = r->warnings == 1 && strstr(r->warning, "rank 1 is a straggler") && named > 15 &&
+                   waited > 15;
+            CHECK_MSG(good || k + 1 < SLEEPS,
+                      "%d warnings: %s; %d steps named rank 1, in %d the others waited",
+                      r->warnings, r->warning, named, waited);
         }
-        CHECK_MSG(named > 15 && waited > 15, "%d steps named it, in %d the others waited", named,
-                  waited);
     }
 }
 
@@ -919,10 +928,14 @@ static void test_waiting_for_data(void)
 
 static void test_equal_ranks_are_no_stragglers(void)
 {
-    run *r = run_create(2, 1, 15);
-    r->sleep_us = 5000; /* all of them */
-    run_well(r);
-    CHECK_MSG(r->warnings == 0, "%s", r->warning);
+    bool good = false;
+    for (int k = 0; k < SLEEPS && !good; k++) {
+        run *r = run_create(2, 1, 15);
+        r->sleep_us = sleeps_us[k]; /* all of them */
+        run_well(r);
+        good = r->warnings == 0;
+        CHECK_MSG(good || k + 1 < SLEEPS, "%s", r->warning);
+    }
 }
 
 /* ---- memory ---- */
