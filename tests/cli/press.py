@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """press.py TIMES COMMAND...: runs a command on a terminal of its own and types Ctrl-C there, once its progress is under
-way: at each of these seconds after that, with commas between. Prints what the terminal got, and ends with the command's
+way: so many seconds after that, and with commas between, so many seconds after the Ctrl-C before. Prints what the terminal got, and ends with the command's
 exit status."""
 import os
 import pty
@@ -13,7 +13,7 @@ child, terminal = pty.fork()
 if child == 0:
     os.environ["TERM"] = "xterm"
     os.execvp(sys.argv[2], sys.argv[2:])
-got, since, pressed, deadline = b"", None, 0, time.monotonic() + 120
+got, since, pressed, deadline = b"", None, 0, time.monotonic() + 240
 while time.monotonic() < deadline:
     if select.select([terminal], [], [], 0.02)[0]:
         try:
@@ -25,6 +25,7 @@ while time.monotonic() < deadline:
     if since is not None and pressed < len(times) and time.monotonic() - since >= times[pressed]:
         os.write(terminal, b"\x03")
         pressed += 1
+        since = time.monotonic()
 else:
     os.kill(child, 9)
 sys.stdout.buffer.write(got.replace(b"\r\n", b"\n"))

@@ -113,9 +113,9 @@ stopped() {
 # A rank of another launcher that is process 1: the kernel drops the default action of TERM there.
 "$in_image" --entrypoint env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 train_gpt $tiny --ranks 2 --checkpoint /checkpoints/alone >"$tmp/out" 2>&1 &
 engine=$!
-wait_for 20 eval "pgrep -P $engine && grep -q '^SigCgt:.*[4-7c-f]...\$' /proc/\$(pgrep -P $engine)/status"
+wait_for 60 eval "pgrep -P $engine && grep -q '^SigCgt:.*[4-7c-f]...\$' /proc/\$(pgrep -P $engine)/status"
 kill -TERM "$(pgrep -P $engine)"; sleep 1.2; kill -TERM "$(pgrep -P $engine)"
-wait_for 5 eval "! kill -0 $engine"
+wait_for 60 eval "! kill -0 $engine"
 result "a rank that waits as process 1: the second TERM ends it" $? "$tmp/out"
 kill -9 "$(pgrep -P $engine)" 2>/dev/null
 wait $engine

@@ -403,7 +403,7 @@ bad "a log in a folder that cannot be made" "/proc/none/log cannot be written: N
 
 # A rank that is killed, and one that differs: what every process has to say is one line, with the cause.
 $gpt --ranks 3 --steps 1000000 --timeout 20 >"$tmp/out" 2>"$tmp/err" & launcher=$!
-wait_line 20 '^ +[1-9][0-9]* +[0-9.]+ ' "$tmp/out"
+wait_line 60 '^ +[1-9][0-9]* +[0-9.]+ ' "$tmp/out"
 victim=$(leftovers | sed -n 's/^\([0-9]*\) .*train_gp[t] .*/\1/p' | grep -v -x $launcher | tail -n 1)
 kill -9 "$victim" || kill $launcher
 wait $launcher

@@ -10,7 +10,7 @@ losses() { grep -v final "$1" | sed -n 's/.*"loss": \([^,]*\),.*/\1/p'; }
 # rank R N ARGS...: rank R of N as torchrun would start it, in the background
 rank() {
     r=$1 n=$2; shift 2
-    RANK=$r WORLD_SIZE=$n MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 $gpt --ranks "$n" "$@" >"$tmp/$r.out" 2>"$tmp/$r.err" &
+    RANK=$r WORLD_SIZE=$n MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 $gpt --ranks "$n" "$@" >"$tmp/$r.out" 2>"$tmp/$r.err" &
     eval "pid_$r=$!"
 }
 # ended R: waits for rank R; its status
@@ -32,7 +32,7 @@ nothing_left; result "nothing is left" $?
 for victim in 0 1 2; do
     rm -f "$tmp/killed"
     for r in 0 1 2; do rank $r 3 --steps 1000000 --log "$tmp/killed"; done
-    wait_line 20 loss "$tmp/killed"
+    wait_line 60 loss "$tmp/killed"
     eval "parent=\$pid_$victim"
     pkill -9 -P "$parent"
     status=0
@@ -52,16 +52,16 @@ if [ "$(id -u)" = 0 ] && have ip && ip netns add dtrain_$$_a 2>/dev/null; then
         ip -n $a link set dt$$a up && ip -n $b link set dt$$b up; } 2>"$tmp/err"
     if [ $? -eq 0 ]; then
         export WORLD_SIZE=2 MASTER_ADDR=$net.1 MASTER_PORT=29500
-        RANK=0 ip netns exec $a timeout 30 $gpt --ranks 2 >"$tmp/0.out" 2>"$tmp/0.err" & p=$!
-        RANK=1 ip netns exec $b timeout 30 $gpt --ranks 2 >"$tmp/1.out" 2>"$tmp/1.err"
+        RANK=0 ip netns exec $a timeout 300 $gpt --ranks 2 >"$tmp/0.out" 2>"$tmp/0.err" & p=$!
+        RANK=1 ip netns exec $b timeout 300 $gpt --ranks 2 >"$tmp/1.out" 2>"$tmp/1.err"
         wait $p
         grep -q "2 ranks on 2 hosts" "$tmp/0.err" && grep -q "2 ranks on 2 hosts.*NCCL" "$tmp/1.err"
         result "two hosts meet and are told what is missing" $? "$tmp/1.err"
         # The cable is pulled during the rendezvous of three.
-        WORLD_SIZE=3 RANK=0 ip netns exec $a timeout 60 $gpt --ranks 3 --timeout 3 >"$tmp/0.out" 2>"$tmp/0.err" & p=$!
-        WORLD_SIZE=3 RANK=1 ip netns exec $b timeout 60 $gpt --ranks 3 --timeout 3 >"$tmp/1.out" 2>"$tmp/1.err" & q=$!
+        WORLD_SIZE=3 RANK=0 ip netns exec $a timeout 300 $gpt --ranks 3 --timeout 10 >"$tmp/0.out" 2>"$tmp/0.err" & p=$!
+        WORLD_SIZE=3 RANK=1 ip netns exec $b timeout 300 $gpt --ranks 3 --timeout 10 >"$tmp/1.out" 2>"$tmp/1.err" & q=$!
         # state 01 is a connection; the greeting over it takes microseconds, and cannot be seen from here
-        wait_for 10 ip netns exec $a grep -q ':73A0 [0-9A-F:]* 01 ' /proc/net/tcp /proc/net/tcp6
+        wait_for 60 ip netns exec $a grep -q ':73A0 [0-9A-F:]* 01 ' /proc/net/tcp /proc/net/tcp6
         sleep 1; ip -n $b link set dt$$b down
         wait $p; wait $q
         grep -q "have not come: 2" "$tmp/0.err" && grep -q "rank 0 .* has not said" "$tmp/1.err"

@@ -36,13 +36,13 @@ for how in $runs; do
     hits=0
     while [ $hits -lt $((full ? 5 : 2)) ]; do
         before=$(cat "$dir/latest" 2>/dev/null || echo none)
-        wait_for 30 sh -c "[ \"\$(cat '$dir/latest' 2>/dev/null || echo none)\" != '$before' ]" || break
+        wait_for 60 sh -c "[ \"\$(cat '$dir/latest' 2>/dev/null || echo none)\" != '$before' ]" || break
         draw_below 40; sleep "0.$((drawn / 10))$((drawn % 10))"
         draw_below 8
         id=$(ranks_of $launcher | sed -n "$((drawn + 1))p")
         [ -n "$id" ] && kill -KILL "$id" 2>/dev/null || break
         hits=$((hits + 1))
-        wait_for 30 sh -c "[ \$(grep -c 'restart [0-9]* of 20' '$tmp/out') -ge $hits ]" || break
+        wait_for 60 sh -c "[ \$(grep -c 'restart [0-9]* of 20' '$tmp/out') -ge $hits ]" || break
     done
     wait $launcher && [ $hits -gt 0 ] && [ "$(grep -c 'restart [0-9]* of 20' "$tmp/out")" -eq $hits ] &&
         [ "$(grep -c 'resume  step [1-9]' "$tmp/out")" -eq $hits ] && [ "$(hash_of "$tmp/out")" = "${expected:-none}" ]

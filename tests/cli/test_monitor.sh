@@ -183,14 +183,14 @@ else skip "a locale with a decimal comma" "localedef makes none (Debian: apt-get
 if have prometheus-node-exporter; then
     mkdir "$tmp/prom"
     cp "$tmp/2-processes-ddp/run.prom" "$tmp/prom"
-    port=$((20000 + $$ % 20000))
+    take_ports
     prometheus-node-exporter --collector.disable-defaults --collector.textfile --collector.textfile.directory="$tmp/prom" \
         --web.listen-address=127.0.0.1:$port >"$tmp/exporter" 2>&1 &
     exporter=$!
     at_end="kill $exporter 2>/dev/null"
     get() { "$python" -c 'import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode(), end="")' \
         "http://127.0.0.1:$port/metrics" >"$tmp/served" 2>/dev/null; }
-    i=0; while ! get && [ $i -lt 50 ]; do sleep 0.1; i=$((i + 1)); done
+    i=0; while ! get && [ $i -lt 600 ]; do sleep 0.1; i=$((i + 1)); done
     grep -q '^node_textfile_scrape_error 0' "$tmp/served"; result "node_exporter reads the file" $? "$tmp/exporter"
     sort "$tmp/prom/run.prom" | grep '^dtrain_' | cut -d'}' -f1 >"$tmp/want"
     grep '^dtrain_' "$tmp/served" | cut -d'}' -f1 | sort >"$tmp/got"

@@ -137,22 +137,22 @@ for mpi in openmpi mpich; do
         MASTER_PORT=29500 exec "$1" comm a' sh "$out/test_mpi"
     result "$mpi: torchrun's variables inside mpirun" $? "$tmp/log"
     for r in 0 1; do
-        { RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 "$out/test_mpi" nothing >"$tmp/$r" 2>&1
+        { RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 "$out/test_mpi" nothing >"$tmp/$r" 2>&1
           [ $? -eq 1 ] || echo "rank $r did not fail" >>"$tmp/$r"; } &
     done
     wait
     cat "$tmp/0" "$tmp/1" >"$tmp/log"
     [ "$(grep -c 'alone in an MPI of its own.*mpirun -n 2' "$tmp/log")" -eq 2 ] && ! grep -q 'did not fail' "$tmp/log"
     result "$mpi: torchrun's variables alone: told to use mpirun" $? "$tmp/log"
-    DTRAIN_MPI_RANKS=3 timeout 60 "$out/test_mpi" nothing >"$tmp/log" 2>&1
+    DTRAIN_MPI_RANKS=3 timeout 300 "$out/test_mpi" nothing >"$tmp/log" 2>&1
     refused "forked ranks are told to use mpirun" 'started by dtrain_launch itself; run: mpirun -n 3'
-    DTRAIN_MPI_RANKS=3 DTRAIN_MPI_MODE=1 timeout 60 "$out/test_mpi" nothing >"$tmp/log" 2>&1
+    DTRAIN_MPI_RANKS=3 DTRAIN_MPI_MODE=1 timeout 300 "$out/test_mpi" nothing >"$tmp/log" 2>&1
     refused "so are threads" 'started by dtrain_launch itself; run: mpirun -n 3'
     start 4 sh -c 'r=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; DTRAIN_RANK=$((r % 2)) DTRAIN_WORLD_SIZE=2 \
         DTRAIN_PORT=$((DTRAIN_PORT + 100 + r / 2)) DTRAIN_MASTER_ADDR=127.0.0.1 exec "$1" nothing; ' sh "$out/test_mpi"
     [ "$(grep -c "rank 0 of the world's 2 sees 4 in MPI" "$tmp/log")" -eq 4 ]
     result "$mpi: two worlds in one mpirun" $? "$tmp/log"
-    timeout 60 "$out/test_mpi" comm >"$tmp/log" 2>&1
+    timeout 300 "$out/test_mpi" comm >"$tmp/log" 2>&1
     result "$mpi: one rank without a launcher" $? "$tmp/log"
 
     for n in 2 3 4; do

@@ -117,7 +117,7 @@ esc=$(printf '\033]0;owned\a')
 # clean NAME COMMAND...: fails, and prints no control character but line ends
 clean() {
     name=$1; shift
-    timeout 20 "$@" >out 2>&1; status=$?
+    timeout 300 "$@" >out 2>&1; status=$?
     [ $status -ne 0 ] && [ $status -lt 124 ] && [ -s out ] && ! LC_ALL=C grep -q "$(printf '[\001-\010\013-\037\177\302\233]')" out
     result "no escape sequence: $name" $? out
 }

@@ -73,9 +73,9 @@ done
 wide="$gpt --layers 4 --channels 64 --seq 64 --steps 2 --eval-batches 0"
 fits() {
     name=$1; shift
-    timeout 60 $wide "$@" --auto-batch --memory-limit 12 >"$tmp/out" 2>&1 &&
+    timeout 300 $wide "$@" --auto-batch --memory-limit 12 >"$tmp/out" 2>&1 &&
         found=$(sed -n 's/^step  *\([0-9]*\) x .*/\1/p' "$tmp/out") && count=$(sed -n 's/^step .* x \([0-9]*\) micro.*/\1/p' "$tmp/out") && [ "$found" -gt 1 ] &&
-        grep -q '^  library memory .* of --memory-limit ' "$tmp/out" && ! timeout 60 $wide "$@" --batch $((2 * found)) --accum "$count" --memory-limit 12 >"$tmp/again" 2>&1 && grep -q 'memory limit' "$tmp/again"
+        grep -q '^  library memory .* of --memory-limit ' "$tmp/out" && ! timeout 300 $wide "$@" --batch $((2 * found)) --accum "$count" --memory-limit 12 >"$tmp/again" 2>&1 && grep -q 'memory limit' "$tmp/again"
     result "$name" $? "$tmp/out"
 }
 fits "the largest batch of 1F1B" --ranks 2 --pipeline 2 --accum 4
@@ -111,7 +111,7 @@ forecast() {
 }
 want=$((6 * 12704 + 256 * 32 + 16 * 32 + 64 + 256 * 32)) # blocks, the table and its copy beside the head, positions, the last norm
 forecast --ranks 2 --pipeline 2
-timeout 60 $gpt --config "$tmp/config" --steps 1 --ranks 2 >"$tmp/out" 2>&1
+timeout 300 $gpt --config "$tmp/config" --steps 1 --ranks 2 >"$tmp/out" 2>&1
 result "its output is a config" $? "$tmp/out"
 forecast --ranks 4 --pipeline 2 --stage-units 1,7 --strategy auto
 awk '/^# *rank stage/ { getline; exit !($4 == "0-0") }' "$tmp/out"; result "it has the list" $? "$tmp/out"

@@ -162,7 +162,7 @@ browser=
 for name in chromium chromium-browser google-chrome; do have $name && browser=${browser:-$name}; done
 if [ -n "$browser" ] && have "$python"; then
     mkdir "$tmp/home"
-    show() { HOME=$tmp/home timeout 60 $browser --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --user-data-dir="$tmp/home/data" "$@" 2>"$tmp/err"; }
+    show() { HOME=$tmp/home timeout 300 $browser --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --user-data-dir="$tmp/home/data" "$@" 2>"$tmp/err"; }
     for page in page:8 all:4 bare:0 again:6; do
         show --dump-dom "file://$tmp/${page%:*}.html" >"$tmp/dom.html"
         look "$tmp/dom.html" "${page#*:}"; result "a browser draws ${page%:*}.html" $? "$tmp/said"

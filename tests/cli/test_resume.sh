@@ -5,7 +5,7 @@
 . tests/support/shell.sh
 full=${DTRAIN_TEST_FULL:-0}
 cp dtrain.h "$tmp/data"
-gpt="$build/train_gpt --data $tmp/data --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --warmup 2 --eval-batches 0 --sample 0 --ranks 2 --threads 1 --timeout 4 --deterministic"
+gpt="$build/train_gpt --data $tmp/data --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --warmup 2 --eval-batches 0 --sample 0 --ranks 2 --threads 1 --timeout 10 --deterministic"
 hash_of() { sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$1" | tail -n 1; }
 # same NAME: the run in $tmp/out came to the parameters $expected
 same() {
@@ -174,7 +174,7 @@ for blocking in "" --save-blocking; do
     on_full --steps 6 --checkpoint "$tmp/full" $blocking --save-every 2
     lost "three saves of a run fail $blocking" "this run has saved nothing"
     on_full --steps 100000 --checkpoint "$tmp/full" $blocking --log "$tmp/full/log" --stop-status 7
-    wait_for 20 grep -q -a '^{"step"' "$tmp/full/log"
+    wait_for 60 grep -q -a '^{"step"' "$tmp/full/log"
     kill -TERM $launcher
     lost "the save before a stop fails $blocking" "this run has saved nothing"
     [ $status -ne 7 ]; result "and its status is not that of a stop $blocking" $?

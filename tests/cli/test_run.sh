@@ -11,7 +11,7 @@ nodes="--nnodes 2 --master 127.0.0.1:$port --timeout 15"
 # is NAME STATUS PATTERN COMMAND...: ends with this status, and prints a line with PATTERN
 is() {
     name=$1 want=$2 pattern=$3; shift 3
-    timeout 60 "$@" >"$tmp/out" 2>&1
+    timeout 300 "$@" >"$tmp/out" 2>&1
     got=$?
     [ $got -eq "$want" ] && grep -q -E -e "$pattern" "$tmp/out"
     ok=$?
@@ -21,8 +21,8 @@ is() {
 # two NAME STATUS PATTERN FLAGS... -- COMMAND...: the same on two nodes of two ranks; both end with this status
 two() {
     name=$1 want=$2 pattern=$3; shift 3
-    timeout 60 $run $nodes --node-rank 1 --nproc 2 "$@" >"$tmp/1.out" 2>&1 & other=$!
-    timeout 60 $run $nodes --node-rank 0 --nproc 2 "$@" >"$tmp/0.out" 2>&1
+    timeout 300 $run $nodes --node-rank 1 --nproc 2 "$@" >"$tmp/1.out" 2>&1 & other=$!
+    timeout 300 $run $nodes --node-rank 0 --nproc 2 "$@" >"$tmp/0.out" 2>&1
     zero=$?
     wait $other
     one=$?
@@ -87,7 +87,7 @@ signalled() {
     : >"$tmp/out" # what the test before has said is no answer
     "$@" >"$tmp/out" 2>&1 &
     launcher=$!
-    wait_for 20 sh -c "[ \$(grep -c ready '$tmp/out') -eq 2 ]"
+    wait_for 60 sh -c "[ \$(grep -c ready '$tmp/out') -eq 2 ]"
     kill "-$number" $launcher
     wait $launcher
     status=$?
@@ -101,11 +101,11 @@ for number in TERM USR1 HUP; do signalled "SIG$number reaches ranks, which end w
 signalled "SIGINT ends ranks that do not handle it" 130 INT 'signal 2 \(SIGINT\)' $run --nproc 2 --restarts 3 perl -e '$| = 1; print "ready\n"; sleep 60'
 signalled "after a request to stop and the grace period ranks are killed" 137 TERM 'SIGKILL' $run --nproc 2 --grace 0.3 sh -c 'trap "" TERM; echo ready; while :; do sleep 1; done'
 is "a rank that stays stopped when the others have ended is killed and named" 137 'rank 1 of 2 .*was stopped by signal 19 for .* while others ended' $run --nproc 2 --timeout 0.5 sh -c '[ $DTRAIN_RANK = 0 ] || kill -STOP $$'
-is "a rank that is stopped and goes on is waited for" 0 'went on' $run --nproc 2 --timeout 20 sh -c '[ $DTRAIN_RANK = 0 ] || { (sleep 0.5; kill -CONT $$) & kill -STOP $$; echo went on; }'
+is "a rank that is stopped and goes on is waited for" 0 'went on' $run --nproc 2 --timeout 20 sh -c '[ $DTRAIN_RANK = 0 ] || { (while sleep 0.5; do kill -CONT $$ || exit; done) & kill -STOP $$; echo went on; }'
 : >"$tmp/out"
 $run --nproc 2 sh -c 'sleep 600 & echo ready; sleep 600' >"$tmp/out" 2>&1 &
 launcher=$!
-wait_line 20 'rank 1. ready' "$tmp/out"
+wait_line 60 'rank 1. ready' "$tmp/out"
 kill -9 $launcher
 wait $launcher 2>/dev/null
 nothing_left; result "kill -9 of dtrain-run leaves nothing" $? "$tmp/out"
@@ -114,7 +114,10 @@ nothing_left; result "and is gone" $?
 if [ "$(id -u)" = 0 ] && unshare --pid --fork --mount-proc true 2>/dev/null; then
     # The first process of a container: orphans are its children, and a signal has no default action.
     is "PID 1: reaps orphans, passes TERM on" 0 '^zombies 0$' unshare --pid --fork --mount-proc sh -c "
-        exec $run --nproc 1 sh -c '(sleep 0.05 &); (sleep 0.05 &); sleep 0.4; echo zombies \$(grep -l \"^State:.Z\" /proc/[0-9]*/status 2>/dev/null | wc -l)
+        exec $run --nproc 1 sh -c '(sleep 0.05 &); (sleep 0.05 &); sleep 0.4
+            zombies() { grep -l \"^State:.Z\" /proc/[0-9]*/status 2>/dev/null | wc -l; }
+            looks=200; while [ \$(zombies) != 0 ] && [ \$looks -gt 0 ]; do looks=\$((looks - 1)); sleep 0.1; done
+            echo zombies \$(zombies)
             trap \"exit 0\" TERM; echo ready; kill -TERM 1; while :; do sleep 0.05; done'"
 else skip "PID 1" "needs root and unshare"; fi
 
@@ -126,7 +129,7 @@ is "nor is a run whose directory of checkpoints is another run's" 2 'not restart
 is "a crash loop ends with the rank's status" 4 'crash loop: 1 restart in a row made no progress' $run --nproc 2 --restarts 1 --log-dir "$tmp/logs" sh -c 'exit 4'
 $run --nproc 1 --restarts 9 sh -c 'exit 4' >"$tmp/out" 2>&1 &
 launcher=$!
-wait_for 20 grep -q 'restart 2 of 9 in 2.0 s' "$tmp/out"
+wait_for 60 grep -q 'restart 2 of 9 in 2.0 s' "$tmp/out"
 kill $launcher
 wait $launcher
 [ $? -eq 143 ] && ! grep -q 'restart 3' "$tmp/out"
@@ -161,19 +164,20 @@ $run --nproc 2 --restarts 1 $long --save-every 20 --steps 9000000 --checkpoint "
 launcher=$!
 before=none status=0
 for attempt in 1 2 3; do
-    wait_for 30 sh -c "[ \"\$(cat '$tmp/further/latest' 2>/dev/null || echo none)\" != '$before' ]" || status=1
+    wait_for 60 sh -c "[ \"\$(cat '$tmp/further/latest' 2>/dev/null || echo none)\" != '$before' ]" || status=1
     pkill -9 -n -f "^[^ ]*train_gpt .*$tmp/further"
-    wait_for 10 sh -c "[ \$(grep -c 'restart 1 of 1' '$tmp/out') -eq $attempt ]" || status=1
-    wait_for 10 sh -c "[ \$(grep -c 'resume  step' '$tmp/out') -eq $attempt ]" || status=1
+    wait_for 60 sh -c "[ \$(grep -c 'restart 1 of 1' '$tmp/out') -eq $attempt ]" || status=1
+    wait_for 60 sh -c "[ \$(grep -c 'resume  step' '$tmp/out') -eq $attempt ]" || status=1
     before=$(cat "$tmp/further/latest")
 done
 kill $launcher
 wait $launcher || status=1
 result "checkpoints are progress: failures are not counted with those before" $status "$tmp/out"
 
-# ---- What train_gpt says of its links ----
-good "--probe-links" 'warning.*2 nodes: predicted x0[.].* of one, link 0.0002[0-9]* GB/s and .*; try top-k' $gpt --emulate 2x1:0.002:300 --probe-links --steps 5
-grep -q '^links   between nodes: 0.0002[0-9]* GB/s' "$tmp/out"; result "the emulated link is found" $? "$tmp/out"
+# ---- What train_gpt says of its links: 0.00025 GB/s, and load can only make it less, but for a factor below 2 ----
+good "--probe-links" 'warning.*2 nodes: predicted x0[.].* of one, link [0-9.e-]* GB/s and .*; try top-k' $gpt --emulate 2x1:0.002:300 --probe-links --steps 5
+speed=$(sed -n 's/^links   between nodes: \([0-9.e-]*\) GB\/s.*/\1/p' "$tmp/out")
+awk "BEGIN { exit !(${speed:-0} > 0 && ${speed:-0} < 0.0005) }"; result "the emulated link is found" $? "$tmp/out"
 
 # ---- Questions in place of a run: each process asks alone, and one of them answers ----
 is "--dry-run asks for one process" 2 'rank 1 of 3, and a forecast is made by one: run it without the launcher, with --ranks 3' $run --nproc 3 $gpt --dry-run
@@ -209,15 +213,15 @@ if [ "$(id -u)" = 0 ] && have ip && ip netns add dtrain_$$_a 2>/dev/null; then
         ip -n $a addr add $net.1/24 dev dr$$a && ip -n $b addr add $net.2/24 dev dr$$b &&
         ip -n $a link set dr$$a up && ip -n $b link set dr$$b up && ip -n $a link set lo up && ip -n $b link set lo up; } 2>"$tmp/err"; then
         hosts="--nnodes 2 --master $net.1 --timeout 10 --nproc 2"
-        ip netns exec $b timeout 30 $run $hosts --node-rank 1 sh -c 'echo $DTRAIN_RANK; sleep 0.3' >"$tmp/1.out" 2>&1 & other=$!
-        is "two hosts" 0 '^\[rank 1\] 1$' ip netns exec $a timeout 30 $run $hosts --node-rank 0 sh -c 'echo $DTRAIN_RANK; sleep 0.3'
+        ip netns exec $b timeout 300 $run $hosts --node-rank 1 sh -c 'echo $DTRAIN_RANK; sleep 0.3' >"$tmp/1.out" 2>&1 & other=$!
+        is "two hosts" 0 '^\[rank 1\] 1$' ip netns exec $a timeout 300 $run $hosts --node-rank 0 sh -c 'echo $DTRAIN_RANK; sleep 0.3'
         wait $other && grep -q '^.rank 3. 3$' "$tmp/1.out"; result "the ranks of the second" $? "$tmp/1.out"
-        ip netns exec $b timeout 30 $run $hosts --node-rank 1 $gpt --ranks 4 >"$tmp/1.out" 2>&1 & other=$!
-        is "CPU ranks of two hosts are told what is missing" 1 'its error: .*4 ranks on 2 hosts share no memory.*NCCL.*MPI' ip netns exec $a timeout 30 $run $hosts --node-rank 0 $gpt --ranks 4
+        ip netns exec $b timeout 300 $run $hosts --node-rank 1 $gpt --ranks 4 >"$tmp/1.out" 2>&1 & other=$!
+        is "CPU ranks of two hosts are told what is missing" 1 'its error: .*4 ranks on 2 hosts share no memory.*NCCL.*MPI' ip netns exec $a timeout 300 $run $hosts --node-rank 0 $gpt --ranks 4
         wait $other
-        ip netns exec $b timeout 30 $run $hosts --node-rank 1 --restarts 1 sleep 60 >"$tmp/1.out" 2>&1 & other=$!
-        ip netns exec $a timeout 30 $run $hosts --node-rank 0 --restarts 1 --timeout 2 sleep 60 >"$tmp/0.out" 2>&1 & launcher=$!
-        wait_for 10 sh -c "[ \$(pgrep -f -x -c 'sleep 60') -ge 4 ]"
+        ip netns exec $b timeout 300 $run $hosts --node-rank 1 --restarts 1 sleep 60 >"$tmp/1.out" 2>&1 & other=$!
+        ip netns exec $a timeout 300 $run $hosts --node-rank 0 --restarts 1 --timeout 2 sleep 60 >"$tmp/0.out" 2>&1 & launcher=$!
+        wait_for 60 sh -c "[ \$(pgrep -f -x -c 'sleep 60') -ge 4 ]"
         pkill -9 -P $other; wait $other 2>/dev/null # of timeout
         wait $launcher
         [ $? -eq 1 ] && grep -q 'node 1 is gone' "$tmp/0.out" && grep -q '1 of 2 nodes have not come: 1' "$tmp/0.out" &&

@@ -14,7 +14,7 @@ gpt="$build/train_gpt --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --wa
 # pair PROGRAM_AND_FLAGS ODD_FLAGS: two ranks with the flags, and rank 1 with the odd ones besides
 pair() {
     for r in 0 1; do
-        RANK=$r WORLD_SIZE=2 LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 $1 $odd >"$tmp/$r.out" 2>"$tmp/$r.err" &
+        RANK=$r WORLD_SIZE=2 LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 $1 $odd >"$tmp/$r.out" 2>"$tmp/$r.err" &
         eval "pid_$r=$!"
         odd=$2
     done
@@ -98,17 +98,17 @@ unset DTRAIN_JOB_KEY
 take_ports
 one() {
     r=$1; shift
-    RANK=$r WORLD_SIZE=2 LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 $gpt "$@" >"$tmp/$r.out" 2>"$tmp/$r.err"
+    RANK=$r WORLD_SIZE=2 LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 $gpt "$@" >"$tmp/$r.out" 2>"$tmp/$r.err"
 }
 losses() { sed -n 's/.*"loss": \([^,]*\),.*/\1/p' "$1"; }
 DTRAIN_JOB_KEY=alone one 1 --log "$tmp/alone" & own=$!
 DTRAIN_JOB_KEY=alone one 0 --log "$tmp/alone"
 wait $own
 one 0 --log "$tmp/a" & first=$!
-wait_line 20 'neither DTRAIN_JOB_KEY nor' "$tmp/0.err"
+wait_line 60 'neither DTRAIN_JOB_KEY nor' "$tmp/0.err"
 result "a run without a name says so" $? "$tmp/0.err"
-RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 $gpt --data "$tmp/longer" >"$tmp/b.out" 2>"$tmp/b.err" & other=$!
-wait_line 20 'a rank 1 with other settings or data than rank 0 has called' "$tmp/0.err"
+RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 $gpt --data "$tmp/longer" >"$tmp/b.out" 2>"$tmp/b.err" & other=$!
+wait_line 60 'a rank 1 with other settings or data than rank 0 has called' "$tmp/0.err"
 result "rank 0 hears of the other job" $? "$tmp/0.err"
 one 1 --log "$tmp/a" & own=$!
 wait $own && wait $first && [ "$(losses "$tmp/a" | wc -l)" -ge 2 ] && losses "$tmp/a" >"$tmp/x" && losses "$tmp/alone" | cmp -s - "$tmp/x"

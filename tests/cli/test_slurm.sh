@@ -54,7 +54,7 @@ dd if=/dev/urandom of="$tmp/munge.key" bs=1024 count=1 2>/dev/null
 chmod 400 "$tmp/munge.key"
 munged --foreground --force --socket="$tmp/munge.sock" --key-file="$tmp/munge.key" --pid-file="$tmp/munged.pid" \
     --log-file="$tmp/munged.log" --seed-file="$tmp/munged.seed" --num-threads=2 >"$tmp/munged.out" 2>&1 & munged=$!
-wait_for 30 [ -S "$tmp/munge.sock" ]
+wait_for 60 [ -S "$tmp/munge.sock" ]
 slurmctld -D >"$tmp/slurmctld.out" 2>&1 & slurmctld=$!
 slurmd -D -N "$host" >"$tmp/slurmd.out" 2>&1 & slurmd=$!
 stop() {
@@ -65,7 +65,7 @@ stop() {
 }
 at_end=stop
 wait_for 60 sh -c 'sinfo -h -o %T | grep -q idle'
-timeout 60 srun -n 2 true >"$tmp/log" 2>&1
+timeout 300 srun -n 2 true >"$tmp/log" 2>&1
 status=$?
 [ $status -eq 0 ] || cat "$tmp/slurmctld.log" "$tmp/slurmd.log" "$tmp"/*.out >>"$tmp/log"
 result "slurmctld, slurmd and munged of our own start a job" $status "$tmp/log"

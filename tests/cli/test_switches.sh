@@ -32,7 +32,7 @@ for source in tools/*/*.c examples/*.c; do
         [ "$file" = tools/run/recorded.h ] || ${CC:-cc} -fpreprocessed -dD -E -P "$file" 2>/dev/null
     done | grep -ohE '"([^"\\]|\\.)*"' | grep -oE '(^|[^a-z-])--[a-z][a-z-]+' | grep -oE -e '--.*' | sort -u >"$tmp/named"
     [ -s "$tmp/named" ] || continue
-    timeout 20 "$build/$program" --help 2>&1 | grep -oE -e '--[a-z][a-z-]+' | sort -u >"$tmp/flags"
+    timeout 300 "$build/$program" --help 2>&1 | grep -oE -e '--[a-z][a-z-]+' | sort -u >"$tmp/flags"
     echo --help >>"$tmp/flags"
     strangers=$(grep -v -x -F -f "$tmp/flags" "$tmp/named" | tr '\n' ' ')
     [ -z "$strangers" ]; result "$program: flags that it names and has not: ${strangers:-none}" $?

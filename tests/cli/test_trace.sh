@@ -67,21 +67,28 @@ head -n 6 "$tmp/a" >"$tmp/c"; head -n 6 "$tmp/b" | cmp -s - "$tmp/c"; result "a 
 # A rank that is killed.
 $gpt --ranks 2 --steps 100000 --trace "$tmp/k.json" >"$tmp/out" 2>&1 &
 run=$!
-wait_for 20 test -s "$tmp/k.rank1.json" && wait_for 20 grep -q '"name":"step"' "$tmp/k.rank1.json"
+wait_for 60 test -s "$tmp/k.rank1.json" && wait_for 60 grep -q '"name":"step"' "$tmp/k.rank1.json"
 kill -9 $(cut -d ' ' -f 2 "/proc/$run/task/$run/children")
 wait $run 2>/dev/null
 check rules "$tmp/k.rank0.json" && check rules "$tmp/k.rank1.json"; result "a killed rank leaves a file that can be read" $? "$tmp/said"
 "$build/trace" show "$tmp"/k.rank*.json >"$tmp/table" 2>&1 && grep -q '^1 ' "$tmp/table"; result "trace show reads what a killed rank has left" $? "$tmp/table"
 
-# Clocks that differ: rank 1 in a time namespace, 5000 seconds ahead.
+# Clocks that differ: rank 1 in a time namespace, 5000 seconds ahead. The offset is half a round trip exact, the shortest of a
+# few, and load can make all of them long: then once more, at most five times.
 if [ "$(id -u)" = 0 ] && unshare --time --monotonic 5000 true 2>/dev/null; then
-    rank() { RANK=$1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 DTRAIN_PORT=$port timeout 60 $2 $gpt --ranks 2 --steps 4 --trace "$tmp/c.json"; }
-    rank 0 "" >"$tmp/0.out" 2>&1 & first=$!
-    rank 1 "unshare --time --monotonic 5000" >"$tmp/out" 2>&1; status=$?
-    wait $first && [ $status -eq 0 ]; result "ranks whose clocks differ train" $? "$tmp/out"
-    "$build/trace" merge "$tmp/c.merged.json" "$tmp"/c.rank?.json >"$tmp/table" 2>&1 && grep -q 'moved by -5000000[.]0\|moved by -4999999[.]9' "$tmp/table"
-    result "the offset is measured" $? "$tmp/table"
-    check together 0.001 "$tmp/c.merged.json"; result "merged on one clock" $? "$tmp/said"
+    rank() { RANK=$1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 DTRAIN_PORT=$port timeout 300 $2 $gpt --ranks 2 --steps 4 --trace "$tmp/c.json"; }
+    for each in 1 2 3 4 5; do
+        rank 0 "" >"$tmp/0.out" 2>&1 & first=$!
+        rank 1 "unshare --time --monotonic 5000" >"$tmp/out" 2>&1; status=$?
+        wait $first && [ $status -eq 0 ]; trained=$?
+        "$build/trace" merge "$tmp/c.merged.json" "$tmp"/c.rank?.json >"$tmp/table" 2>&1 && grep -q 'moved by -5000000[.]0\|moved by -4999999[.]9' "$tmp/table"
+        measured=$?
+        check together 0.001 "$tmp/c.merged.json"; merged=$?
+        [ $trained = 0 ] && [ $measured$merged != 00 ] || break
+    done
+    result "ranks whose clocks differ train" $trained "$tmp/out"
+    result "the offset is measured" $measured "$tmp/table"
+    result "merged on one clock" $merged "$tmp/said"
     sed 's/"clock_offset_ns":[-0-9]*/"clock_offset_ns":0/' "$tmp/c.rank1.json" >"$tmp/d.rank1.json"
     "$build/trace" merge "$tmp/d.json" "$tmp/c.rank0.json" "$tmp/d.rank1.json" >/dev/null && ! check together 0.001 "$tmp/d.json"
     result "without the offset they are apart" $? "$tmp/said"
@@ -89,11 +96,16 @@ if [ "$(id -u)" = 0 ] && unshare --time --monotonic 5000 true 2>/dev/null; then
     if [ -x "$build/openmpi/mpi/train_gpt" ] && have mpirun.openmpi; then
         mpi=$(echo "$gpt" | sed "s|^$build/train_gpt|$build/openmpi/mpi/train_gpt|")
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-        DTRAIN_PORT=$((port + 1)) timeout 60 mpirun.openmpi --oversubscribe -n 2 sh -c \
-            '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exec unshare --time --monotonic 5000 "$@"; exec "$@"' sh $mpi --comm mpi --steps 4 --trace "$tmp/m.json" >"$tmp/out" 2>&1
-        result "ranks over MPI whose clocks differ train" $? "$tmp/out"
-        "$build/trace" merge "$tmp/m.merged.json" "$tmp"/m.rank?.json >"$tmp/table" 2>&1 && check rules "$tmp/m.merged.json" && check together 0.001 "$tmp/m.merged.json"
-        result "over MPI: merged on one clock" $? "$tmp/said"
+        for each in 1 2 3 4 5; do
+            DTRAIN_PORT=$((port + 1)) timeout 300 mpirun.openmpi --oversubscribe -n 2 sh -c \
+                '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exec unshare --time --monotonic 5000 "$@"; exec "$@"' sh $mpi --comm mpi --steps 4 --trace "$tmp/m.json" >"$tmp/out" 2>&1
+            trained=$?
+            "$build/trace" merge "$tmp/m.merged.json" "$tmp"/m.rank?.json >"$tmp/table" 2>&1 && check rules "$tmp/m.merged.json" && check together 0.001 "$tmp/m.merged.json"
+            merged=$?
+            [ $trained = 0 ] && [ $merged != 0 ] || break
+        done
+        result "ranks over MPI whose clocks differ train" $trained "$tmp/out"
+        result "over MPI: merged on one clock" $merged "$tmp/said"
     else skip "clocks of ranks over MPI" "no $build/openmpi/mpi/train_gpt (make openmpi) or no mpirun.openmpi" 2; fi
 else skip "ranks whose clocks differ" "needs root and time namespaces" 6; fi
 
@@ -103,7 +115,7 @@ for tool in flight trace; do [ -e "$build/$tool" ] || make -s BUILD="$build" "$b
 mkdir "$tmp/long"
 try "a program with long names" ${CC:-cc} -std=c99 -pedantic -Wall -Wextra -Werror -I. tests/cli/long_names.c "$build/dtrain.a" \
     -o "$tmp/long_names" -lm -lpthread
-timeout 60 "$tmp/long_names" "$tmp/long" >"$tmp/out" 2>&1
+timeout 300 "$tmp/long_names" "$tmp/long" >"$tmp/out" 2>&1
 [ -s "$tmp/long/model.safetensors" ] && [ -s "$tmp/long/checkpoints/latest" ]
 result "long names: a checkpoint and an export, read again" $? "$tmp/out"
 check rules "$tmp"/long/t.rank*.json; result "long names: the rules of the format" $? "$tmp/said"

@@ -37,7 +37,7 @@ done
 
 # ---- The troubles ----
 printed=$tmp/printed
-prints() { timeout 60 "$@" >>"$printed" 2>&1; }
+prints() { timeout 300 "$@" >>"$printed" 2>&1; }
 small="$build/train_gpt --layers 1 --channels 32 --heads 2 --seq 16 --batch 2 --sample 0 --timeout 2"
 head -c 20000 README.md >"$tmp/text.txt"
 small="$small --data $tmp/text.txt"
@@ -50,7 +50,7 @@ prints env RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$p
 DTRAIN_PORT=$((port + 1)) RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port $small --timeout 20 >"$tmp/first_run" 2>&1 &
 other=$!
 listens() { grep -q -i ":$(printf %04X $((port + 1))) 00000000:0000 0A" /proc/net/tcp; }
-wait_for 20 listens
+wait_for 60 listens
 prints env DTRAIN_PORT=$((port + 1)) RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port $small
 kill $other; wait $other
 for again in 1 2; do prints $small --steps 2 --checkpoint "$tmp/checkpoints"; done

@@ -285,7 +285,7 @@ static run trained(run how, int ranks)
 {
     dtrain_launch_desc desc = nccl_desc(ranks);
     if (how.staged) desc.comm_ops = NULL;
-    if (how.fault) desc.timeout_ms = 1500;
+    if (how.fault) desc.timeout_ms = RANKS_SHORT_MS;
     desc.log = keep_log;
     desc.log_level = DTRAIN_LOG_INFO;
     if (!result) result = (run *)ranks_shared(sizeof *result);
@@ -703,7 +703,7 @@ static void test_hang(void)
         how.graph = graph;
         how.fault = HANGS;
         how.fault_step = 4;
-        check_fault(how, "hang", graph ? "stream of the device has not moved for 1.5 s" : "1.5 s");
+        check_fault(how, "hang", graph ? "stream of the device has not moved for 2.5 s" : "2.5 s");
     }
 }
 

@@ -746,7 +746,7 @@ static int rank_refused_exchange(dtrain_world *world, void *user)
 
 static void test_all_to_all(void)
 {
-    dtrain_launch_desc desc = nccl_desc(4, 1500);
+    dtrain_launch_desc desc = nccl_desc(4, RANKS_SHORT_MS);
     for (int ranks = 2; ranks <= MOST; ranks *= 2) nccl_run(ranks, rank_all_to_all, NULL);
     for (int r = 0; r < MOST; r++) {
         rank_controls[r].progress_polls = r % 3;
@@ -827,7 +827,7 @@ static int rank_lanes(dtrain_world *world, void *user)
 static void test_lanes(void)
 {
     int32_t *ended = (int32_t *)ranks_shared(2 * sizeof *ended);
-    dtrain_launch_desc desc = nccl_desc(2, 1500);
+    dtrain_launch_desc desc = nccl_desc(2, RANKS_SHORT_MS);
     expect_leftovers = true;
     CHECK(ranks_launch(&desc, rank_lanes, ended, NULL) != DTRAIN_OK);
     CHECK_MSG(ended[0] == 0 && ended[1] == (NCCL_VERSION_CODE >= 22600 ? 2 : 0),
@@ -1022,7 +1022,7 @@ static void test_graph_left(void)
 {
     for (left_graph kind = AT_FAILURE; kind <= AT_DESTROY; kind = (left_graph)(kind + 1)) {
         const double begin = dtrain_seconds();
-        dtrain_launch_desc desc = nccl_desc(2, kind == AT_DESTROY ? 1000 : 20000);
+        dtrain_launch_desc desc = nccl_desc(2, kind == AT_DESTROY ? RANKS_SHORT_MS : 20000);
         const dtrain_result result = ranks_launch(&desc, rank_graph_left, &kind, NULL);
         CHECK_MSG(result == DTRAIN_OK, "%s", result == DTRAIN_OK ? "" : dtrain_last_error());
         CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "it took %.1f s",
@@ -1053,7 +1053,7 @@ static void check_refused(dtrain_launch_desc desc, const char *words)
 
 static void test_refusals(void)
 {
-    dtrain_launch_desc desc = nccl_desc(3, 1500);
+    dtrain_launch_desc desc = nccl_desc(3, RANKS_SHORT_MS);
     for (int r = 0; r < MOST; r++) rank_controls[r].version = 21402;
     check_refused(desc, "the NCCL library found is version 2.14.2, but");
     rank_controls[1].version = 21402; /* the others hear of it */
@@ -1063,7 +1063,7 @@ static void test_refusals(void)
     rank_controls[0].no_id = true;
     check_refused(desc, "no socket interface");
     rank_controls[1].no_join = true;
-    check_refused(desc, "ncclCommInitRankConfig: NCCL was still in progress after 1.5 s");
+    check_refused(desc, "ncclCommInitRankConfig: NCCL was still in progress after 2.5 s");
     rank_same_device = true;
     check_refused(desc, "ranks 0 and 1 sit on the same device (late-0)");
     rank_same_device = false;
@@ -1145,7 +1145,7 @@ static int rank_fault(dtrain_world *world, void *user)
 static void run_fault(const char *name, fault_case f, const char *words, int dead)
 {
     enum { RANKS = 4 };
-    dtrain_launch_desc desc = nccl_desc(RANKS, 1500);
+    dtrain_launch_desc desc = nccl_desc(RANKS, RANKS_SHORT_MS);
     const double begin = dtrain_seconds();
     int told = 0;
     f.results = (dtrain_result *)ranks_shared(RANKS * sizeof *f.results);
@@ -1179,7 +1179,7 @@ static void test_hang(void)
 {
     fault_case host = {.blocking = true}, late = {.blocking = false};
     rank_controls[1].hang_at = FAULT_AT;
-    run_fault("hang, host waits", host, "dtrain_all_reduce: not finished after 1.5 s", -1);
+    run_fault("hang, host waits", host, "dtrain_all_reduce: not finished after 2.5 s", -1);
     rank_controls[2].hang_at = FAULT_AT;
     run_fault("hang, device waits", late, "collective 5 on world [all-reduce sum f32 count 100]",
               -1);
@@ -1266,7 +1266,7 @@ static void test_bad_arguments(void)
 {
     mistake *m = (mistake *)ranks_shared(sizeof *m);
     for (m->kind = 0; m->kind < 3; m->kind++) {
-        dtrain_launch_desc desc = nccl_desc(2, 1500);
+        dtrain_launch_desc desc = nccl_desc(2, RANKS_SHORT_MS);
         ranks_launch(&desc, rank_bad_argument, m, NULL);
     }
 }
@@ -1288,7 +1288,7 @@ static int rank_stuck(dtrain_world *world, void *user)
 static void test_stuck_ends(void)
 {
     for (int kind = 0; kind < 2; kind++) {
-        dtrain_launch_desc desc = nccl_desc(2, 1000);
+        dtrain_launch_desc desc = nccl_desc(2, RANKS_SHORT_MS);
         const double begin = dtrain_seconds();
         for (int r = 0; r < 2; r++) {
             rank_controls[r].stuck_abort = kind == 0;
@@ -1405,7 +1405,7 @@ static int rank_recreate(dtrain_world *world, void *user)
 static void test_recreate(void)
 {
     meeting_place *place = (meeting_place *)ranks_shared(sizeof *place);
-    dtrain_launch_desc desc = nccl_desc(4, 2000);
+    dtrain_launch_desc desc = nccl_desc(4, RANKS_SHORT_MS);
     dtrain_launch_info info;
     CHECK(ranks_launch(&desc, rank_recreate, place, &info) == DTRAIN_ERROR_RANK_FAILED);
     CHECK_MSG(place->posted[7] == 2, "%d survivors came to the end, expected 2",

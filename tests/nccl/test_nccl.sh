@@ -153,7 +153,7 @@ lib=$cuda/lib64; [ -e "$lib/libnccl.so" ] || lib=$cuda/lib
 for mode in "opened|-ldl" "linked|-DDTRAIN_NCCL_LINKED -L$lib -lnccl -Wl,-rpath,$lib"; do
     try "a program with the real NCCL, ${mode%%|*}" $cc -std=c99 $real "-DDTRAIN_NCCL_LIBRARY=\"$lib/libnccl.so.2\"" "$out/alone.c" "$library" -o "$out/alone" ${mode#*|} -L"$lib" -lcudart -Wl,-rpath,"$lib" -lm -lpthread
     [ -x "$out/alone" ] || continue
-    CUDA_VISIBLE_DEVICES= timeout 60 "$out/alone" >"$tmp/log" 2>&1
+    CUDA_VISIBLE_DEVICES= timeout 300 "$out/alone" >"$tmp/log" 2>&1
     if [ $? -eq 1 ] && grep -q 'NCCL reports "unhandled cuda error' "$tmp/log"; then ok "no device, ${mode%%|*}: $(cut -c 1-90 "$tmp/log" | head -n 1)"
     else fail "no device, ${mode%%|*}"; fi
     rm -f "$out/alone"

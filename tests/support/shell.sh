@@ -78,9 +78,9 @@ leftovers() {
         esac
     done
 }
-# nothing_left: within two seconds none of them runs; else they are named on stderr and killed
+# nothing_left: after a while none of them runs; else they are named on stderr and killed
 nothing_left() {
-    wait_for 2 no_leftovers && return
+    wait_for 20 no_leftovers && return
     leftovers >&2
     leftovers | while read -r id name; do kill -9 "$id"; done 2>/dev/null
     return 1
