@@ -36,11 +36,9 @@ static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, u
         const uint32_t how = dtrain__load(&world->control->exits[i].how);
         char end[160] = "";
         if (how != DTRAIN__RUNNING) dtrain__describe_end(world->control, i, end, sizeof end);
+        const long long silent = now > beat ? (long long)(now - beat) : 0;
         dtrain__writer_add(out, "%s{\"rank\": %d, \"silent_ns\": %lld, \"inside\": %s, ",
-                           i ? ",\n  " : "\n  ", i,
-                           !beat        ? -1LL
-                           : now > beat ? (long long)(now - beat)
-                                        : 0LL,
+                           i ? ",\n  " : "\n  ", i, beat ? silent : -1,
                            dtrain__load(&pulse->inside) ? "true" : "false");
         dtrain__writer_add(out, "\"communicator\": %lld, \"first\": %lld, \"sequence\": %llu, ",
                            (long long)dtrain__load(&pulse->comm),
@@ -124,11 +122,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
     snprintf(path, sizeof path, "%s/flight-%d.json", directory, world->rank);
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
     if (mkdir(directory, 0777) != 0 && errno != EEXIST) out.error = errno;
-    if (!out.error) {
-        failed = "open";
-        out.file = dtrain__open_new(temporary);
-        if (out.file < 0) out.error = errno;
-    }
+    if (!out.error && (out.file = dtrain__open_new(temporary)) < 0)
+        failed = "open", out.error = errno;
     if (!out.error) {
         failed = "write";
         dtrain__dump_all(&out, world);

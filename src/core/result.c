@@ -51,6 +51,20 @@ DTRAIN__PRIVATE char *dtrain__visible(char *text)
     return text;
 }
 
+/* Copy a name to `room` bytes. A hash of all of it takes the place of the middle of one that is too
+ * long: names that differ stay different, and the end says which tensor of a layer it is. */
+DTRAIN__PRIVATE const char *dtrain__name_cut(char *to, size_t room, const char *name)
+{
+    const size_t bytes = strlen(name = name ? name : "");
+    size_t head = room / 3, tail = bytes + head + sizeof "...01234567..." - room;
+    if (bytes < room) return (const char *)memcpy(to, name, bytes + 1);
+    while (head > 0 && ((unsigned char)name[head] & 0xc0) == 0x80) head--; /* whole characters */
+    while (((unsigned char)name[tail] & 0xc0) == 0x80) tail++;
+    snprintf(to, room, "%.*s...%08x...%s", (int)head, name,
+             (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, name, bytes), name + tail);
+    return to;
+}
+
 /* Replace the last error of this thread, without the rank in front, and return its code. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text)
 {

@@ -68,7 +68,7 @@ typedef struct dtrain_hook_bucket {
 /* `how` is the resolved desc that was given to the strategy; for a hook of one's own
  * how->hook->user is what the program wants it to be. */
 struct dtrain_comm_hook_desc {
-    const char *name;  /* in errors and traces, which show 40 bytes; the same on all ranks */
+    const char *name;  /* in errors and traces, which show 37 bytes; the same on all ranks */
     uint32_t rounds;   /* 1 or 2 */
     bool takes_slices; /* works on parts of parameters, as hierarchical cuts them; false: refused */
     bool takes_low;    /* rounds what it sends to `dtype`; false: a reduce_dtype is refused */

@@ -130,7 +130,7 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 
 /* Write the name that a unit's parameters have in common, up to a dot: "h.2" of "h.2.ln_1.weight"
  * and "h.2.attn.c_attn.weight". */
-static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char *name)
+static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char name[512])
 {
     const char *first = NULL;
     size_t same = 0, count = 0;
@@ -144,10 +144,8 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
         if (at < same)
             for (same = at; same > 0 && first[same] != '.';) same--;
     }
-    if (first && !same)
-        same = strcspn(first, "."); /* nothing in common: the first stands for all */
-    if (first) snprintf(name, DTRAIN__EVENT_NAME, "%.*s", (int)same, first);
-    else snprintf(name, DTRAIN__EVENT_NAME, "unit");
+    if (first && !same) same = strcspn(first, "."); /* nothing in common: the first one's unit */
+    snprintf(name, 512, "%.*s", first ? (int)same : 4, first ? first : "unit");
 }
 
 /* Write the unit that ends, up to its last operation, to the trace, and note the begin of the
@@ -156,7 +154,7 @@ static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
 {
     dtrain_world *world = tape->world;
     const uint64_t begin = tape->unit_begin_ns;
-    char name[DTRAIN__EVENT_NAME];
+    char name[512];
     tape->unit_begin_ns = 0;
     if (!world || !world->timeline.traced) return;
     if (begin && begin < tape->unit_end_ns) {

@@ -44,7 +44,7 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-#define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.5 MiB */
+#define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.75 MiB */
 
 /* Make the ring. Its room is a power of two: finding an event then takes no division. With a trace
  * it also holds the events that are not yet written. */
@@ -93,12 +93,12 @@ static dtrain__event *dtrain__event_next(dtrain_world *world)
     return &ring->events[++ring->count & (ring->room - 1)];
 }
 
-/* Copy a name into an event, cut to its room; NULL is "". */
-static void dtrain__event_text(char *to, const char *text)
+/* Copy two names into an event; NULL is "". */
+static void dtrain__event_names(dtrain__event *event, const char *name, const char *of)
 {
-    const size_t length = text ? strnlen(text, DTRAIN__EVENT_NAME - 1) : 0;
-    if (length) memcpy(to, text, length);
-    to[length] = 0;
+    const size_t room = of && of[0] ? 48 : DTRAIN__EVENT_NAME - 1;
+    const size_t used = strlen(dtrain__name_cut(event->name, room, name)) + 1;
+    dtrain__name_cut(event->name + used, DTRAIN__EVENT_NAME - used, of);
 }
 
 /* Count the time since the last reading of the clock to the kind that was on top. It is the end of
@@ -199,8 +199,7 @@ DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint3
     event->call.kind = NULL;
     event->track = track;
     event->kind = (uint8_t)kind;
-    dtrain__event_text(event->name, name);
-    dtrain__event_text(event->text, text);
+    dtrain__event_names(event, name, text);
 }
 
 /* Return the seconds that this rank has spent in a kind since its world was made. */
@@ -214,8 +213,8 @@ DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_sp
 
 /* ---- Calls ------------------------------------------------------------------------------------*/
 
-/* Name who makes the next call of this rank, right before it. `part` is a literal; the call copies
- * `name`, which may be NULL. */
+/* Name who makes the next call of this rank, right before it. The call copies `part` and `name`,
+ * which may be NULL. */
 DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, int64_t number,
                                         const char *name)
 {
@@ -237,9 +236,8 @@ DTRAIN__PRIVATE uint64_t dtrain__call_queued(dtrain_world *world, const dtrain__
     event->state = DTRAIN__CALL_QUEUED;
     event->call = *call;
     event->track = DTRAIN__TRACK_CALL;
-    event->part = ring->part;
     event->number = ring->part ? ring->part_number : DTRAIN__UNNUMBERED;
-    dtrain__event_text(event->name, ring->part ? ring->part_name : NULL);
+    dtrain__event_names(event, ring->part, ring->part ? ring->part_name : NULL);
     ring->part = NULL;
     if (!call->sequence) return ring->count;
     dtrain__pulse *pulse = &world->control->pulses[world->rank];

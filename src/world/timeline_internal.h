@@ -11,7 +11,7 @@
 #define DTRAIN__SPAN_DEPTH 32u /* deeper spans count to the span that they are in */
 #define DTRAIN__UNNUMBERED INT64_MIN
 #define DTRAIN__NO_SPAN UINT32_MAX
-#define DTRAIN__EVENT_NAME 40
+#define DTRAIN__EVENT_NAME 130      /* bytes of both names of an event: 48, the rest */
 #define DTRAIN__EVENT_DONE 8u       /* calls that are done since the clock was last read */
 #define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; without a trace, all of the ring */
 #define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name, its 0 included */
@@ -46,12 +46,10 @@ typedef struct dtrain__comm_call {
 typedef struct dtrain__event {
     uint64_t begin_ns, started_ns, end_ns; /* 0: not yet; started: other ranks can see the call */
     int64_t number;                        /* of a step, unit, bucket, ...; or DTRAIN__UNNUMBERED */
-    const char *part;                      /* who made the call: "bucket", a literal; or NULL */
     dtrain__comm_call call;
     uint32_t track;
     uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
-    char name[DTRAIN__EVENT_NAME]; /* a call: the first parameter of its bucket */
-    char text[DTRAIN__EVENT_NAME]; /* a span: the parameter or stage that it works on */
+    char name[DTRAIN__EVENT_NAME]; /* a span's, or who made the call; 0; what that works on */
 } dtrain__event;
 
 /* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
@@ -75,8 +73,7 @@ typedef struct dtrain__ring {
 /* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
-    const char *name,
-        *text; /* text: the parameter or stage that it works on, for a trace; or NULL */
+    const char *name, *text; /* text: of the parameter or stage that it works on; or NULL */
     int64_t number;
     bool ranged;          /* the device's profiler has it, too */
     uint32_t kind, outer; /* its kind, and that of the span around it */

@@ -61,15 +61,16 @@ DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format,
     va_end(args);
 }
 
-/* Append a member that is a string. What is not ASCII becomes a question mark: a name may have been
- * cut in the middle of a character, which JSON does not allow. */
+/* Append a member that is a string; control characters and what is not UTF-8 become '?'. */
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
 {
+    char shown[DTRAIN__ERROR_BYTES];
+    snprintf(shown, sizeof shown, "%s", text);
     dtrain__writer_add(out, "\"%s\":\"", name);
-    for (; *text; text++) {
+    for (text = dtrain__visible(shown); *text; text++) {
         if (out->used > out->room - 4) dtrain__writer_flush(out);
         if (*text == '"' || *text == '\\') out->text[out->used++] = '\\';
-        out->text[out->used++] = *text < 32 || *text > 126 ? '?' : *text;
+        out->text[out->used++] = *text;
     }
     dtrain__writer_add(out, "\"");
 }
@@ -81,10 +82,11 @@ DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__even
     const dtrain__comm_call *call = &event->call;
     const dtrain_dtype dtype = (dtrain_dtype)call->dtype;
     const bool bytes = call->comm < 0;
-    char by[100] = "";
-    if (event->part)
-        snprintf(by, sizeof by, "%s %lld%s%s", event->part, (long long)event->number,
-                 event->name[0] ? ", " : "", event->name);
+    const char *of = event->name + strlen(event->name) + 1;
+    char by[DTRAIN__EVENT_NAME + 32] = "";
+    if (event->name[0])
+        snprintf(by, sizeof by, "%s %lld%s%s", event->name, (long long)event->number,
+                 of[0] ? ", " : "", of);
     dtrain__writer_string(out, "of", by);
     dtrain__writer_add(out,
                        ",\"communicator\":%lld,\"sequence\":%llu,\"op\":\"%s\",\"dtype\":\"%s\",",
@@ -160,6 +162,7 @@ static void dtrain__trace_event(dtrain_world *world, uint64_t number)
     dtrain__writer *out = &trace->out;
     const dtrain__event *event = dtrain__event_at(world, number);
     const bool call = event->call.kind != NULL;
+    const char *of = event->name + strlen(event->name) + 1;
     const uint32_t track = call ? dtrain__trace_lane(trace, event) : event->track;
     if (!track) return;
     dtrain__trace_track(world, track);
@@ -171,11 +174,11 @@ static void dtrain__trace_event(dtrain_world *world, uint64_t number)
     dtrain__writer_add(out, ",\"args\":{");
     if (event->number != DTRAIN__UNNUMBERED)
         dtrain__writer_add(out, "\"number\":%lld%s", (long long)event->number,
-                           call || event->text[0] ? "," : "");
+                           call || of[0] ? "," : "");
     if (call) dtrain__writer_call(out, event);
-    else if (event->text[0]) dtrain__writer_string(out, "of", event->text);
+    else if (of[0]) dtrain__writer_string(out, "of", of);
     dtrain__writer_add(out, "}}");
-    for (int i = 0; i < 2 && call && event->part; i++) {
+    for (int i = 0; i < 2 && call && event->name[0]; i++) {
         dtrain__trace_line(world, i ? "f" : "s", i ? track : (uint32_t)DTRAIN__TRACK_RANK);
         dtrain__trace_time(out, "ts", event->begin_ns);
         dtrain__writer_add(out, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",

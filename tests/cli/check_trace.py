@@ -21,7 +21,7 @@ def need(condition, *words):
 
 def load(path):
     """The events of a file; what a killed rank has left lacks its end."""
-    text = open(path).read()
+    text = open(path, encoding="utf-8").read()
     try:
         return json.loads(text)
     except ValueError:

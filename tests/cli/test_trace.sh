@@ -109,7 +109,7 @@ if [ "$(id -u)" = 0 ] && unshare --time --monotonic 5000 true 2>/dev/null; then
     else skip "clocks of ranks over MPI" "no $build/openmpi/mpi/train_gpt (make openmpi) or no mpirun.openmpi" 2; fi
 else skip "ranks whose clocks differ" "needs root and time namespaces" 6; fi
 
-# Names as those of Hugging Face's models, of 38 to 140 bytes and with accents.
+# Names as those of Hugging Face's models, of 38 to 407 bytes and with accents.
 [ -e "$build/dtrain.a" ] || make -s BUILD="$build" "$build/dtrain.a" || exit 1
 for tool in flight trace; do [ -e "$build/$tool" ] || make -s BUILD="$build" "$build/$tool" || exit 1; done
 mkdir "$tmp/long"
@@ -123,8 +123,15 @@ good "long names: trace merge" "files in" "$build/trace" merge "$tmp/long/all.js
 check rules "$tmp/long/all.json"; result "long names: the rules of the format, merged" $? "$tmp/said"
 good "long names: trace show" "step" "$build/trace" show "$tmp"/long/t.rank*.json
 good "long names: trace svg" "step 3" "$build/trace" svg "$tmp/long/step.svg" "$tmp/long/all.json" 3
-grep -q '"of":"bucket [0-9]*, model.layers.4.self_attn.q_proj' "$tmp/long/all.json" && grep -q '<svg' "$tmp/long/step.svg"
-result "long names: stand behind their buckets" $? "$tmp/said"
+# Twelve layers are twelve names: of buckets, of units, and in the drawing.
+names() { sed -n "s|.*$1|\\1|p" "$2" | sort -u >"$tmp/names"; [ "$(wc -l <"$tmp/names")" = 12 ]; }
+names '"of":"bucket [0-9]*, \([^"]*\)".*' "$tmp/long/all.json" && grep -q '^base_model.model.model.layers.11.*lora_A.default.weight$' "$tmp/names"
+result "long names: stand behind their buckets" $? "$tmp/names"
+grep -q '^model.layers.2.modèle.*accents.éééééééééééé.weight$' "$tmp/names"; result "long names: accents are as they were" $? "$tmp/names"
+names '"cat":"forward","name":"\([^"]*[.][^"]*\)","args":{"number":[0-9]*}}.*' "$tmp/long/t.rank0.json"
+result "long names: of units" $? "$tmp/names"
+names '<title>bucket [0-9]*, \(.*\), [a-z-]*</title>.*' "$tmp/long/step.svg" && "$python" -c 'import sys, xml.dom.minidom; xml.dom.minidom.parse(sys.argv[1])' "$tmp/long/step.svg"
+result "long names: in the drawing, which is XML" $? "$tmp/names"
 "$build/flight" "$tmp/long" >"$tmp/out" 2>&1
 grep -q 'rank 1' "$tmp/out" && ! grep -q 'cannot be read' "$tmp/out"; result "long names: flight" $? "$tmp/out"
 

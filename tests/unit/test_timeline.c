@@ -9,6 +9,7 @@
 #include "world/world_internal.h"
 
 #include "ranks.h"
+#include "names.h"
 
 /* ---- random programs of spans ------------------------------------------------------------------*/
 
@@ -177,7 +178,7 @@ static found read_trace(const char *path, const char *name)
     while (in && fgets(line, sizeof line, in)) {
         size_t length = strcspn(line, "\n");
         const char *at = line;
-        char key[64], text[128];
+        char key[64], text[256];
         bool span = false;
         if (f.ended) f.whole = false;
         if (*at == '[' && length--) at++;
@@ -254,9 +255,8 @@ static int many_spans(dtrain_world *world, void *user)
     (void)user;
     dtrain_span_begin(world, DTRAIN_SPAN_FORWARD, "all of \"them\" \\ \n\x80");
     for (int i = 0; i < MANY; i++) {
-        char name[100];
-        snprintf(name, sizeof name, "%s",
-                 "one of many spans, and with a name that is longer than there is room for");
+        char name[NAMES_BYTES];
+        names_of_pair(name, 300, 299, 0); /* longer than there is room for */
         dtrain_span_begin(world, DTRAIN_SPAN_BACKWARD, i % 2 ? "inner" : name);
         memset(name, 'x', sizeof name - 1); /* the name lives as long as the span, and not longer */
         snprintf(name, sizeof name, "one of many spans, changed");
@@ -314,6 +314,68 @@ static void test_long_flight(void)
         CHECK_MSG(f.whole && f.ended && f.named == 2, "rank %d: %ld events", rank, f.named);
         CHECK(read_trace(file_of(run, rank), "inner").named == 200);
         CHECK(read_trace(file_of(run, rank), "dtrain_lost").named == 0);
+    }
+    end_run(run);
+}
+
+/* A span, a detail and a collective of each name. */
+static int with_names(dtrain_world *world, void *user)
+{
+    char name[NAMES_BYTES];
+    float x = 0;
+    (void)user;
+    for (int i = 0; i < NAMES_COUNT; i++) {
+        dtrain_span_begin(world, DTRAIN_SPAN_FORWARD, names_all(i, name));
+        dtrain__span_end(world, dtrain__detail_begin(world, "linear", name));
+        dtrain__call_label(world, "bucket", 3, name);
+        if (dtrain_all_reduce(dtrain_world_comm(world), &x, &x, 1, DTRAIN_DTYPE_F32,
+                              DTRAIN_REDUCE_SUM, NULL) != DTRAIN_OK)
+            return 1;
+        dtrain_span_end(world);
+    }
+    return 0;
+}
+
+/* Count the different texts that follow `before` in a file, and of the names those that stand there as they are. */
+static void count_texts(const char *path, const char *before, const char *after, int *different,
+                        int *whole)
+{
+    static char line[4096], seen[8 * NAMES_COUNT][1024];
+    FILE *in = fopen(path, "rb");
+    *different = *whole = 0;
+    while (in && fgets(line, sizeof line, in)) {
+        char *at = strstr(line, before), *end = at ? strchr(at + strlen(before), '"') : NULL,
+             name[NAMES_BYTES];
+        int i = 0;
+        if (!end || strncmp(end, after, strlen(after)) != 0) continue;
+        *end = 0;
+        at += strlen(before);
+        while (i < *different && strcmp(seen[i], at) != 0) i++;
+        if (i < *different || i == 8 * NAMES_COUNT) continue;
+        snprintf(seen[(*different)++], sizeof seen[0], "%s", at);
+        for (i = 0; i < NAMES_COUNT; i++) *whole += strcmp(at, names_all(i, name)) == 0;
+    }
+    if (in) fclose(in);
+}
+
+/* Names that differ stay different in a trace, however long they are; and names of Hugging Face's models are whole. */
+static void test_names_of_parameters(void)
+{
+    static const struct {
+        const char *what, *before, *after;
+    } places[] = {{"spans", "\"cat\":\"forward\",\"name\":\"", "\",\"args\":{}"},
+                  {"details", "\"name\":\"linear\",\"args\":{\"of\":\"", "\"}"},
+                  {"calls", "\"of\":\"bucket 3, ", "\",\"communicator"}};
+    traced_run *run = new_run(DTRAIN_LAUNCH_PROCESSES, 0);
+    CHECK(dtrain_launch(&run->desc, with_names, NULL, NULL) == DTRAIN_OK);
+    CHECK(read_trace(file_of(run, 0), "all-reduce").whole);
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        int different, whole;
+        count_texts(file_of(run, 0), places[i].before, places[i].after, &different, &whole);
+        CHECK_MSG(different == NAMES_COUNT, "%s: %d different names of %d", places[i].what,
+                  different, NAMES_COUNT);
+        CHECK_MSG(whole >= NAMES_HUGGING_FACE + 2 + 3 * 2, "%s: %d names are whole", places[i].what,
+                  whole);
     }
     end_run(run);
 }
@@ -405,6 +467,7 @@ int main(int argc, char **argv)
     RUN(test_late_rank);
     RUN(test_full_memory);
     RUN(test_long_flight);
+    RUN(test_names_of_parameters);
     RUN(test_limits);
     RUN(test_failing_files);
     RUN(test_memory_failures);

@@ -21,12 +21,12 @@
 #include <stdio.h>
 
 enum {
-    FLIGHT_NAME = 320
+    FLIGHT_NAME = 400
 }; /* bytes of the name of a call, all of its parts as long as they can be */
 
 typedef struct flight_call {
     int64_t comm, first, sequence, count, root, queued, ended;
-    char kind[32], op[8], dtype[8], by[80], state[8];
+    char kind[32], op[8], dtype[8], by[DTRAIN__EVENT_NAME + 32], state[8];
 } flight_call;
 typedef struct flight_view { /* of one rank by another */
     int64_t rank, silent, comm, first, sequence, world_started;

@@ -24,29 +24,42 @@ static double draw_x(const drawing *d, int64_t ns)
     return DRAW_LEFT + DRAW_WIDTH * (double)(ns - d->begin) / (double)(d->end - d->begin);
 }
 
-static void draw_text(const drawing *d, double x, double y, const char *class_name,
-                      const char *text)
+static void draw_escaped(const drawing *d, const char *text)
 {
-    fprintf(d->out, "<text x=\"%.1f\" y=\"%.1f\" class=\"%s\">", x, y, class_name);
     for (; *text; text++)
         if (*text == '<') fprintf(d->out, "&lt;");
         else if (*text == '&') fprintf(d->out, "&amp;");
         else fputc(*text, d->out);
+}
+
+static void draw_text(const drawing *d, double x, double y, const char *class_name,
+                      const char *text)
+{
+    fprintf(d->out, "<text x=\"%.1f\" y=\"%.1f\" class=\"%s\">", x, y, class_name);
+    draw_escaped(d, text);
     fprintf(d->out, "</text>\n");
 }
 
-/* Draw an event in a row, with its name where there is room for it. */
+/* Draw an event in a row, with its name: all of it where a pointer rests on the event, and in the row what there is room
+ * for. Of a unit that is the end, which says which layer it is; of others the begin, as a bucket's number. */
 static void draw_event(const drawing *d, const trace_event *event, int y, const char *label)
 {
     const int64_t begin = event->begin > d->begin ? event->begin : d->begin;
     const int64_t end = event->end < d->end ? event->end : d->end;
     const double x = draw_x(d, begin), width = draw_x(d, end) - x;
     if (end <= begin || width < 0.15) return;
-    fprintf(d->out, "<rect x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"%d\" class=\"%s\"/>\n", x, y,
-            width < 0.4 ? 0.4 : width, DRAW_ROW - 2, event->kind);
-    char text[48];
+    fprintf(d->out, "<rect x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"%d\" class=\"%s\"><title>",
+            x, y, width < 0.4 ? 0.4 : width, DRAW_ROW - 2, event->kind);
+    draw_escaped(d, label);
+    fprintf(d->out, "</title></rect>\n");
     const int room = (int)((width - 4) / 6.2);
-    snprintf(text, sizeof text, "%.*s", room < 0 ? 0 : room > 47 ? 47 : room, label);
+    const size_t bytes = strlen(label), most = room > 2 ? (size_t)room : 2;
+    const bool cut = bytes > most, ends = label == event->name;
+    size_t from = cut && ends ? bytes - most + 2 : 0, to = cut && !ends ? most : bytes;
+    while (((unsigned char)label[from] & 0xc0) == 0x80) from++; /* whole characters of UTF-8 */
+    while (to < bytes && ((unsigned char)label[to] & 0xc0) == 0x80) to--;
+    char text[2 * TRACE_NAME];
+    snprintf(text, sizeof text, "%s%.*s", from ? ".." : "", (int)(to - from), label + from);
     if (room >= 3) draw_text(d, x + 2, y + DRAW_ROW - 6, "in", text);
 }
 
@@ -96,7 +109,7 @@ static void draw_collectives(drawing *d, const trace_event *events, size_t count
         while (lane < DRAW_LANES - 1 && ends[lane] > next->begin) lane++;
         ends[lane] = next->end;
         if (lane >= lanes) lanes = lane + 1;
-        char label[192];
+        char label[2 * TRACE_NAME + 2];
         snprintf(label, sizeof label, "%s%s%s", next->of, next->of[0] ? ", " : "", next->name);
         draw_event(d, next, d->y + lane * DRAW_ROW, label);
     }

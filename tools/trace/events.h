@@ -4,6 +4,7 @@
 
 enum {
     TRACE_FILES = 1024,
+    TRACE_NAME = DTRAIN__EVENT_NAME + 32, /* bytes of the names in an event */
     TRACE_THREAD = 1, /* row of the rank's thread, as src/world/timeline_internal.h has it ... */
     TRACE_COLLECTIVE = 2, /* ... and rows of collectives, up to ... */
     TRACE_TENSOR = 26,    /* (from here on those of a mesh's tensor axis) */
@@ -15,7 +16,7 @@ typedef struct trace_event {
     size_t length;
     int64_t begin, end, bytes, number; /* times in ns */
     int pid, tid, file;
-    char phase[4], name[64], kind[24], of[112];
+    char phase[4], name[TRACE_NAME], kind[24], of[TRACE_NAME];
 } trace_event;
 typedef struct trace_file {
     const char *path;

@@ -211,7 +211,7 @@ static int merge(trace *all, const char *path)
 /* ---- show --------------------------------------------------------------------------------------------------- */
 
 typedef struct total { /* of all spans with a name in a kind */
-    char name[64], kind[24];
+    char name[TRACE_NAME], kind[24];
     int64_t count, ns, own, most; /* own: not in spans inside of it */
 } total;
 
@@ -253,6 +253,7 @@ static void print_totals(const trace *all)
     enum { ROOM = 512, DEPTH = 64, LINES = 15 };
     static total totals[ROOM];
     size_t used = 0, depth = 0;
+    int width = 28;
     const trace_event *open[DEPTH];
     for (size_t i = 0; i < all->count; i++) {
         const trace_event *event = &all->events[i];
@@ -264,10 +265,12 @@ static void print_totals(const trace *all)
         if (depth < DEPTH) open[depth++] = event;
     }
     qsort(totals, used, sizeof *totals, by_own);
-    printf("\n%-28s %-11s %8s %12s %12s %12s\n", "span, of all ranks", "kind", "count", "own ms",
-           "with inner", "longest ms");
     for (size_t i = 0; i < used && i < LINES; i++)
-        printf("%-28.28s %-11s %8lld %12.3f %12.3f %12.3f\n", totals[i].name, totals[i].kind,
+        if ((int)strlen(totals[i].name) > width) width = (int)strlen(totals[i].name);
+    printf("\n%-*s %-11s %8s %12s %12s %12s\n", width, "span, of all ranks", "kind", "count",
+           "own ms", "with inner", "longest ms");
+    for (size_t i = 0; i < used && i < LINES; i++)
+        printf("%-*s %-11s %8lld %12.3f %12.3f %12.3f\n", width, totals[i].name, totals[i].kind,
                (long long)totals[i].count, 1e-6 * (double)totals[i].own,
                1e-6 * (double)totals[i].ns, 1e-6 * (double)totals[i].most);
 }
