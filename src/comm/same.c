@@ -140,7 +140,7 @@ static void dtrain__same_value(const dtrain__same_field *field, const unsigned c
     memcpy((void *)&x, at, field->bytes < sizeof x ? field->bytes : sizeof x);
     const unsigned long long word = narrow ? x.narrow : x.wide;
     switch (field->type) {
-    case DTRAIN__SAME_TEXT: snprintf(text, room, "\"%.150s\"", x.string ? x.string : ""); break;
+    case DTRAIN__SAME_TEXT: snprintf(text, room, "\"%s\"", dtrain__short(x.string)); break;
     case DTRAIN__SAME_FLOAT:
         snprintf(text, room, "%g", (double)x.number);
         if (strtof(text, NULL) != x.number) snprintf(text, room, "%.9g", (double)x.number);
@@ -178,11 +178,7 @@ static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, cha
         used += strlen(text + used);
     }
     if (several) snprintf(text + used, room - used, ")");
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    const char *string = NULL; /* the text may have cut it */
-    if (field->type == DTRAIN__SAME_TEXT)
-        memcpy((void *)&string, at + field->offset, sizeof string);
-    return dtrain__fnv1a(hash, string, string ? strlen(string) : 0);
+    return dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
 }
 
 static uint64_t dtrain__same_field_hash(const void *user, size_t field)

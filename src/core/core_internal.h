@@ -59,6 +59,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const c
 DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
 DTRAIN__PRIVATE char *dtrain__visible(char *text);
 DTRAIN__PRIVATE const char *dtrain__name_cut(char *to, size_t room, const char *name);
+DTRAIN__PRIVATE const char *dtrain__short(const char *name);
 /* The code of the last error; DTRAIN_OK once a later call that waits for other ranks succeeded. */
 DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void);
 

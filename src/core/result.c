@@ -65,6 +65,14 @@ DTRAIN__PRIVATE const char *dtrain__name_cut(char *to, size_t room, const char *
     return to;
 }
 
+/* Return a name for a sentence, of 99 bytes at most; it is valid for the next three calls. */
+DTRAIN__PRIVATE const char *dtrain__short(const char *name)
+{
+    static DTRAIN__THREAD_LOCAL char shown[4][100];
+    static DTRAIN__THREAD_LOCAL uint32_t next;
+    return dtrain__name_cut(shown[next++ % 4], sizeof shown[0], name);
+}
+
 /* Replace the last error of this thread, without the rank in front, and return its code. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text)
 {

@@ -130,7 +130,7 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
 {
     dtrain__histograms *h = metrics->histograms;
     const int64_t *counts = h->counts[slot];
-    char tag[256];
+    char tag[600];
     dtrain_histogram whole;
     memset(&whole, 0, sizeof whole);
     for (int r = 0; r < h->trainer->ranks; r++) {
@@ -152,7 +152,7 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     }
     whole.limits = h->limits;
     whole.buckets = h->buckets;
-    snprintf(tag, sizeof tag, "%s/%s", what, name);
+    dtrain__name_cut(tag + snprintf(tag, sizeof tag, "%s/", what), 512, name);
     whole.step = metrics->sample.step;
     whole.wall_time = metrics->sample.wall_time;
     whole.tag = tag;

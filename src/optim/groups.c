@@ -173,34 +173,34 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
     const uint32_t group = p->group;
     if (group > desc->group_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: parameter %zu (\"%.100s\") is in group %u, and the desc has %u "
+                           "%s: parameter %zu (\"%s\") is in group %u, and the desc has %u "
                            "group%s besides group 0, which is the desc itself",
-                           call, i, p->name, group, desc->group_count,
+                           call, i, dtrain__short(p->name), group, desc->group_count,
                            desc->group_count == 1 ? "" : "s");
     const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
     if (own->kind != DTRAIN_OPTIMIZER_MUON || !dtrain__is_updated(p)) return DTRAIN_OK;
     if (dtrain__param_dims(p) < 2 || (p->count == 0 && dtrain__has_memory(p)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
+                           "%s: parameter %zu (\"%s\") is in group %u, of Muon, and has %d "
                            "dimension%s and %lld elements: Muon is for matrices; give it another "
                            "group, of AdamW",
-                           call, i, p->name, group, dtrain__param_dims(p),
+                           call, i, dtrain__short(p->name), group, dtrain__param_dims(p),
                            dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
     if (p->cut.axis && dtrain__groups_of(strategy).tensor_ranks > 1)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs "
+                           "%s: parameter %zu (\"%s\") is in group %u, of Muon, which needs "
                            "whole matrices, and its cut by %s gives each of %d ranks of the tensor "
                            "axis a part; give it a group of AdamW, or leave the cut out",
-                           call, i, p->name, group,
+                           call, i, dtrain__short(p->name), group,
                            p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns",
                            dtrain__groups_of(strategy).tensor_ranks);
     if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
     dtrain_strategy_query(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs whole "
+                       "%s: parameter %zu (\"%s\") is in group %u, of Muon, which needs whole "
                        "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
                        "shards by whole tensors, or DTRAIN_STRATEGY_DDP",
-                       call, i, p->name, group, info.name);
+                       call, i, dtrain__short(p->name), group, info.name);
 }
 
 /* Refuse a desc that makes no sense, by itself or for these parameters under this strategy. */

@@ -149,8 +149,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *o
                 return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                    "dtrain_trainer_step: graph needs parameters that have had as "
                                    "many updates, for one set of numbers changes from step to "
-                                   "step; \"%.100s\" was left out of %llu",
-                                   optimizer->sources[at]->param->name,
+                                   "step; \"%s\" was left out of %llu",
+                                   dtrain__short(optimizer->sources[at]->param->name),
                                    (unsigned long long)(optimizer->step_count - updates));
             DTRAIN__TRY(dtrain__group_update(optimizer, group, lr, grad_scale, device_scalars, NULL,
                                              at, next - at));

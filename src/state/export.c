@@ -28,14 +28,12 @@ static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *
     const int64_t most = dims ? param->shape[0] : 0;
     if (how->transpose && dims != 2)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: parameter \"%.100s\" is to be transposed and has %d dimensions, "
-                           "expected 2",
-                           call, param->name, dims);
+                           "%s: parameter \"%s\" is to be transposed and has %d dimensions, not 2",
+                           call, dtrain__short(param->name), dims);
     if (how->rows < 0 || how->rows > most)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld rows of parameter \"%.100s\" are to be stored, expected 0 "
-                           "(all) to %lld",
-                           call, (long long)how->rows, param->name, (long long)most);
+                           "%s: %lld rows of \"%s\" are to be stored, expected 0 (all) to %lld",
+                           call, (long long)how->rows, dtrain__short(param->name), (long long)most);
     weight->rows = how->rows ? how->rows : most;
     weight->columns = most ? dtrain__whole_count(param) / most : 1;
     weight->total = weight->rows * weight->columns;

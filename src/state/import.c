@@ -79,8 +79,8 @@ static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json
     snprintf(path, sizeof path, "%s/%s", directory, name);
     if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
         return dtrain__import_file(im, path);
-    dtrain__json_fail(json, "its file is \"%.100s\", expected the name of one beside the index",
-                      name);
+    dtrain__json_fail(json, "its file is \"%s\", expected the name of one beside the index",
+                      dtrain__short(name));
     return json->result;
 }
 
@@ -215,9 +215,9 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
     }
     if (same) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s: \"%.100s\" and \"%.100s\" differ, and are one tied parameter here; "
+                       "%s: \"%s\" and \"%s\" differ, and are one tied parameter here; "
                        "leave out one of them with `names`, and name it in `ignore`",
-                       im->path, weight->stored->name, other->name);
+                       im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
 }
 
 /* Find a parameter by its name and by those of its aliases. Rank 0 compares them with one
@@ -234,9 +234,9 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
         if (!stored || stored->user == weight) continue;
         if (stored->user)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: two parameters are called \"%.100s\", expected names that "
+                               "%s: two parameters are called \"%s\", expected names that "
                                "occur once",
-                               dtrain__import_call, name);
+                               dtrain__import_call, dtrain__short(name));
         stored->user = weight;
         if (!weight->stored) {
             weight->stored = stored;
@@ -256,7 +256,7 @@ static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *ex
             const char *const *end = im->desc.ignore;
             while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
             if (stored->user || (end && *end)) continue;
-            dtrain__name_add(extra, "\"%.60s\"", stored->name);
+            dtrain__name_add(extra, "", stored->name, "");
         }
 }
 
@@ -268,16 +268,16 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
     memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < im->weights.count; i++) {
         dtrain__weight *weight = &im->weights.list[i];
-        char found[64], expected[64];
+        char found[64], expected[64], difference[200];
         DTRAIN__TRY(dtrain__import_place(im, weight));
-        if (!weight->stored) dtrain__name_add(&misfit.missing, "\"%.60s\"", weight->name);
+        if (!weight->stored) dtrain__name_add(&misfit.missing, "", weight->name, "");
         else if (dtrain__weight_fits(weight)) im->values++;
         else {
             dtrain__weight_shape_text(weight->stored->shape, weight->stored->dims, found);
             dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-            dtrain__name_add(&misfit.different, "\"%.60s\" is %s %s, expected F32, BF16 or F16 %s",
-                             weight->name, dtrain__stored_name(weight->stored->dtype), found,
-                             expected);
+            snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
+                     dtrain__stored_name(weight->stored->dtype), found, expected);
+            dtrain__name_add(&misfit.different, "", weight->name, difference);
             weight->stored = NULL;
         }
     }

@@ -87,10 +87,10 @@ DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, .
     char text[DTRAIN__ERROR_BYTES];
     va_list args;
     if (json->result != DTRAIN_OK) return false;
-    int used = snprintf(text, sizeof text, json->inside ? "%.600s: \"%.200s\", at" : "%.600s:%s at",
-                        json->what, json->inside ? json->inside : "");
-    used += snprintf(text + used, sizeof text - (size_t)used,
-                     " byte %zu of the JSON: ", (size_t)(json->at - json->text));
+    const int used =
+        snprintf(text, sizeof text, "%.600s:%s%s%s at byte %zu of the JSON: ", json->what,
+                 json->inside ? " \"" : "", dtrain__short(json->inside), json->inside ? "\"," : "",
+                 (size_t)(json->at - json->text));
     va_start(args, format);
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);

@@ -129,8 +129,8 @@ static void dtrain__note_left_out(dtrain__load *load)
         if (load->wanted[i] || quiet[saved->kind]) continue;
         quiet[saved->kind] = !array;
         if (array)
-            dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
-                              saved->name);
+            dtrain__load_note(load, "\"%s\" is left out: this run has no such array",
+                              dtrain__short(saved->name));
         else
             dtrain__load_note(load, "%s was left out: this optimizer keeps none",
                               dtrain__state_kind_name(saved->kind));
@@ -158,14 +158,13 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (!dtrain__is_needed(load, tensor) || dtrain__saved_for(load, tensor)) continue;
-        const char *const kind = dtrain__state_kind_name(tensor->kind);
-        dtrain__name_add(dtrain__manifest_find(m, tensor->kind, tensor->name) ? &misfit.different
-                                                                              : &misfit.missing,
-                         "%s \"%.60s\"", kind, tensor->name);
+        const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
+        dtrain__name_add(there ? &misfit.different : &misfit.missing,
+                         dtrain__state_kind_name(tensor->kind), tensor->name, "");
     }
     for (size_t i = 0; i < m->tensor_count; i++)
         if (m->tensors[i].tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfit.extra, "value \"%.60s\"", m->tensors[i].tensor.name);
+            dtrain__name_add(&misfit.extra, "value", m->tensors[i].tensor.name, "");
     if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -318,17 +317,16 @@ static void dtrain__note_arrays(dtrain__load *load)
     const int ranks = dtrain_comm_size(state->comm), before = (int)load->manifest.ranks;
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
+        const char *name = dtrain__short(tensor->name);
         if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
         if (!dtrain__saved_for(load, tensor))
             dtrain__load_note(
-                load, "\"%.60s\" begins anew: it is not there, or has another count or type",
-                tensor->name);
+                load, "\"%s\" begins anew: it is not there, or has another count or type", name);
         else if (ranks > before)
-            dtrain__load_note(load, "\"%.60s\" begins anew on ranks from %d on, which are new",
-                              tensor->name, before);
+            dtrain__load_note(load, "\"%s\" begins anew on ranks from %d on, which are new", name,
+                              before);
         else if (ranks < before)
-            dtrain__load_note(load, "\"%.60s\" of ranks from %d on is left out", tensor->name,
-                              ranks);
+            dtrain__load_note(load, "\"%s\" of ranks from %d on is left out", name, ranks);
     }
 }
 
@@ -475,8 +473,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load)
         DTRAIN__TRY(dtrain_broadcast(state->comm, which, 2, DTRAIN_DTYPE_I64, 0, NULL));
         if (which[0] < 0)
             return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "no checkpoint in %s can be read; the last one "
-                               "that was tried: %s",
+                               "no checkpoint in %s can be read; the last one that was tried: %s",
                                load->folder.path, passed);
         load->directory = dtrain__step_path(&load->folder, which[0], which[1] ? ".old" : "");
         const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));

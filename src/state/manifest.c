@@ -307,8 +307,8 @@ static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json)
     if (!dtrain__read_box(json, &piece.piece)) return false;
     if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) ||
         number[3] > file->bytes || number[2] > (file->bytes - number[3]) / each)
-        return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
-                                 tensor->name);
+        return dtrain__json_fail(json, "a piece of \"%s\" is not in it, or not in its file",
+                                 dtrain__short(tensor->name));
     m->pieces[m->piece_count++] = piece;
     return json->result == DTRAIN_OK;
 }
@@ -491,8 +491,9 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain__saved_tensor *saved = m->by_name[i];
         if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%.100s\" is there twice", path,
-                               dtrain__state_kind_name(saved->tensor.kind), saved->tensor.name);
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%s\" is there twice", path,
+                               dtrain__state_kind_name(saved->tensor.kind),
+                               dtrain__short(saved->tensor.name));
         const dtrain_piece *first = m->pieces ? &m->pieces[saved->first_piece].piece : NULL;
         if (!saved->tensor.own)
             DTRAIN__TRY(dtrain__pieces_check(path, &saved->tensor, first, sizeof *m->pieces,

@@ -79,10 +79,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
                    DTRAIN__CRC_DIGITS) != 0)
             return dtrain_fail(
                 DTRAIN_ERROR_DATA,
-                "%s is damaged: its %zu bytes from %llu on, of the %s of \"%.100s\", do not have "
+                "%s is damaged: its %zu bytes from %llu on, of the %s of \"%s\", do not have "
                 "the checksum of the manifest",
                 source->path, bytes, (unsigned long long)(source->at + at), source->kind,
-                source->name);
+                dtrain__short(source->name));
     }
     for (int64_t i = 0; i < count && from > to; i++) {
         uint16_t low;
@@ -147,18 +147,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* Add a name to a list: of more than six there is only the number. */
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...)
+/* Add a name to a list, if it is one of the first six and there is room for all of it. */
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
+                                      const char *difference)
 {
-    const size_t used = strlen(list->text);
-    char one[160];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(one, sizeof one, format, args);
-    va_end(args);
-    if (++list->count <= 7)
-        snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? ", " : "",
-                 list->count == 7 ? "..." : one);
+    const size_t used = strlen(list->text), room = sizeof list->text - sizeof ", ..." - used;
+    char one[340];
+    const int bytes = snprintf(one, sizeof one, "%s%s%s\"%s\"%s", used ? ", " : "", kind,
+                               kind[0] ? " " : "", dtrain__short(name), difference);
+    if (list->count == 7) return;
+    list->count = (size_t)bytes > room ? 7 : list->count + 1;
+    snprintf(list->text + used, sizeof list->text - used, "%s", list->count == 7 ? ", ..." : one);
 }
 
 /* Write the differences as a sentence; false: there are none. */

@@ -40,7 +40,7 @@ typedef struct dtrain__reader {
 /* Names in a sentence: the first few, and how many there are. */
 typedef struct dtrain__name_list {
     char text[400];
-    int count;
+    int count; /* 7: the text ends with "..." */
 } dtrain__name_list;
 
 /* The differences between a file and the tensors that a run wants from it. */
@@ -61,6 +61,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
 DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
                                                  const dtrain__source *source,
                                                  const dtrain__target *target);
-DTRAIN__PRINTF(2, 3)
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
+                                      const char *difference);
 DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room);

@@ -225,9 +225,9 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
     for (size_t i = 0; i < file->count; end = tensors[i++].end)
         if (tensors[i].begin != end)
             return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "%s: \"%.200s\" begins at byte %llu of the data, expected %llu: %s",
-                               path, tensors[i].name, (unsigned long long)tensors[i].begin,
-                               (unsigned long long)end,
+                               "%s: \"%s\" begins at byte %llu of the data, expected %llu: %s",
+                               path, dtrain__short(tensors[i].name),
+                               (unsigned long long)tensors[i].begin, (unsigned long long)end,
                                tensors[i].begin < end ? "it overlaps another tensor"
                                                       : "no tensor has the bytes between");
     if (end != data_bytes)
@@ -237,8 +237,8 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
     qsort(tensors, file->count, sizeof *tensors, dtrain__stored_by_name);
     for (size_t i = 1; i < file->count; i++)
         if (strcmp(tensors[i - 1].name, tensors[i].name) == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
-                               tensors[i].name);
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%s\"", path,
+                               dtrain__short(tensors[i].name));
     return DTRAIN_OK;
 }
 

@@ -251,15 +251,16 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
         if (other->kind == DTRAIN_STATE_HOST && strcmp(other->name, item->name) == 0 &&
             (all || !dtrain__state_alike(other, tensor)))
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: there is an item by the name of \"%.100s\" already, of which "
+                               "%s: there is an item by the name of \"%s\" already, of which "
                                "this is no other piece",
-                               call, item->name);
+                               call, dtrain__short(item->name));
     if (tensor->piece.count == item->count && dtrain__piece_fits(&tensor->piece, shape))
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: the piece of \"%.100s\" has %lld elements, expected %lld (count) "
+                       "%s: the piece of \"%s\" has %lld elements, expected %lld (count) "
                        "that lie in its shape",
-                       call, item->name, (long long)tensor->piece.count, (long long)item->count);
+                       call, dtrain__short(item->name), (long long)tensor->piece.count,
+                       (long long)item->count);
 }
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/

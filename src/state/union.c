@@ -103,20 +103,19 @@ static bool dtrain__same_tensor(const dtrain__held *a, const dtrain__held *b)
 /* Name a contradiction: two ranks describe one tensor in different ways. */
 static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__held *b)
 {
-    const dtrain__held *const both[2] = {a, b};
     char text[2][120];
     for (int i = 0; i < 2; i++) {
-        const dtrain_state_tensor *tensor = &both[i]->tensor;
-        const int64_t *shape = tensor->shape;
-        snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s",
-                 (int)both[i]->rank, dtrain__stored_name(tensor->dtype), (long long)shape[0],
-                 (long long)shape[1], (long long)shape[2], (long long)shape[3],
-                 tensor->own ? ", its own" : "");
+        const dtrain__held *held = i ? b : a;
+        const int64_t *shape = held->tensor.shape;
+        snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s", (int)held->rank,
+                 dtrain__stored_name(held->tensor.dtype), (long long)shape[0], (long long)shape[1],
+                 (long long)shape[2], (long long)shape[3], held->tensor.own ? ", its own" : "");
     }
     return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "dtrain_checkpoint_open: ranks list the %s of \"%.100s\" in different ways "
+                       "dtrain_checkpoint_open: ranks list the %s of \"%s\" in different ways "
                        "(%s; %s), expected the same dtype and shape from all that list it",
-                       dtrain__state_kind_name(a->tensor.kind), a->tensor.name, text[0], text[1]);
+                       dtrain__state_kind_name(a->tensor.kind), dtrain__short(a->tensor.name),
+                       text[0], text[1]);
 }
 
 /* Number the tensors, and choose a writer for each piece: of entries that differ in nothing but the
@@ -182,9 +181,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
     }
     if (!overlap && (sum == tensor->total || tensor->kind == DTRAIN_STATE_Q)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s: the pieces of the %s of \"%.100s\" %s: they have %lld of its %lld "
-                       "elements",
-                       where, dtrain__state_kind_name(tensor->kind), tensor->name,
+                       "%s: the pieces of the %s of \"%s\" %s: they have %lld of its %lld elements",
+                       where, dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name),
                        overlap ? "overlap" : "leave a hole", (long long)sum,
                        (long long)tensor->total);
 }

@@ -48,9 +48,9 @@ static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, cha
                                 value ? "" : ".", tensor->name, where, boxed ? "]" : "", range);
     if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
+                       "the name \"%s\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
-                       tensor->name, DTRAIN__TENSOR_NAME - 1);
+                       dtrain__short(tensor->name), DTRAIN__TENSOR_NAME - 1);
 }
 
 /* Make the header of a file: what it holds, and the metadata by which readers know it. */

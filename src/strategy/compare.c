@@ -119,12 +119,11 @@ static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_co
         dtrain__strategy_keep(strategy, dtrain__same_find(comm, DTRAIN_OK, hash_of, strategy,
                                                           strategy->param_count, all, &found)));
     if (found.odd < 0) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_MISMATCH,
-        "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-        "are not those of rank %d; every rank must make the same updates",
-        found.item, strategy->params[found.item].name, dtrain__world_rank(comm, found.odd),
-        dtrain__world_rank(comm, found.usual));
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "dtrain_strategy_verify: the values of parameter %zu (\"%s\") on rank %d "
+                       "are not those of rank %d; every rank must make the same updates",
+                       found.item, dtrain__short(strategy->params[found.item].name),
+                       dtrain__world_rank(comm, found.odd), dtrain__world_rank(comm, found.usual));
 }
 
 /* Compare the copies of tied weights that stages of several ranks have. */
@@ -139,14 +138,14 @@ static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
         DTRAIN__TRY(
             dtrain__strategy_keep(strategy, dtrain_all_reduce(comm, most, most, 2, DTRAIN_DTYPE_I64,
                                                               DTRAIN_REDUCE_MAX, NULL)));
-        if (most[0] != ~most[1] && result == DTRAIN_OK)
-            result =
-                dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                            "dtrain_strategy_verify: the copies of parameter %zu (\"%.100s\"), "
-                            "which is tied between stages, differ between rank %d and rank "
-                            "%d; every rank must make the same updates",
-                            i, strategy->params[i].name, dtrain__world_rank(comm, 0),
-                            dtrain__world_rank(comm, dtrain_comm_size(comm) - 1));
+        if (most[0] == ~most[1] || result != DTRAIN_OK) continue;
+        result =
+            dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                        "dtrain_strategy_verify: the copies of parameter %zu (\"%s\"), which "
+                        "is tied between stages, differ between rank %d and rank %d; every "
+                        "rank must make the same updates",
+                        i, dtrain__short(strategy->params[i].name), dtrain__world_rank(comm, 0),
+                        dtrain__world_rank(comm, dtrain_comm_size(comm) - 1));
     }
     return result;
 }

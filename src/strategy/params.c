@@ -36,9 +36,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
-                       p->name ? p->name : "", text);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: parameter %zu (\"%s\"): %s",
+                       index, dtrain__short(p->name), text);
 }
 
 DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p)
@@ -110,25 +109,25 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         if (memcmp(p->shape, storage->shape, sizeof p->shape) ||
             (p->cut.axis && memcmp(&p->cut, &storage->cut, sizeof p->cut)))
             return dtrain__param_fail(p, index,
-                                      "an alias of \"%.100s\", which has a cut, has the same shape "
+                                      "an alias of \"%s\", which has a cut, has the same shape "
                                       "and the same cut, or zeros",
-                                      storage->name);
+                                      dtrain__short(storage->name));
         p->cut = storage->cut;
         p->count = storage->count;
     }
     if (p->count != storage->count)
         return dtrain__param_fail(
-            p, index, "it has %lld elements, \"%.100s\" that it is an alias of has %lld",
-            (long long)p->count, storage->name, (long long)storage->count);
+            p, index, "it has %lld elements, \"%s\" that it is an alias of has %lld",
+            (long long)p->count, dtrain__short(storage->name), (long long)storage->count);
     if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
     if (p->group && p->group != storage->group)
         return dtrain__param_fail(p, index,
-                                  "its group is %u, that of \"%.100s\" that it is an alias of %u: "
+                                  "its group is %u, that of \"%s\" that it is an alias of %u: "
                                   "they are one parameter; leave it 0",
-                                  (unsigned)p->group, storage->name, (unsigned)storage->group);
+                                  p->group, dtrain__short(storage->name), storage->group);
     p->state.storage = storage;
     p->state.next = storage->state.next;
     storage->state.next = p;

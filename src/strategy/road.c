@@ -144,8 +144,8 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
         why = "is marked outside its unit's backward, which begins with dtrain_strategy_gather for "
               "DTRAIN_PASS_BACKWARD and ends with that of another unit";
     if (!why) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%.100s\") %s",
-                       index, strategy->params[index].name, why);
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%s\") %s",
+                       index, dtrain__short(strategy->params[index].name), why);
 }
 
 /* Set grad_written for a host with its own backward; the tape has set it at its first write. */
@@ -436,7 +436,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     const char *const call = "dtrain_strategy_finish";
     const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
-    char names[640] = "";
+    char names[860] = "";
     size_t count = 0, used = 0;
     dtrain_result result = DTRAIN_OK;
     for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
@@ -447,9 +447,9 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
         /* frozen in this step, as the program may: its gradient is not missing */
         if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;
         entry->warned = true;
-        if (count++ < 8) /* 64 bytes each: there is room for them */
-            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
-                                     used ? ", " : "", p->name);
+        if (count++ < 8) /* 103 bytes each: there is room for them */
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%s\"",
+                                     used ? ", " : "", dtrain__short(p->name));
     }
     if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
     if (count && !strict)

@@ -189,10 +189,10 @@ static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const 
 {
     if (!strategy->desc.compression) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_strategy_create: compression: \"%.100s\" is tied between stages of "
+                       "dtrain_strategy_create: compression: \"%s\" is tied between stages of "
                        "several ranks, whose copies must get the same gradient to the bit; leave "
                        "compression or the tie out",
-                       p->name);
+                       dtrain__short(p->name));
 }
 
 /* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which

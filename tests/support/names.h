@@ -36,8 +36,8 @@ static inline const char *names_of_pair(char name[NAMES_BYTES], size_t bytes, si
     return name;
 }
 
-/* Write name i < NAMES_COUNT. All of them differ: names of Hugging Face, names that differ in accents or are cut in them,
- * and pairs that have their first 38, 40, 63, 100, 250 or 510 bytes in common, or all but their middle. */
+/* Write name i < NAMES_COUNT. All of them differ: names of Hugging Face, names that differ in accents or are cut in
+ * them, and pairs that have their first 38, 40, 63, 100, 250 or 510 bytes in common, or all but their middle. */
 static inline const char *names_all(int i, char name[NAMES_BYTES])
 {
     static const size_t pairs[NAMES_PAIRS][2] = {{39, 38},   {41, 40},   {64, 63},  {101, 100},

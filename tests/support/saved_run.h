@@ -60,7 +60,7 @@ typedef struct saved_run {
     /* the state in the end: tensors of the list, one behind the other, each rank's own ones too */
     uint64_t image_bytes;
     struct {
-        char name[40];
+        char name[128];
         uint32_t kind;
         bool own;
         uint64_t at, bytes; /* of an own one: rank r's from at + r * bytes on */
@@ -105,20 +105,30 @@ static inline void saved_param(saved_rank *s, int at, uint32_t unit, const char 
  * none in every second step, one of one element. */
 static inline void saved_model(saved_rank *s)
 {
-    saved_param(s, 0, 0, "wte", 256, SAVED_WIDTH);
-    saved_param(s, 1, 0, "wpe", SAVED_SEQ, SAVED_WIDTH);
-    saved_param(s, 2, 1, "a.up", SAVED_INNER, SAVED_WIDTH);
-    saved_param(s, 3, 1, "a.up.bias", SAVED_INNER, 0);
-    saved_param(s, 4, 1, "a.down", SAVED_WIDTH, SAVED_INNER);
-    saved_param(s, 5, 1, "a.unused", 3, 5);
-    saved_param(s, 6, 2, "b.up", SAVED_INNER, SAVED_WIDTH);
-    saved_param(s, 7, 2, "b.up.bias", SAVED_INNER, 0);
-    saved_param(s, 8, 2, "b.down", SAVED_WIDTH, SAVED_INNER);
-    saved_param(s, 9, 2, "b.tiny", 1, 0);
-    saved_param(s, 10, 2, "b.one", 1, 0);
-    saved_param(s, 11, 3, "norm", SAVED_WIDTH, 0);
-    saved_param(s, 12, 3, "norm.bias", SAVED_WIDTH, 0);
-    saved_param(s, 13, 3, "head", 0, 0);
+    saved_param(s, 0, 0, "model.embed_tokens.weight", 256, SAVED_WIDTH);
+    saved_param(s, 1, 0, "model.decoder.embed_positions.weight", SAVED_SEQ, SAVED_WIDTH);
+    saved_param(s, 2, 1,
+                "base_model.model.model.layers.10.mlp.experts.7.gate_up_proj.lora_A.default.weight",
+                SAVED_INNER, SAVED_WIDTH);
+    saved_param(s, 3, 1,
+                "base_model.model.model.layers.10.mlp.experts.7.gate_up_proj.lora_A.default.bias",
+                SAVED_INNER, 0);
+    saved_param(s, 4, 1, "model.layers.10.mlp.experts.7.down_proj.weight", SAVED_WIDTH,
+                SAVED_INNER);
+    saved_param(s, 5, 1, "encoder.block.23.layer.1.DenseReluDense.wi_0.weight", 3, 5);
+    saved_param(s, 6, 2,
+                "base_model.model.model.layers.11.mlp.experts.7.gate_up_proj.lora_A.default.weight",
+                SAVED_INNER, SAVED_WIDTH);
+    saved_param(s, 7, 2,
+                "base_model.model.model.layers.11.mlp.experts.7.gate_up_proj.lora_A.default.bias",
+                SAVED_INNER, 0);
+    saved_param(s, 8, 2, "model.layers.11.mlp.experts.7.down_proj.weight", SAVED_WIDTH,
+                SAVED_INNER);
+    saved_param(s, 9, 2, "model.layers.11.post_attention_layernorm.scale.0", 1, 0);
+    saved_param(s, 10, 2, "model.layers.11.post_attention_layernorm.scale.1", 1, 0);
+    saved_param(s, 11, 3, "model.layers.11.final_layernorm.weight", SAVED_WIDTH, 0);
+    saved_param(s, 12, 3, "model.layers.11.final_layernorm.bias", SAVED_WIDTH, 0);
+    saved_param(s, 13, 3, "lm_head.weight", 0, 0);
     s->params[6].flags = DTRAIN_PARAM_FROZEN;
     s->params[3].flags = DTRAIN_PARAM_NO_DECAY;
     s->params[11].init = DTRAIN_INIT_CONSTANT;

@@ -100,7 +100,7 @@ typedef struct strategy_job {
     int rank, ranks, param_count;
     int64_t rows; /* samples of a micro-batch */
     dtrain_param params[MODEL_PARAMS];
-    char names[MODEL_PARAMS][32];
+    char names[MODEL_PARAMS][96];
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_tape *tape;
@@ -145,7 +145,8 @@ static inline dtrain_param *model_param(strategy_job *job, int at, uint32_t unit
                                         int64_t rows, int64_t columns)
 {
     dtrain_param *p = &job->params[at];
-    snprintf(job->names[at], sizeof job->names[at], "%u.%s", unit, name);
+    snprintf(job->names[at], sizeof job->names[at],
+             "base_model.model.transformer.h.%u.block_sparse_moe.%s.weight", unit, name);
     memset(p, 0, sizeof *p);
     p->name = job->names[at];
     p->unit = unit;

@@ -10,6 +10,7 @@
 #include "packed_attention.h"
 #include "naive_device.h"
 #include "ranks.h"
+#include "names.h"
 
 /* ---- buckets ---- */
 
@@ -356,6 +357,55 @@ static void test_group_memory(void)
     }
 }
 
+/* ---- names that are cut ---- */
+
+/* Write a random name: ASCII, accents and Chinese, of 1 to 511 bytes. */
+static void random_name(uint64_t *seed, char name[NAMES_BYTES])
+{
+    static const char *const parts[] = {
+        "a", ".", "7", "\xc3\xa9", "\xc3\xa8", "\xe8\xaa\x9e", "\xf0\x9f\x98\x80"};
+    const size_t most = 1 + (size_t)(ranks_mix((*seed)++) % 508);
+    for (name[0] = 0; strlen(name) < most;)
+        strcat(name, parts[ranks_mix((*seed)++) % (sizeof parts / sizeof *parts)]);
+}
+
+/* A name that fits stays; one that does not is cut to whole characters, with its begin and its end; and two that
+ * differ in one character, wherever it is, differ afterwards. */
+static void test_names_are_cut(void)
+{
+    uint64_t seed = test_seed();
+    char name[2][NAMES_BYTES], to[2][NAMES_BYTES];
+    for (int i = 0; i < 20000; i++) {
+        const size_t room = 40 + (size_t)(ranks_mix(seed++) % 200);
+        random_name(&seed, name[0]);
+        const size_t bytes = strlen(name[0]), at = (size_t)(ranks_mix(seed++) % bytes);
+        strcpy(name[1], name[0]);
+        if ((unsigned char)name[1][at] >= 0x80) continue;
+        name[1][at] = name[1][at] == 'x' ? 'y' : 'x';
+        for (int k = 0; k < 2; k++) {
+            memset(to[k], '!', sizeof to[k]);
+            CHECK(dtrain__name_cut(to[k], room, name[k]) == to[k]);
+            const size_t length = strlen(to[k]);
+            CHECK_MSG(length < room && to[k][length + 1] == '!', "%zu bytes in %zu", length, room);
+            for (size_t c = 0, n; c < length; c += n)
+                if (!CHECK_MSG((n = dtrain__utf8_bytes(to[k] + c, length - c)) > 0, "%s", to[k]))
+                    return;
+            CHECK(bytes < room ? strcmp(to[k], name[k]) == 0 : length + 7 >= room);
+            CHECK(to[k][length - 1] == name[k][bytes - 1] && to[k][0] == name[k][0]);
+        }
+        CHECK_MSG(strcmp(to[0], to[1]) != 0, "%s and %s are %s", name[0], name[1], to[0]);
+    }
+    for (int i = 0; i < NAMES_COUNT; i++)
+        for (int k = 0; k < i; k++) {
+            CHECK(strcmp(dtrain__short(names_all(i, name[0])),
+                         dtrain__short(names_all(k, name[1]))) != 0);
+        }
+    CHECK(strcmp(dtrain__short(NULL), "") == 0);
+    memset(name[0], 0x80, 300); /* no UTF-8 */
+    name[0][300] = 0;
+    CHECK(strncmp(dtrain__short(name[0]), "...", 3) == 0);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -367,5 +417,6 @@ int main(int argc, char **argv)
     RUN(test_whose_loss_counts);
     RUN(test_clocks_differ);
     RUN(test_group_memory);
+    RUN(test_names_are_cut);
     return test_summary();
 }

@@ -69,26 +69,36 @@ static void model_make(dtrain_param *p, uint64_t seed)
                   grouped = even ? 4 : between(&random, 4, 5);
     const int64_t each = between(&random, 1, 3), inner = even ? 16 : between(&random, 8, 21);
     memset(p, 0, PARAMS * sizeof *p);
-    add(&p[0], 0, "wte", even ? 24 : between(&random, 17, 31), width, rows, 0, 0);
-    add(&p[1], 0, "wpe", between(&random, 3, 9), width, 0, 0, 0);
-    add(&p[2], 1, "qkv", 3 * heads * head, width, rows, 3, heads);
-    add(&p[3], 1, "qkv.bias", 3 * heads * head, 0, rows, 3, heads);
-    add(&p[4], 1, "proj", width, heads * head, columns, 0, heads);
-    add(&p[5], 1, "norm", width, 0, 0, 0, 0);
-    dtrain_param *q =
-        add(&p[6], 2, "grouped", (each + 2) * grouped * head, width, rows, 3, grouped);
+    add(&p[0], 0, "model.embed_tokens.weight", even ? 24 : between(&random, 17, 31), width, rows, 0,
+        0);
+    add(&p[1], 0, "model.decoder.embed_positions.weight", between(&random, 3, 9), width, 0, 0, 0);
+    add(&p[2], 1, "model.layers.10.self_attention.query_key_value.weight", 3 * heads * head, width,
+        rows, 3, heads);
+    add(&p[3], 1, "model.layers.10.self_attention.query_key_value.bias", 3 * heads * head, 0, rows,
+        3, heads);
+    add(&p[4], 1, "model.layers.10.self_attn.o_proj.weight", width, heads * head, columns, 0,
+        heads);
+    add(&p[5], 1, "model.layers.10.post_attention_layernorm.weight", width, 0, 0, 0, 0);
+    dtrain_param *q = add(&p[6], 2, "model.layers.11.self_attention.query_key_value.weight",
+                          (each + 2) * grouped * head, width, rows, 3, grouped);
     q->cut.widths[0] = each * grouped * head;
     q->cut.widths[1] = q->cut.widths[2] = grouped * head;
     add(&p[7], 2, "gate|up", 2 * inner, width, rows, 2, 0);
-    add(&p[8], 2, "down", width, inner, columns, 0, 0);
+    add(&p[8], 2,
+        "base_model.model.model.layers.11.block_sparse_moe.experts.7.w1.lora_A.default.weight",
+        width, inner, columns, 0, 0);
     p[8].flags = DTRAIN_PARAM_FROZEN;
     add(&p[9], 2, "cube", between(&random, 2, 4), between(&random, 4, 6), columns, 0, 0)->shape[2] =
         between(&random, 1, 3);
     p[9].shape[3] = between(&random, 1, 3);
     add(&p[10], 3, "up", 32, 32, rows, 0, 0); /* large enough for PowerSGD */
-    add(&p[11], 3, "square", 24, 24, 0, 0, 0);
-    add(&p[12], 3, "back", 32, 40, columns, 0, 0);
-    p[13].name = "head";
+    add(&p[11], 3,
+        "base_model.model.model.layers.11.block_sparse_moe.experts.7.w2.lora_A.default.weight", 24,
+        24, 0, 0, 0);
+    add(&p[12], 3,
+        "base_model.model.model.layers.11.block_sparse_moe.experts.7.w2.lora_B.default.weight", 32,
+        40, columns, 0, 0);
+    p[13].name = "lm_head.weight";
     p[13].unit = 3;
     p[13].alias_of = &p[0];
     for (int i = 0; i < PARAMS - 1; i++) {
@@ -610,7 +620,9 @@ static void test_contradictions(void)
         ranks_run(ranks, DTRAIN_LAUNCH_THREADS, rank_main, j);
         for (int r = 0; r < (i ? ranks : 1); r++)
             CHECK_MSG(j->ended[r] == DTRAIN_ERROR_DATA &&
-                          strstr(j->error[r], "the pieces of the value of \"back\"") &&
+                          strstr(j->error[r], "the pieces of the value of "
+                                              "\"base_model.model.model.layers.11.block_sparse_moe."
+                                              "experts.7.w1.lora_A.default.weight\"") &&
                           strstr(j->error[r], i ? "overlap" : "leave a hole"),
                       "rank %d: %d, \"%s\"", r, j->ended[r], j->error[r]);
         folder_remove();

@@ -116,7 +116,7 @@ static size_t list_arrays(const run *r, int rank, float *memory, dtrain_state_it
 
 typedef struct rank_of {
     dtrain_param params[LAYERS];
-    char names[LAYERS][16];
+    char names[LAYERS][64];
     float memory[4096];
     dtrain_state_item items[ITEMS];
     dtrain_comm *comm;
@@ -139,7 +139,8 @@ static dtrain_result rank_run(dtrain_world *world, run *r, rank_of *s)
     memset(&save, 0, sizeof save);
     for (int i = first; i < end; i++) {
         dtrain_param *p = &s->params[i - first];
-        snprintf(s->names[i], sizeof s->names[i], "layer.%d", i);
+        snprintf(s->names[i], sizeof s->names[i], "model.layers.%d.post_attention_layernorm.weight",
+                 i);
         p->name = s->names[i];
         p->unit = (uint32_t)(i - first);
         p->shape[0] = 3 + i;
@@ -398,7 +399,9 @@ static dtrain_result means_copy(dtrain_state *state, char stored[][MEANS_BYTES],
 static dtrain_result means_train(dtrain_world *world, means *r, means_rank *s)
 {
     static const int64_t shapes_of[3][2] = {{16, 6}, {5, 16}, {16, 0}};
-    static const char *const names[3] = {"in.weight", "out.weight", "in.bias"};
+    static const char *const names[3] = {"encoder.block.23.layer.1.DenseReluDense.wi_0.weight",
+                                         "encoder.block.23.layer.1.DenseReluDense.wo.weight",
+                                         "encoder.block.23.layer.1.DenseReluDense.wi_0.bias"};
     const int rank = s->rank = dtrain_world_rank(world);
     dtrain_strategy_desc how = {.kind = r->kind, .init_seed = r->restores ? 77 : 5};
     dtrain_optimizer_desc rule = dtrain_optimizer_defaults((dtrain_optimizer_kind)r->optimizer);

@@ -237,11 +237,11 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     ddp.comm = s->comm;
     ddp.first_bucket_bytes = 512; /* several buckets for a model this small */
     ddp.bucket_bytes = 1024;
-    fill_param(&s->params[0], "embedding", VOCAB, WIDTH);
-    fill_param(&s->params[1], "hidden.weight", HIDDEN, WIDTH);
-    fill_param(&s->params[2], "hidden.bias", HIDDEN, 0);
-    fill_param(&s->params[3], "out.weight", VOCAB, HIDDEN);
-    fill_param(&s->params[4], "out.bias", VOCAB, 0);
+    fill_param(&s->params[0], "model.embed_tokens.weight", VOCAB, WIDTH);
+    fill_param(&s->params[1], "encoder.block.23.layer.1.DenseReluDense.wi_0.weight", HIDDEN, WIDTH);
+    fill_param(&s->params[2], "encoder.block.23.layer.1.DenseReluDense.wi_0.bias", HIDDEN, 0);
+    fill_param(&s->params[3], "encoder.block.23.layer.1.DenseReluDense.wo.weight", VOCAB, HIDDEN);
+    fill_param(&s->params[4], "encoder.block.23.layer.1.DenseReluDense.wo.bias", VOCAB, 0);
     s->params[1].unit = s->params[2].unit = 1;
     s->params[3].unit = s->params[4].unit = 2;
     TRY(dtrain_strategy_create(world, s->params, 5, &ddp, strategy));
@@ -752,7 +752,8 @@ static void test_drift_is_found(void)
     CHECK(run_launch(r) == DTRAIN_OK);
     for (int rank = 0; rank < 3; rank++) {
         CHECK(r->ended[rank] == DTRAIN_ERROR_MISMATCH && r->records[rank][6].loss > 0);
-        CHECK_MSG(strstr(r->error[rank], "\"out.weight\"") && strstr(r->error[rank], "on rank 2"),
+        CHECK_MSG(strstr(r->error[rank], "\"encoder.block.23.layer.1.DenseReluDense.wo.weight\"") &&
+                      strstr(r->error[rank], "on rank 2"),
                   "%s", r->error[rank]);
     }
 }
