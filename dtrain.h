@@ -1478,6 +1478,7 @@ typedef struct dtrain_param_state {
     bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
                                      overwrite. Set by the tape and by ready, cleared by finish; of
                                      an alias as of its target */
+    bool frozen;                  /* DTRAIN_PARAM_FROZEN was set when the strategy was created */
     bool elsewhere;               /* a pipeline has its unit in a stage of another rank: nothing is
                                      computed with it here, and no gradient of it made */
 } dtrain_param_state;
@@ -3518,7 +3519,7 @@ typedef struct dtrain_hook_bucket {
 /* `how` is the resolved desc that was given to the strategy; for a hook of one's own
  * how->hook->user is what the program wants it to be. */
 struct dtrain_comm_hook_desc {
-    const char *name;  /* in errors and traces, which show 40 bytes; the same on all ranks */
+    const char *name;  /* in errors and traces, which show 37 bytes; the same on all ranks */
     uint32_t rounds;   /* 1 or 2 */
     bool takes_slices; /* works on parts of parameters, as hierarchical cuts them; false: refused */
     bool takes_low;    /* rounds what it sends to `dtype`; false: a reduce_dtype is refused */
@@ -4604,6 +4605,8 @@ DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
 DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text);
 DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
 DTRAIN__PRIVATE char *dtrain__visible(char *text);
+DTRAIN__PRIVATE const char *dtrain__name_cut(char *to, size_t room, const char *name);
+DTRAIN__PRIVATE const char *dtrain__short(const char *name);
 /* The code of the last error; DTRAIN_OK once a later call that waits for other ranks succeeded. */
 DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void);
 
@@ -4835,6 +4838,28 @@ DTRAIN__PRIVATE char *dtrain__visible(char *text)
         memset(text + at, '?', bytes);
     }
     return text;
+}
+
+/* Copy a name to `room` bytes. A hash of all of it takes the place of the middle of one that is too
+ * long: names that differ stay different, and the end says which tensor of a layer it is. */
+DTRAIN__PRIVATE const char *dtrain__name_cut(char *to, size_t room, const char *name)
+{
+    const size_t bytes = strlen(name = name ? name : "");
+    size_t head = room / 3, tail = bytes + head + sizeof "...01234567..." - room;
+    if (bytes < room) return (const char *)memcpy(to, name, bytes + 1);
+    while (head > 0 && ((unsigned char)name[head] & 0xc0) == 0x80) head--; /* whole characters */
+    while (((unsigned char)name[tail] & 0xc0) == 0x80) tail++;
+    snprintf(to, room, "%.*s...%08x...%s", (int)head, name,
+             (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, name, bytes), name + tail);
+    return to;
+}
+
+/* Return a name for a sentence, of 99 bytes at most; it is valid for the next three calls. */
+DTRAIN__PRIVATE const char *dtrain__short(const char *name)
+{
+    static DTRAIN__THREAD_LOCAL char shown[4][100];
+    static DTRAIN__THREAD_LOCAL uint32_t next;
+    return dtrain__name_cut(shown[next++ % 4], sizeof shown[0], name);
 }
 
 /* Replace the last error of this thread, without the rank in front, and return its code. */
@@ -5345,7 +5370,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 #define DTRAIN__SPAN_DEPTH 32u /* deeper spans count to the span that they are in */
 #define DTRAIN__UNNUMBERED INT64_MIN
 #define DTRAIN__NO_SPAN UINT32_MAX
-#define DTRAIN__EVENT_NAME 40
+#define DTRAIN__EVENT_NAME 130      /* bytes of both names of an event: 48, the rest */
 #define DTRAIN__EVENT_DONE 8u       /* calls that are done since the clock was last read */
 #define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; without a trace, all of the ring */
 #define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name, its 0 included */
@@ -5380,12 +5405,10 @@ typedef struct dtrain__comm_call {
 typedef struct dtrain__event {
     uint64_t begin_ns, started_ns, end_ns; /* 0: not yet; started: other ranks can see the call */
     int64_t number;                        /* of a step, unit, bucket, ...; or DTRAIN__UNNUMBERED */
-    const char *part;                      /* who made the call: "bucket", a literal; or NULL */
     dtrain__comm_call call;
     uint32_t track;
     uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
-    char name[DTRAIN__EVENT_NAME]; /* a call: the first parameter of its bucket */
-    char text[DTRAIN__EVENT_NAME]; /* a span: the parameter or stage that it works on */
+    char name[DTRAIN__EVENT_NAME]; /* a span's, or who made the call; 0; what that works on */
 } dtrain__event;
 
 /* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
@@ -5409,8 +5432,7 @@ typedef struct dtrain__ring {
 /* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
-    const char *name,
-        *text; /* text: the parameter or stage that it works on, for a trace; or NULL */
+    const char *name, *text; /* text: of the parameter or stage that it works on; or NULL */
     int64_t number;
     bool ranged;          /* the device's profiler has it, too */
     uint32_t kind, outer; /* its kind, and that of the span around it */
@@ -5783,7 +5805,7 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * inside the library. So the dumps of ranks that wait say where a rank stands that hangs, is
  * stopped or dead and dumps nothing. Ranks of several hosts share no memory and see no pulse. */
 
-#define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.5 MiB */
+#define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.75 MiB */
 
 /* Make the ring. Its room is a power of two: finding an event then takes no division. With a trace
  * it also holds the events that are not yet written. */
@@ -5832,12 +5854,12 @@ static dtrain__event *dtrain__event_next(dtrain_world *world)
     return &ring->events[++ring->count & (ring->room - 1)];
 }
 
-/* Copy a name into an event, cut to its room; NULL is "". */
-static void dtrain__event_text(char *to, const char *text)
+/* Copy two names into an event; NULL is "". */
+static void dtrain__event_names(dtrain__event *event, const char *name, const char *of)
 {
-    const size_t length = text ? strnlen(text, DTRAIN__EVENT_NAME - 1) : 0;
-    if (length) memcpy(to, text, length);
-    to[length] = 0;
+    const size_t room = of && of[0] ? 48 : DTRAIN__EVENT_NAME - 1;
+    const size_t used = strlen(dtrain__name_cut(event->name, room, name)) + 1;
+    dtrain__name_cut(event->name + used, DTRAIN__EVENT_NAME - used, of);
 }
 
 /* Count the time since the last reading of the clock to the kind that was on top. It is the end of
@@ -5938,8 +5960,7 @@ DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint3
     event->call.kind = NULL;
     event->track = track;
     event->kind = (uint8_t)kind;
-    dtrain__event_text(event->name, name);
-    dtrain__event_text(event->text, text);
+    dtrain__event_names(event, name, text);
 }
 
 /* Return the seconds that this rank has spent in a kind since its world was made. */
@@ -5953,8 +5974,8 @@ DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_sp
 
 /* ---- Calls ------------------------------------------------------------------------------------*/
 
-/* Name who makes the next call of this rank, right before it. `part` is a literal; the call copies
- * `name`, which may be NULL. */
+/* Name who makes the next call of this rank, right before it. The call copies `part` and `name`,
+ * which may be NULL. */
 DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, int64_t number,
                                         const char *name)
 {
@@ -5976,9 +5997,8 @@ DTRAIN__PRIVATE uint64_t dtrain__call_queued(dtrain_world *world, const dtrain__
     event->state = DTRAIN__CALL_QUEUED;
     event->call = *call;
     event->track = DTRAIN__TRACK_CALL;
-    event->part = ring->part;
     event->number = ring->part ? ring->part_number : DTRAIN__UNNUMBERED;
-    dtrain__event_text(event->name, ring->part ? ring->part_name : NULL);
+    dtrain__event_names(event, ring->part, ring->part ? ring->part_name : NULL);
     ring->part = NULL;
     if (!call->sequence) return ring->count;
     dtrain__pulse *pulse = &world->control->pulses[world->rank];
@@ -6156,15 +6176,16 @@ DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format,
     va_end(args);
 }
 
-/* Append a member that is a string. What is not ASCII becomes a question mark: a name may have been
- * cut in the middle of a character, which JSON does not allow. */
+/* Append a member that is a string; control characters and what is not UTF-8 become '?'. */
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
 {
+    char shown[DTRAIN__ERROR_BYTES];
+    snprintf(shown, sizeof shown, "%s", text);
     dtrain__writer_add(out, "\"%s\":\"", name);
-    for (; *text; text++) {
+    for (text = dtrain__visible(shown); *text; text++) {
         if (out->used > out->room - 4) dtrain__writer_flush(out);
         if (*text == '"' || *text == '\\') out->text[out->used++] = '\\';
-        out->text[out->used++] = *text < 32 || *text > 126 ? '?' : *text;
+        out->text[out->used++] = *text;
     }
     dtrain__writer_add(out, "\"");
 }
@@ -6176,10 +6197,11 @@ DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__even
     const dtrain__comm_call *call = &event->call;
     const dtrain_dtype dtype = (dtrain_dtype)call->dtype;
     const bool bytes = call->comm < 0;
-    char by[100] = "";
-    if (event->part)
-        snprintf(by, sizeof by, "%s %lld%s%s", event->part, (long long)event->number,
-                 event->name[0] ? ", " : "", event->name);
+    const char *of = event->name + strlen(event->name) + 1;
+    char by[DTRAIN__EVENT_NAME + 32] = "";
+    if (event->name[0])
+        snprintf(by, sizeof by, "%s %lld%s%s", event->name, (long long)event->number,
+                 of[0] ? ", " : "", of);
     dtrain__writer_string(out, "of", by);
     dtrain__writer_add(out,
                        ",\"communicator\":%lld,\"sequence\":%llu,\"op\":\"%s\",\"dtype\":\"%s\",",
@@ -6255,6 +6277,7 @@ static void dtrain__trace_event(dtrain_world *world, uint64_t number)
     dtrain__writer *out = &trace->out;
     const dtrain__event *event = dtrain__event_at(world, number);
     const bool call = event->call.kind != NULL;
+    const char *of = event->name + strlen(event->name) + 1;
     const uint32_t track = call ? dtrain__trace_lane(trace, event) : event->track;
     if (!track) return;
     dtrain__trace_track(world, track);
@@ -6266,11 +6289,11 @@ static void dtrain__trace_event(dtrain_world *world, uint64_t number)
     dtrain__writer_add(out, ",\"args\":{");
     if (event->number != DTRAIN__UNNUMBERED)
         dtrain__writer_add(out, "\"number\":%lld%s", (long long)event->number,
-                           call || event->text[0] ? "," : "");
+                           call || of[0] ? "," : "");
     if (call) dtrain__writer_call(out, event);
-    else if (event->text[0]) dtrain__writer_string(out, "of", event->text);
+    else if (of[0]) dtrain__writer_string(out, "of", of);
     dtrain__writer_add(out, "}}");
-    for (int i = 0; i < 2 && call && event->part; i++) {
+    for (int i = 0; i < 2 && call && event->name[0]; i++) {
         dtrain__trace_line(world, i ? "f" : "s", i ? track : (uint32_t)DTRAIN__TRACK_RANK);
         dtrain__trace_time(out, "ts", event->begin_ns);
         dtrain__writer_add(out, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
@@ -8951,7 +8974,7 @@ static void dtrain__same_value(const dtrain__same_field *field, const unsigned c
     memcpy((void *)&x, at, field->bytes < sizeof x ? field->bytes : sizeof x);
     const unsigned long long word = narrow ? x.narrow : x.wide;
     switch (field->type) {
-    case DTRAIN__SAME_TEXT: snprintf(text, room, "\"%.150s\"", x.string ? x.string : ""); break;
+    case DTRAIN__SAME_TEXT: snprintf(text, room, "\"%s\"", dtrain__short(x.string)); break;
     case DTRAIN__SAME_FLOAT:
         snprintf(text, room, "%g", (double)x.number);
         if (strtof(text, NULL) != x.number) snprintf(text, room, "%.9g", (double)x.number);
@@ -8989,11 +9012,7 @@ static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, cha
         used += strlen(text + used);
     }
     if (several) snprintf(text + used, room - used, ")");
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    const char *string = NULL; /* the text may have cut it */
-    if (field->type == DTRAIN__SAME_TEXT)
-        memcpy((void *)&string, at + field->offset, sizeof string);
-    return dtrain__fnv1a(hash, string, string ? strlen(string) : 0);
+    return dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
 }
 
 static uint64_t dtrain__same_field_hash(const void *user, size_t field)
@@ -9260,11 +9279,9 @@ static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, u
         const uint32_t how = dtrain__load(&world->control->exits[i].how);
         char end[160] = "";
         if (how != DTRAIN__RUNNING) dtrain__describe_end(world->control, i, end, sizeof end);
+        const long long silent = now > beat ? (long long)(now - beat) : 0;
         dtrain__writer_add(out, "%s{\"rank\": %d, \"silent_ns\": %lld, \"inside\": %s, ",
-                           i ? ",\n  " : "\n  ", i,
-                           !beat        ? -1LL
-                           : now > beat ? (long long)(now - beat)
-                                        : 0LL,
+                           i ? ",\n  " : "\n  ", i, beat ? silent : -1,
                            dtrain__load(&pulse->inside) ? "true" : "false");
         dtrain__writer_add(out, "\"communicator\": %lld, \"first\": %lld, \"sequence\": %llu, ",
                            (long long)dtrain__load(&pulse->comm),
@@ -9348,11 +9365,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
     snprintf(path, sizeof path, "%s/flight-%d.json", directory, world->rank);
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
     if (mkdir(directory, 0777) != 0 && errno != EEXIST) out.error = errno;
-    if (!out.error) {
-        failed = "open";
-        out.file = dtrain__open_new(temporary);
-        if (out.file < 0) out.error = errno;
-    }
+    if (!out.error && (out.file = dtrain__open_new(temporary)) < 0)
+        failed = "open", out.error = errno;
     if (!out.error) {
         failed = "write";
         dtrain__dump_all(&out, world);
@@ -15645,9 +15659,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
-                       p->name ? p->name : "", text);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: parameter %zu (\"%s\"): %s",
+                       index, dtrain__short(p->name), text);
 }
 
 DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p)
@@ -15719,25 +15732,25 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         if (memcmp(p->shape, storage->shape, sizeof p->shape) ||
             (p->cut.axis && memcmp(&p->cut, &storage->cut, sizeof p->cut)))
             return dtrain__param_fail(p, index,
-                                      "an alias of \"%.100s\", which has a cut, has the same shape "
+                                      "an alias of \"%s\", which has a cut, has the same shape "
                                       "and the same cut, or zeros",
-                                      storage->name);
+                                      dtrain__short(storage->name));
         p->cut = storage->cut;
         p->count = storage->count;
     }
     if (p->count != storage->count)
         return dtrain__param_fail(
-            p, index, "it has %lld elements, \"%.100s\" that it is an alias of has %lld",
-            (long long)p->count, storage->name, (long long)storage->count);
+            p, index, "it has %lld elements, \"%s\" that it is an alias of has %lld",
+            (long long)p->count, dtrain__short(storage->name), (long long)storage->count);
     if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
     if (p->group && p->group != storage->group)
         return dtrain__param_fail(p, index,
-                                  "its group is %u, that of \"%.100s\" that it is an alias of %u: "
+                                  "its group is %u, that of \"%s\" that it is an alias of %u: "
                                   "they are one parameter; leave it 0",
-                                  (unsigned)p->group, storage->name, (unsigned)storage->group);
+                                  p->group, dtrain__short(storage->name), storage->group);
     p->state.storage = storage;
     p->state.next = storage->state.next;
     storage->state.next = p;
@@ -15781,6 +15794,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         memset(&p->state, 0, sizeof p->state);
         p->state.storage = p->state.next = p;
         p->state.index = (uint32_t)i;
+        p->state.frozen = (p->flags & DTRAIN_PARAM_FROZEN) != 0;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
         const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
@@ -16012,10 +16026,10 @@ static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const 
 {
     if (!strategy->desc.compression) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_strategy_create: compression: \"%.100s\" is tied between stages of "
+                       "dtrain_strategy_create: compression: \"%s\" is tied between stages of "
                        "several ranks, whose copies must get the same gradient to the bit; leave "
                        "compression or the tie out",
-                       p->name);
+                       dtrain__short(p->name));
 }
 
 /* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
@@ -16733,8 +16747,8 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
         why = "is marked outside its unit's backward, which begins with dtrain_strategy_gather for "
               "DTRAIN_PASS_BACKWARD and ends with that of another unit";
     if (!why) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%.100s\") %s",
-                       index, strategy->params[index].name, why);
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%s\") %s",
+                       index, dtrain__short(strategy->params[index].name), why);
 }
 
 /* Set grad_written for a host with its own backward; the tape has set it at its first write. */
@@ -17025,7 +17039,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     const char *const call = "dtrain_strategy_finish";
     const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
-    char names[640] = "";
+    char names[860] = "";
     size_t count = 0, used = 0;
     dtrain_result result = DTRAIN_OK;
     for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
@@ -17036,9 +17050,9 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
         /* frozen in this step, as the program may: its gradient is not missing */
         if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;
         entry->warned = true;
-        if (count++ < 8) /* 64 bytes each: there is room for them */
-            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
-                                     used ? ", " : "", p->name);
+        if (count++ < 8) /* 103 bytes each: there is room for them */
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%s\"",
+                                     used ? ", " : "", dtrain__short(p->name));
     }
     if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
     if (count && !strict)
@@ -19976,12 +19990,11 @@ static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_co
         dtrain__strategy_keep(strategy, dtrain__same_find(comm, DTRAIN_OK, hash_of, strategy,
                                                           strategy->param_count, all, &found)));
     if (found.odd < 0) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_MISMATCH,
-        "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-        "are not those of rank %d; every rank must make the same updates",
-        found.item, strategy->params[found.item].name, dtrain__world_rank(comm, found.odd),
-        dtrain__world_rank(comm, found.usual));
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "dtrain_strategy_verify: the values of parameter %zu (\"%s\") on rank %d "
+                       "are not those of rank %d; every rank must make the same updates",
+                       found.item, dtrain__short(strategy->params[found.item].name),
+                       dtrain__world_rank(comm, found.odd), dtrain__world_rank(comm, found.usual));
 }
 
 /* Compare the copies of tied weights that stages of several ranks have. */
@@ -19996,14 +20009,14 @@ static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
         DTRAIN__TRY(
             dtrain__strategy_keep(strategy, dtrain_all_reduce(comm, most, most, 2, DTRAIN_DTYPE_I64,
                                                               DTRAIN_REDUCE_MAX, NULL)));
-        if (most[0] != ~most[1] && result == DTRAIN_OK)
-            result =
-                dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                            "dtrain_strategy_verify: the copies of parameter %zu (\"%.100s\"), "
-                            "which is tied between stages, differ between rank %d and rank "
-                            "%d; every rank must make the same updates",
-                            i, strategy->params[i].name, dtrain__world_rank(comm, 0),
-                            dtrain__world_rank(comm, dtrain_comm_size(comm) - 1));
+        if (most[0] == ~most[1] || result != DTRAIN_OK) continue;
+        result =
+            dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                        "dtrain_strategy_verify: the copies of parameter %zu (\"%s\"), which "
+                        "is tied between stages, differ between rank %d and rank %d; every "
+                        "rank must make the same updates",
+                        i, dtrain__short(strategy->params[i].name), dtrain__world_rank(comm, 0),
+                        dtrain__world_rank(comm, dtrain_comm_size(comm) - 1));
     }
     return result;
 }
@@ -21956,7 +21969,7 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 
 /* Write the name that a unit's parameters have in common, up to a dot: "h.2" of "h.2.ln_1.weight"
  * and "h.2.attn.c_attn.weight". */
-static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char *name)
+static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char name[512])
 {
     const char *first = NULL;
     size_t same = 0, count = 0;
@@ -21970,10 +21983,8 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
         if (at < same)
             for (same = at; same > 0 && first[same] != '.';) same--;
     }
-    if (first && !same)
-        same = strcspn(first, "."); /* nothing in common: the first stands for all */
-    if (first) snprintf(name, DTRAIN__EVENT_NAME, "%.*s", (int)same, first);
-    else snprintf(name, DTRAIN__EVENT_NAME, "unit");
+    if (first && !same) same = strcspn(first, "."); /* nothing in common: the first one's unit */
+    snprintf(name, 512, "%.*s", first ? (int)same : 4, first ? first : "unit");
 }
 
 /* Write the unit that ends, up to its last operation, to the trace, and note the begin of the
@@ -21982,7 +21993,7 @@ static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
 {
     dtrain_world *world = tape->world;
     const uint64_t begin = tape->unit_begin_ns;
-    char name[DTRAIN__EVENT_NAME];
+    char name[512];
     tape->unit_begin_ns = 0;
     if (!world || !world->timeline.traced) return;
     if (begin && begin < tape->unit_end_ns) {
@@ -22685,8 +22696,10 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     op->params[i] = p;
     op->param_data[i] = storage->value;
     if (!tape->planning) p->state.pending_uses = 0; /* left by a failed backward */
-    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) &&
-        !((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) &&
+    const bool frozen = dtrain__is_surveying(tape)
+                            ? p->state.frozen || storage->state.frozen /* on all ranks alike */
+                            : (p->flags | storage->flags) & DTRAIN_PARAM_FROZEN;
+    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen &&
         (tape->planning || tape->strategy || storage->grad)) {
         node->target[i] = storage;
         op->needs_grad = true;
@@ -26932,8 +26945,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
     tape->pass.more = more;
     tape->pass.halves = halves;
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        const dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
-        if (x->producer) x->producer->reached = true;
+        dtrain__tape_tensor *x = slot->crossed[k].tensor;
+        if (x->tensor.producer) x->tensor.producer->reached = true;
+        if (x->tensor.needs_grad || !x->gradient) continue;
+        dtrain__scratch_give(x->gradient); /* it came for parameters frozen in this step */
+        x->gradient = NULL;
+        x->tensor.grad = NULL;
     }
     DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
     return dtrain__tape_stick(tape, dtrain__stage_zeros(tape, slot));
@@ -27533,8 +27550,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *o
                 return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                    "dtrain_trainer_step: graph needs parameters that have had as "
                                    "many updates, for one set of numbers changes from step to "
-                                   "step; \"%.100s\" was left out of %llu",
-                                   optimizer->sources[at]->param->name,
+                                   "step; \"%s\" was left out of %llu",
+                                   dtrain__short(optimizer->sources[at]->param->name),
                                    (unsigned long long)(optimizer->step_count - updates));
             DTRAIN__TRY(dtrain__group_update(optimizer, group, lr, grad_scale, device_scalars, NULL,
                                              at, next - at));
@@ -28039,34 +28056,34 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
     const uint32_t group = p->group;
     if (group > desc->group_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: parameter %zu (\"%.100s\") is in group %u, and the desc has %u "
+                           "%s: parameter %zu (\"%s\") is in group %u, and the desc has %u "
                            "group%s besides group 0, which is the desc itself",
-                           call, i, p->name, group, desc->group_count,
+                           call, i, dtrain__short(p->name), group, desc->group_count,
                            desc->group_count == 1 ? "" : "s");
     const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
     if (own->kind != DTRAIN_OPTIMIZER_MUON || !dtrain__is_updated(p)) return DTRAIN_OK;
     if (dtrain__param_dims(p) < 2 || (p->count == 0 && dtrain__has_memory(p)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
+                           "%s: parameter %zu (\"%s\") is in group %u, of Muon, and has %d "
                            "dimension%s and %lld elements: Muon is for matrices; give it another "
                            "group, of AdamW",
-                           call, i, p->name, group, dtrain__param_dims(p),
+                           call, i, dtrain__short(p->name), group, dtrain__param_dims(p),
                            dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
     if (p->cut.axis && dtrain__groups_of(strategy).tensor_ranks > 1)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs "
+                           "%s: parameter %zu (\"%s\") is in group %u, of Muon, which needs "
                            "whole matrices, and its cut by %s gives each of %d ranks of the tensor "
                            "axis a part; give it a group of AdamW, or leave the cut out",
-                           call, i, p->name, group,
+                           call, i, dtrain__short(p->name), group,
                            p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns",
                            dtrain__groups_of(strategy).tensor_ranks);
     if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
     dtrain_strategy_query(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs whole "
+                       "%s: parameter %zu (\"%s\") is in group %u, of Muon, which needs whole "
                        "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
                        "shards by whole tensors, or DTRAIN_STRATEGY_DDP",
-                       call, i, p->name, group, info.name);
+                       call, i, dtrain__short(p->name), group, info.name);
 }
 
 /* Refuse a desc that makes no sense, by itself or for these parameters under this strategy. */
@@ -31071,9 +31088,11 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
 }
 
 /* Find which tensors cross between stages in this step: its batch may have another shape than the
- * last step's, and other parameters may be frozen. All micro-batches have the shapes of the first.
- * A rank without further data sends what crossed before. All ranks of the axis have the same
- * samples, so each finds the same without an exchange; once, they agree on the unit of weights. */
+ * last step's. All micro-batches have the shapes of the first. Gradients cross as if only the
+ * parameters were frozen that create compared: if a rank alone freezes more, the exchange of the
+ * record names it. A rank without further data sends what crossed before. All ranks of the axis
+ * have the same samples, so each finds the same without an exchange; once, they agree on the unit
+ * of weights. */
 static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;
@@ -32205,15 +32224,16 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
         if (other->kind == DTRAIN_STATE_HOST && strcmp(other->name, item->name) == 0 &&
             (all || !dtrain__state_alike(other, tensor)))
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: there is an item by the name of \"%.100s\" already, of which "
+                               "%s: there is an item by the name of \"%s\" already, of which "
                                "this is no other piece",
-                               call, item->name);
+                               call, dtrain__short(item->name));
     if (tensor->piece.count == item->count && dtrain__piece_fits(&tensor->piece, shape))
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: the piece of \"%.100s\" has %lld elements, expected %lld (count) "
+                       "%s: the piece of \"%s\" has %lld elements, expected %lld (count) "
                        "that lie in its shape",
-                       call, item->name, (long long)tensor->piece.count, (long long)item->count);
+                       call, dtrain__short(item->name), (long long)tensor->piece.count,
+                       (long long)item->count);
 }
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
@@ -32929,20 +32949,19 @@ static bool dtrain__same_tensor(const dtrain__held *a, const dtrain__held *b)
 /* Name a contradiction: two ranks describe one tensor in different ways. */
 static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__held *b)
 {
-    const dtrain__held *const both[2] = {a, b};
     char text[2][120];
     for (int i = 0; i < 2; i++) {
-        const dtrain_state_tensor *tensor = &both[i]->tensor;
-        const int64_t *shape = tensor->shape;
-        snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s",
-                 (int)both[i]->rank, dtrain__stored_name(tensor->dtype), (long long)shape[0],
-                 (long long)shape[1], (long long)shape[2], (long long)shape[3],
-                 tensor->own ? ", its own" : "");
+        const dtrain__held *held = i ? b : a;
+        const int64_t *shape = held->tensor.shape;
+        snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s", (int)held->rank,
+                 dtrain__stored_name(held->tensor.dtype), (long long)shape[0], (long long)shape[1],
+                 (long long)shape[2], (long long)shape[3], held->tensor.own ? ", its own" : "");
     }
     return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "dtrain_checkpoint_open: ranks list the %s of \"%.100s\" in different ways "
+                       "dtrain_checkpoint_open: ranks list the %s of \"%s\" in different ways "
                        "(%s; %s), expected the same dtype and shape from all that list it",
-                       dtrain__state_kind_name(a->tensor.kind), a->tensor.name, text[0], text[1]);
+                       dtrain__state_kind_name(a->tensor.kind), dtrain__short(a->tensor.name),
+                       text[0], text[1]);
 }
 
 /* Number the tensors, and choose a writer for each piece: of entries that differ in nothing but the
@@ -33008,9 +33027,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
     }
     if (!overlap && (sum == tensor->total || tensor->kind == DTRAIN_STATE_Q)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s: the pieces of the %s of \"%.100s\" %s: they have %lld of its %lld "
-                       "elements",
-                       where, dtrain__state_kind_name(tensor->kind), tensor->name,
+                       "%s: the pieces of the %s of \"%s\" %s: they have %lld of its %lld elements",
+                       where, dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name),
                        overlap ? "overlap" : "leave a hole", (long long)sum,
                        (long long)tensor->total);
 }
@@ -33108,9 +33126,9 @@ static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, cha
                                 value ? "" : ".", tensor->name, where, boxed ? "]" : "", range);
     if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
+                       "the name \"%s\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
-                       tensor->name, DTRAIN__TENSOR_NAME - 1);
+                       dtrain__short(tensor->name), DTRAIN__TENSOR_NAME - 1);
 }
 
 /* Make the header of a file: what it holds, and the metadata by which readers know it. */
@@ -33996,7 +34014,7 @@ typedef struct dtrain__reader {
 /* Names in a sentence: the first few, and how many there are. */
 typedef struct dtrain__name_list {
     char text[400];
-    int count;
+    int count; /* 7: the text ends with "..." */
 } dtrain__name_list;
 
 /* The differences between a file and the tensors that a run wants from it. */
@@ -34017,8 +34035,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
 DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
                                                  const dtrain__source *source,
                                                  const dtrain__target *target);
-DTRAIN__PRINTF(2, 3)
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
+                                      const char *difference);
 DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room);
 
 DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
@@ -34078,10 +34096,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
                    DTRAIN__CRC_DIGITS) != 0)
             return dtrain_fail(
                 DTRAIN_ERROR_DATA,
-                "%s is damaged: its %zu bytes from %llu on, of the %s of \"%.100s\", do not have "
+                "%s is damaged: its %zu bytes from %llu on, of the %s of \"%s\", do not have "
                 "the checksum of the manifest",
                 source->path, bytes, (unsigned long long)(source->at + at), source->kind,
-                source->name);
+                dtrain__short(source->name));
     }
     for (int64_t i = 0; i < count && from > to; i++) {
         uint16_t low;
@@ -34146,18 +34164,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* Add a name to a list: of more than six there is only the number. */
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...)
+/* Add a name to a list, if it is one of the first six and there is room for all of it. */
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
+                                      const char *difference)
 {
-    const size_t used = strlen(list->text);
-    char one[160];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(one, sizeof one, format, args);
-    va_end(args);
-    if (++list->count <= 7)
-        snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? ", " : "",
-                 list->count == 7 ? "..." : one);
+    const size_t used = strlen(list->text), room = sizeof list->text - sizeof ", ..." - used;
+    char one[340];
+    const int bytes = snprintf(one, sizeof one, "%s%s%s\"%s\"%s", used ? ", " : "", kind,
+                               kind[0] ? " " : "", dtrain__short(name), difference);
+    if (list->count == 7) return;
+    list->count = (size_t)bytes > room ? 7 : list->count + 1;
+    snprintf(list->text + used, sizeof list->text - used, "%s", list->count == 7 ? ", ..." : one);
 }
 
 /* Write the differences as a sentence; false: there are none. */
@@ -34291,8 +34308,8 @@ static void dtrain__note_left_out(dtrain__load *load)
         if (load->wanted[i] || quiet[saved->kind]) continue;
         quiet[saved->kind] = !array;
         if (array)
-            dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
-                              saved->name);
+            dtrain__load_note(load, "\"%s\" is left out: this run has no such array",
+                              dtrain__short(saved->name));
         else
             dtrain__load_note(load, "%s was left out: this optimizer keeps none",
                               dtrain__state_kind_name(saved->kind));
@@ -34320,14 +34337,13 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (!dtrain__is_needed(load, tensor) || dtrain__saved_for(load, tensor)) continue;
-        const char *const kind = dtrain__state_kind_name(tensor->kind);
-        dtrain__name_add(dtrain__manifest_find(m, tensor->kind, tensor->name) ? &misfit.different
-                                                                              : &misfit.missing,
-                         "%s \"%.60s\"", kind, tensor->name);
+        const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
+        dtrain__name_add(there ? &misfit.different : &misfit.missing,
+                         dtrain__state_kind_name(tensor->kind), tensor->name, "");
     }
     for (size_t i = 0; i < m->tensor_count; i++)
         if (m->tensors[i].tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfit.extra, "value \"%.60s\"", m->tensors[i].tensor.name);
+            dtrain__name_add(&misfit.extra, "value", m->tensors[i].tensor.name, "");
     if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -34480,17 +34496,16 @@ static void dtrain__note_arrays(dtrain__load *load)
     const int ranks = dtrain_comm_size(state->comm), before = (int)load->manifest.ranks;
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
+        const char *name = dtrain__short(tensor->name);
         if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
         if (!dtrain__saved_for(load, tensor))
             dtrain__load_note(
-                load, "\"%.60s\" begins anew: it is not there, or has another count or type",
-                tensor->name);
+                load, "\"%s\" begins anew: it is not there, or has another count or type", name);
         else if (ranks > before)
-            dtrain__load_note(load, "\"%.60s\" begins anew on ranks from %d on, which are new",
-                              tensor->name, before);
+            dtrain__load_note(load, "\"%s\" begins anew on ranks from %d on, which are new", name,
+                              before);
         else if (ranks < before)
-            dtrain__load_note(load, "\"%.60s\" of ranks from %d on is left out", tensor->name,
-                              ranks);
+            dtrain__load_note(load, "\"%s\" of ranks from %d on is left out", name, ranks);
     }
 }
 
@@ -34637,8 +34652,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load)
         DTRAIN__TRY(dtrain_broadcast(state->comm, which, 2, DTRAIN_DTYPE_I64, 0, NULL));
         if (which[0] < 0)
             return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "no checkpoint in %s can be read; the last one "
-                               "that was tried: %s",
+                               "no checkpoint in %s can be read; the last one that was tried: %s",
                                load->folder.path, passed);
         load->directory = dtrain__step_path(&load->folder, which[0], which[1] ? ".old" : "");
         const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
@@ -34778,14 +34792,12 @@ static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *
     const int64_t most = dims ? param->shape[0] : 0;
     if (how->transpose && dims != 2)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: parameter \"%.100s\" is to be transposed and has %d dimensions, "
-                           "expected 2",
-                           call, param->name, dims);
+                           "%s: parameter \"%s\" is to be transposed and has %d dimensions, not 2",
+                           call, dtrain__short(param->name), dims);
     if (how->rows < 0 || how->rows > most)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld rows of parameter \"%.100s\" are to be stored, expected 0 "
-                           "(all) to %lld",
-                           call, (long long)how->rows, param->name, (long long)most);
+                           "%s: %lld rows of \"%s\" are to be stored, expected 0 (all) to %lld",
+                           call, (long long)how->rows, dtrain__short(param->name), (long long)most);
     weight->rows = how->rows ? how->rows : most;
     weight->columns = most ? dtrain__whole_count(param) / most : 1;
     weight->total = weight->rows * weight->columns;
@@ -35076,8 +35088,8 @@ static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json
     snprintf(path, sizeof path, "%s/%s", directory, name);
     if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
         return dtrain__import_file(im, path);
-    dtrain__json_fail(json, "its file is \"%.100s\", expected the name of one beside the index",
-                      name);
+    dtrain__json_fail(json, "its file is \"%s\", expected the name of one beside the index",
+                      dtrain__short(name));
     return json->result;
 }
 
@@ -35212,9 +35224,9 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
     }
     if (same) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s: \"%.100s\" and \"%.100s\" differ, and are one tied parameter here; "
+                       "%s: \"%s\" and \"%s\" differ, and are one tied parameter here; "
                        "leave out one of them with `names`, and name it in `ignore`",
-                       im->path, weight->stored->name, other->name);
+                       im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
 }
 
 /* Find a parameter by its name and by those of its aliases. Rank 0 compares them with one
@@ -35231,9 +35243,9 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
         if (!stored || stored->user == weight) continue;
         if (stored->user)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: two parameters are called \"%.100s\", expected names that "
+                               "%s: two parameters are called \"%s\", expected names that "
                                "occur once",
-                               dtrain__import_call, name);
+                               dtrain__import_call, dtrain__short(name));
         stored->user = weight;
         if (!weight->stored) {
             weight->stored = stored;
@@ -35253,7 +35265,7 @@ static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *ex
             const char *const *end = im->desc.ignore;
             while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
             if (stored->user || (end && *end)) continue;
-            dtrain__name_add(extra, "\"%.60s\"", stored->name);
+            dtrain__name_add(extra, "", stored->name, "");
         }
 }
 
@@ -35265,16 +35277,16 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
     memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < im->weights.count; i++) {
         dtrain__weight *weight = &im->weights.list[i];
-        char found[64], expected[64];
+        char found[64], expected[64], difference[200];
         DTRAIN__TRY(dtrain__import_place(im, weight));
-        if (!weight->stored) dtrain__name_add(&misfit.missing, "\"%.60s\"", weight->name);
+        if (!weight->stored) dtrain__name_add(&misfit.missing, "", weight->name, "");
         else if (dtrain__weight_fits(weight)) im->values++;
         else {
             dtrain__weight_shape_text(weight->stored->shape, weight->stored->dims, found);
             dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-            dtrain__name_add(&misfit.different, "\"%.60s\" is %s %s, expected F32, BF16 or F16 %s",
-                             weight->name, dtrain__stored_name(weight->stored->dtype), found,
-                             expected);
+            snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
+                     dtrain__stored_name(weight->stored->dtype), found, expected);
+            dtrain__name_add(&misfit.different, "", weight->name, difference);
             weight->stored = NULL;
         }
     }
@@ -36010,8 +36022,8 @@ static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json)
     if (!dtrain__read_box(json, &piece.piece)) return false;
     if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) ||
         number[3] > file->bytes || number[2] > (file->bytes - number[3]) / each)
-        return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
-                                 tensor->name);
+        return dtrain__json_fail(json, "a piece of \"%s\" is not in it, or not in its file",
+                                 dtrain__short(tensor->name));
     m->pieces[m->piece_count++] = piece;
     return json->result == DTRAIN_OK;
 }
@@ -36194,8 +36206,9 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain__saved_tensor *saved = m->by_name[i];
         if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%.100s\" is there twice", path,
-                               dtrain__state_kind_name(saved->tensor.kind), saved->tensor.name);
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%s\" is there twice", path,
+                               dtrain__state_kind_name(saved->tensor.kind),
+                               dtrain__short(saved->tensor.name));
         const dtrain_piece *first = m->pieces ? &m->pieces[saved->first_piece].piece : NULL;
         if (!saved->tensor.own)
             DTRAIN__TRY(dtrain__pieces_check(path, &saved->tensor, first, sizeof *m->pieces,
@@ -36476,9 +36489,9 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
     for (size_t i = 0; i < file->count; end = tensors[i++].end)
         if (tensors[i].begin != end)
             return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "%s: \"%.200s\" begins at byte %llu of the data, expected %llu: %s",
-                               path, tensors[i].name, (unsigned long long)tensors[i].begin,
-                               (unsigned long long)end,
+                               "%s: \"%s\" begins at byte %llu of the data, expected %llu: %s",
+                               path, dtrain__short(tensors[i].name),
+                               (unsigned long long)tensors[i].begin, (unsigned long long)end,
                                tensors[i].begin < end ? "it overlaps another tensor"
                                                       : "no tensor has the bytes between");
     if (end != data_bytes)
@@ -36488,8 +36501,8 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
     qsort(tensors, file->count, sizeof *tensors, dtrain__stored_by_name);
     for (size_t i = 1; i < file->count; i++)
         if (strcmp(tensors[i - 1].name, tensors[i].name) == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
-                               tensors[i].name);
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%s\"", path,
+                               dtrain__short(tensors[i].name));
     return DTRAIN_OK;
 }
 
@@ -36645,10 +36658,10 @@ DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, .
     char text[DTRAIN__ERROR_BYTES];
     va_list args;
     if (json->result != DTRAIN_OK) return false;
-    int used = snprintf(text, sizeof text, json->inside ? "%.600s: \"%.200s\", at" : "%.600s:%s at",
-                        json->what, json->inside ? json->inside : "");
-    used += snprintf(text + used, sizeof text - (size_t)used,
-                     " byte %zu of the JSON: ", (size_t)(json->at - json->text));
+    const int used =
+        snprintf(text, sizeof text, "%.600s:%s%s%s at byte %zu of the JSON: ", json->what,
+                 json->inside ? " \"" : "", dtrain__short(json->inside), json->inside ? "\"," : "",
+                 (size_t)(json->at - json->text));
     va_start(args, format);
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
@@ -39367,7 +39380,7 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
 {
     dtrain__histograms *h = metrics->histograms;
     const int64_t *counts = h->counts[slot];
-    char tag[256];
+    char tag[600];
     dtrain_histogram whole;
     memset(&whole, 0, sizeof whole);
     for (int r = 0; r < h->trainer->ranks; r++) {
@@ -39389,7 +39402,7 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     }
     whole.limits = h->limits;
     whole.buckets = h->buckets;
-    snprintf(tag, sizeof tag, "%s/%s", what, name);
+    dtrain__name_cut(tag + snprintf(tag, sizeof tag, "%s/", what), 512, name);
     whole.step = metrics->sample.step;
     whole.wall_time = metrics->sample.wall_time;
     whole.tag = tag;
@@ -46117,7 +46130,7 @@ DTRAIN__ROUTINE void DTRAIN__K(add_mask)(const dtrain__head *h, int64_t q0, int6
             const dtrain__vi hides =
                 dtrain__viless(most, dtrain__vbits(mask) & dtrain__viset(INT32_MAX));
             dtrain__vstore(h->scores + c, sum);
-            dtrain__vstore(h->mask_t + c, DTRAIN__K(vselect)(hides, dtrain__vset(0), lost * dtrain__vset(0)));
+            dtrain__vstore(h->mask_t + c, DTRAIN__K(vselect)(hides, dtrain__vset(0), lost));
         }
 }
 
