@@ -41393,9 +41393,9 @@ dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_bac
  * product of its own, with the taps that it has and with rows of C that are every stride-th pixel.
  * So no product is taken with a tap that is not there.
  *
- * Each group is a product of its own. Weights are packed once a call, (taps, in, out) or (taps, out,
- * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
- * are channels enough: launch_winograd.c. */
+ * Each group is a product of its own. Weights are packed once a call, (taps, in, out) or (taps,
+ * out, in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where
+ * there are channels enough: launch_winograd.c. */
 
 /* ==== src/device/cpu/convolution_internal.h =================================================== */
 
@@ -45978,8 +45978,8 @@ DTRAIN__KERNEL(pool2d_backward)
  *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
  *
  * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S,
- * where it does not hide without rounding: -1e4 in a whole row leaves the row's weights as they are;
- * keys behind the length of the batch element are never read. */
+ * where it does not hide without rounding: -1e4 in a whole row leaves the row's weights as they
+ * are; keys behind the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,

@@ -7,7 +7,8 @@
  *
  * A program is a layout (tensor, data and pipeline axes, a kind of strategy), a loop (the trainer's or its own), a
  * setting, and the rank that has another value of it. Settings that change in the middle of a run, such as the rate of
- * a program's own loop, or a parameter, a stage or one use of a tied weight that is frozen, may be found later: by the trainer at the end of that step, else by verify. */
+ * a program's own loop, or a parameter, a stage or one use of a tied weight that is frozen, may be found later: by the
+ * trainer at the end of that step, else by verify. */
 #include "test.h"
 
 #include "dtrain.h"

@@ -797,7 +797,7 @@ enum { MANY = 12 };
 /* Names that have their first 61 bytes in common. */
 #define MANY_NAMES(number)                                                                    \
     "base_model.model.model.layers.10.block_sparse_moe.experts.7.w" number ".lora_A.default." \
-                                                                           "weight"
+    "weight"
 
 /* Twelve parameters of four elements; marks those below `marked` with gradient rank + 1. */
 static void many_params(dtrain_param *p, char names[][96], float *values, float *grads,

@@ -625,11 +625,13 @@ static void test_header(void)
     "\"" name "\":{\"dtype\":\"F32\",\"shape\":[" shape "],\"data_offsets\":[" #from "," #to "]}"
 #define HEADER_WTE HEADER_F32(N_WTE, "37,10", 0, 1480)
 #define HEADER_NEXT(name, shape, from, to) HEADER_F32(name, shape, from, to) ","
-#define HEADER_REST                                                                   \
-    HEADER_NEXT(N_WPE, "5,10", 1480, 1680)                                            \
-    HEADER_NEXT(N_UP, "18,10", 1680, 2400) HEADER_NEXT(N_UP_BIAS, "18", 2400, 2472)   \
-        HEADER_NEXT(N_DOWN, "10,18", 2472, 3192) HEADER_NEXT(N_TINY, "1", 3192, 3196) \
-            HEADER_NEXT(N_ONE, "1", 3196, 3200) HEADER_F32(N_LARGE, "11,6", 3200, 3464)
+/* clang-format off */
+#define HEADER_REST                                                              \
+    HEADER_NEXT(N_WPE, "5,10", 1480, 1680) HEADER_NEXT(N_UP, "18,10", 1680, 2400) \
+    HEADER_NEXT(N_UP_BIAS, "18", 2400, 2472) HEADER_NEXT(N_DOWN, "10,18", 2472, 3192) \
+    HEADER_NEXT(N_TINY, "1", 3192, 3196) HEADER_NEXT(N_ONE, "1", 3196, 3200) \
+    HEADER_F32(N_LARGE, "11,6", 3200, 3464)
+/* clang-format on */
 #define HEADER_NORM "," HEADER_F32(N_NORM, "10", 3464, 3504)
 
 static void test_fit(void)

@@ -1,8 +1,8 @@
 /* Random losses of several terms: trees of sums of cross-entropies that ignore different targets and of scaled means
- * over hidden values and logits, on 1 to 4 ranks with 1 to 3 micro-batches whose ranks have other numbers of targets and
- * of batches. Terms of hidden values are added before the next unit of parameters is gathered.
- * Plain loops in double know the loss and the norm of the gradients of every step, where each term is averaged over
- * all its own samples, and which programs are refused on all ranks.
+ * over hidden values and logits, on 1 to 4 ranks with 1 to 3 micro-batches whose ranks have other numbers of targets
+ * and of batches. Terms of hidden values are added before the next unit of parameters is gathered. Plain loops in
+ * double know the loss and the norm of the gradients of every step, where each term is averaged over all its own
+ * samples, and which programs are refused on all ranks.
  *
  * A program is a pure function of its seed. */
 #include "test.h"

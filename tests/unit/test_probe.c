@@ -151,8 +151,8 @@ static bool near(double value, double wanted, double share)
     return value > wanted * (1 - share) && value < wanted * (1 + share);
 }
 
-/* Nodes of several shapes and speeds. The first five leave time for many messages; the last two leave time for one whose
- * bytes take two thirds of the latency: the probe counts half of its time as the time of its bytes. */
+/* Nodes of several shapes and speeds. The first five leave time for many messages; the last two leave time for one
+ * whose bytes take two thirds of the latency: the probe counts half of its time as the time of its bytes. */
 static const struct links {
     int ranks, node_ranks;
     double gigabits, latency_us;

@@ -289,7 +289,8 @@ static void test_a_refusal_got_over(void)
             plan *p = new_plan(1, 1);
             dtrain_launch_desc desc = restart_desc(2, mode, 2, p);
             p->acts[0] = other ? RETURNS : WELL;
-            CHECK_MSG((ranks_launch(&desc, rank_probes, p, NULL) == DTRAIN_OK) == other, "%s", dtrain_last_error());
+            CHECK_MSG((ranks_launch(&desc, rank_probes, p, NULL) == DTRAIN_OK) == other, "%s",
+                      dtrain_last_error());
             CHECK_MSG((p->came[1][0] == 1) == other, "it came %d times", p->came[1][0]);
             forget(p);
         }

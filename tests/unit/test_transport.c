@@ -138,8 +138,8 @@ int nanosleep(const struct timespec *time, struct timespec *left)
 
 enum { NAP_CHUNKS = 256, NAP_COUNT = NAP_CHUNKS * 32768 };
 
-/* Rank 1 comes late, then the ranks hand each other chunks through the stages. Load can make rank 1 come later, and keep
- * rank 0 from its naps: then once more, at most twenty times. */
+/* Rank 1 comes late, then the ranks hand each other chunks through the stages. Load can make rank 1 come later, and
+ * keep rank 0 from its naps: then once more, at most twenty times. */
 static int rank_naps(dtrain_world *world, void *user)
 {
     dtrain_comm *comm = dtrain_world_comm(world);

@@ -40,8 +40,8 @@ static void draw_text(const drawing *d, double x, double y, const char *class_na
     fprintf(d->out, "</text>\n");
 }
 
-/* Draw an event in a row, with its name: all of it where a pointer rests on the event, and in the row what there is room
- * for. Of a unit that is the end, which says which layer it is; of others the begin, as a bucket's number. */
+/* Draw an event in a row, with its name: all of it where a pointer rests on the event, and in the row what there is
+ * room for. Of a unit that is the end, which says which layer it is; of others the begin, as a bucket's number. */
 static void draw_event(const drawing *d, const trace_event *event, int y, const char *label)
 {
     const int64_t begin = event->begin > d->begin ? event->begin : d->begin;

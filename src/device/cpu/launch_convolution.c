@@ -12,9 +12,9 @@
  * product of its own, with the taps that it has and with rows of C that are every stride-th pixel.
  * So no product is taken with a tap that is not there.
  *
- * Each group is a product of its own. Weights are packed once a call, (taps, in, out) or (taps, out,
- * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
- * are channels enough: launch_winograd.c. */
+ * Each group is a product of its own. Weights are packed once a call, (taps, in, out) or (taps,
+ * out, in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where
+ * there are channels enough: launch_winograd.c. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
