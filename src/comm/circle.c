@@ -18,14 +18,14 @@
  * A circle of facts (n1, n2), (n2, n3), ..., (nk, n1) proves that none of these waits can end well:
  * the first one to end would end before the next one. Facts stay true for ever, so it does not
  * matter when each was read. A rank that computes, sleeps or only tests its operations has no
- * numbered wait, so it is in no circle, however slow it is.
+ * numbered wait, so it is in no circle, however slow it is. Nor is one whose wait has ended with an
+ * error: it may go on. Only a rank that has found a circle leaves its wait to be seen.
  *
  * Ranks that share no control page find no circles: they wait until the deadline. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/result.h"
-#include "world/link_internal.h"
 #include "world/timeline_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
@@ -45,12 +45,9 @@ static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
     const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : NULL;
     char call[80] = "dtrain_world_all_gather", ranks[64] = "";
     size_t used = 0;
-    dtrain__store(&own->number, (uint64_t)0); /* while the rest is written */
     dtrain__store(&own->comm, work ? comm->base.number : -1);
     dtrain__store(&own->sequence, work ? work->sequence : world->gather_count);
     dtrain__store(&own->kind, work ? work->what.kind : 0);
-    dtrain__store(&own->peer,
-                  work && !work->sequence ? comm->base.world_ranks[work->what.root] : -1);
     if (work) dtrain__describe(&work->shown, work->sequence, call, sizeof call);
     for (int i = 0; work && i < comm->base.size && i < 6; i++)
         used +=
@@ -74,7 +71,7 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
     if (number < 0) return world->gather_count >= sequence;
     while (comm && comm->base.number != number) comm = comm->next;
     if (!comm) return false;
-    if (sequence || comm->failed) return comm->failed || comm->sequence >= sequence;
+    if (sequence) return comm->sequence >= sequence;
     for (const dtrain__work *work = comm->queue; work; work = work->next)
         if (!work->sequence && comm->base.world_ranks[work->what.root] == waiter &&
             work->what.kind != dtrain__load(&other->kind))
@@ -83,23 +80,23 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
 }
 
 /* During wait m of this rank, write a fact for each rank whose wait may need what this rank has not
- * started. What another rank shows is whole if its number is the same before and after. */
+ * started. If rank i begins another wait while this rank reads, the fact is about a wait that is
+ * over, and rank i does not confirm it. */
 static void dtrain__write_facts(const dtrain_world *world, uint64_t m)
 {
     for (int i = 0; i < world->size; i++) {
         const dtrain__long_wait *other = &world->control->long_waits[i];
         uint64_t *fact = &world->control->facts[world->rank][i];
         const uint64_t n = dtrain__load(&other->number);
-        if (i == world->rank || !n || dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
-        if (!dtrain__has_started(world, other, i) && dtrain__load(&other->number) == n)
-            dtrain__store(fact, n << 32 | m << 1);
+        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
+        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
     }
 }
 
 /* Say whether another rank's side of an operation is missing, as far as this rank can see. */
 static bool dtrain__misses(const dtrain__engine *comm, const dtrain__work *work, int rank)
 {
-    if (work->done || comm->failed) return false;
+    if (work->done) return false;
     if (work->sequence) return !comm->transport->heard(comm, work->sequence, rank);
     return rank == work->what.root && comm->transport->lags(comm, work, rank);
 }
@@ -114,7 +111,7 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     for (int i = 0; i < size; i++) {
         at[i] = &world->control->facts[work ? comm->base.world_ranks[i] : i][world->rank];
         found[i] = dtrain__load(at[i]);
-        if (found[i] >> 32 != wait->number || (found[i] & 1)) found[i] = 0;
+        if (found[i] >> 32 != wait->number) found[i] = 0;
         sum += found[i];
     }
     if (sum != wait->facts) wait->facts_ns = wait->last_ns;
@@ -123,36 +120,33 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     if (work) dtrain__engine_advance(comm);
     for (int i = 0; i < size; i++)
         if (found[i] && (!work || dtrain__misses(comm, work, i)))
-            __atomic_compare_exchange_n(at[i], &found[i], found[i] | 1, false, __ATOMIC_ACQ_REL,
-                                        __ATOMIC_ACQUIRE);
+            dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
 }
 
 /* Find a shortest circle that wait n of this rank is in, breadth first: path[0] is this rank, and
- * path[i] waits for path[i + 1]. Return its length; 0: there is none. */
+ * path[i] waits for path[i + 1]. Return its length; 0: there is none. The search goes from a rank
+ * to those that wait for it. */
 static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
 {
     uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* of the ranks that have been reached; 0: not yet */
-    int reached[DTRAIN_MAX_RANKS], from[DTRAIN_MAX_RANKS], count = 1, length = 0;
-    from[world->rank] = -1;
-    waits[reached[0] = world->rank] = n;
-    for (int at = 0; at < count && !length; at++)
-        for (int i = 0; i < world->size && !length; i++) {
-            const uint64_t fact = dtrain__load(&world->control->facts[i][reached[at]]);
-            const uint64_t m = fact >> 1 & 0x7fffffffu;
-            if (!(fact & 1) || fact >> 32 != waits[reached[at]]) continue;
-            if (i == world->rank && m == n)
-                for (int r = reached[at]; r >= 0; r = from[r]) path[length++] = r;
-            if (waits[i] || dtrain__load(&world->control->long_waits[i].number) != m) continue;
-            waits[i] = m;
-            from[i] = reached[at];
+    int reached[DTRAIN_MAX_RANKS], awaited[DTRAIN_MAX_RANKS], count = 1, length = 1;
+    waits[reached[0] = path[0] = world->rank] = n;
+    for (int at = 0; at < count; at++)
+        for (int i = 0; i < world->size; i++) {
+            const uint64_t fact = dtrain__load(&world->control->facts[reached[at]][i]);
+            const uint64_t number = dtrain__load(&world->control->long_waits[i].number);
+            const uint64_t ends_after = fact >> 1 & 0x7fffffffu;
+            if (!(fact & 1) || ends_after != waits[reached[at]] || fact >> 32 != number) continue;
+            if (i == world->rank) {
+                for (int r = reached[at]; r != i; r = awaited[r]) path[length++] = r;
+                return length;
+            }
+            if (waits[i]) continue;
+            waits[i] = number;
+            awaited[i] = reached[at];
             reached[count++] = i;
         }
-    for (int i = 0; i < length / 2; i++) { /* it was found from its end */
-        const int other = path[i];
-        path[i] = path[length - 1 - i];
-        path[length - 1 - i] = other;
-    }
-    return length;
+    return 0;
 }
 
 /* Look for a circle from inside a wait, for `work` or, if NULL, for a world all-gather. */
@@ -162,7 +156,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
     int path[DTRAIN_MAX_RANKS];
     char list[DTRAIN__CIRCLE_NAMED * 144] = "", more[40] = "";
     size_t used = 0;
-    if (wait->waited_ns < world->long_wait_ns || dtrain__is_remote(world) ||
+    if (wait->waited_ns < world->long_wait_ns ||
         wait->last_ns - wait->looked_ns < world->long_wait_ns / 512)
         return DTRAIN_OK;
     wait->looked_ns = wait->last_ns;
@@ -175,6 +169,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
                                  "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
                                  path[(i + 1) % length], world->control->long_waits[path[i]].text);
     if (!length) return DTRAIN_OK;
+    wait->number = 0; /* the wait stays shown: the other ranks of the circle find it too */
     if (length > DTRAIN__CIRCLE_NAMED)
         snprintf(more, sizeof more, "; ... %d more ranks", length - DTRAIN__CIRCLE_NAMED);
     return dtrain_fail(DTRAIN_ERROR_MISMATCH,

@@ -86,14 +86,12 @@ typedef struct dtrain__pulse {
 } dtrain__pulse;
 
 /* The operation that a rank has been waiting for, as comm/circle.c shows it. The fields between
- * `number` and `text` are atomic by themselves, and belong together if `number` is the same before
- * and after reading them. */
+ * `number` and `text` are atomic by themselves, and those of this wait or of a later one. */
 typedef struct dtrain__long_wait {
     uint64_t number;   /* atomic, stored last: of the wait, from 1, below 2^31; 0: none */
     int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
     uint64_t sequence; /* of the collective; messages: 0 */
     uint32_t kind;     /* dtrain_collective_kind */
-    int32_t peer;      /* of a message, its rank in the world; collectives: -1 */
     char text[176];    /* the call, for error sentences */
 } dtrain__long_wait;
 
