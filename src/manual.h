@@ -214,7 +214,8 @@
                       (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error with its name on every other rank; a failed communicator
-                      stays failed.
+                      stays failed. Ranks of one host that wait for each other, each in another
+                      call, hear so after a second; over NCCL, or on several hosts, at the deadline.
    Nothing left       shared memory has no name; after success, failure or kill -9 no process,
                       segment, file descriptor or thread remains.
    Exact resume       N steps, save, load, M steps have the bits of N + M steps, in as many ranks;

@@ -21,7 +21,7 @@
  * numbered wait, so it is in no circle, however slow it is. Nor is one whose wait has ended with an
  * error: it may go on. Only a rank that has found a circle leaves its wait to be seen.
  *
- * Ranks that share no control page find no circles: they wait until the deadline. */
+ * Ranks that share no control page, and ranks over NCCL, find no circles. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -41,8 +41,8 @@ static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
                               const dtrain__work *work, dtrain__wait *wait)
 {
     dtrain__long_wait *own = &world->control->long_waits[world->rank];
-    const char *axis = work && comm->base.axis ? comm->base.axis : NULL;
-    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : NULL;
+    const char *axis = work && comm->base.axis ? comm->base.axis : "";
+    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : "";
     char call[80] = "dtrain_world_all_gather", ranks[64] = "";
     size_t used = 0;
     dtrain__store(&own->comm, work ? comm->base.number : -1);
@@ -53,9 +53,9 @@ static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
         used +=
             (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
                              i == 5 && comm->base.size > 6 ? " ..." : "");
-    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis ? axis : "",
-             axis ? " axis, " : "", work ? "" : "all ", ranks, span ? " during \"" : "",
-             span ? span : "", span ? "\"" : "");
+    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis,
+             *axis ? " axis, " : "", work ? "" : "all ", ranks, *span ? " during \"" : "", span,
+             *span ? "\"" : "");
     wait->number = ++world->long_wait_count;
     dtrain__store(&own->number, wait->number);
 }

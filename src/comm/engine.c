@@ -369,8 +369,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     return DTRAIN_OK;
 }
 
-/* List the ranks that `work` waits for, and where these wait themselves, for whom:
- * "rank 2 (its last was #16)", "rank 3, which waits for rank 2 (its last was #16)". */
+/* List the ranks that `work` waits for, and where these wait themselves, for whom: "rank 3, which
+ * waits for rank 2 (its last was #16)". A circle proves nothing here: what they wait for may be
+ * under way on a slow network. */
 static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
                                 size_t room)
 {
@@ -380,6 +381,7 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
     for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those that do not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
+        const int next = dtrain__waits(comm->base.world, world[i]);
         const int end = dtrain__behind(comm->base.world, world[i]);
         const int behind = end < 0 ? world[i] : end;
         if (listed[behind] || (behind == world[i]) != (k < size)) continue;
@@ -387,9 +389,9 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
         used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
         if (behind != world[i])
             used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
-        if (end < 0)
+        if (end < 0 && next >= 0)
             used += (size_t)snprintf(list + used, room - used,
-                                     ", which waits for ranks that wait for each other");
+                                     ", which waits for rank %d in a circle", next);
         for (int at = 0; at < size && end >= 0; at++) {
             if (world[at] != behind) continue;
             const uint64_t last = dtrain__last_sequence(comm, at);
@@ -423,8 +425,9 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
         comm, DTRAIN_ERROR_TIMEOUT,
-        "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
+        "%s: rank %d waited %.1f s for %s; %sif they%s are only slow, raise timeout_ms", name,
         world->rank, seconds, list[0] ? list : "its own records to go out",
+        strstr(list, "circle") ? "make the same calls on all of them, or " : "",
         dtrain__node_ranks(world) ? " or the emulated links" : "");
 }
 

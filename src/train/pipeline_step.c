@@ -271,11 +271,9 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
 }
 
 /* Find which tensors cross between stages in this step: its batch may have another shape than the
- * last step's. All micro-batches have the shapes of the first. Gradients cross as if only the
- * parameters were frozen that create compared: if a rank alone freezes more, the exchange of the
- * record names it. A rank without further data sends what crossed before. All ranks of the axis
- * have the same samples, so each finds the same without an exchange; once, they agree on the unit
- * of weights. */
+ * last step's. Gradients cross as if only those parameters were frozen that create has compared. A
+ * rank without further data sends what crossed before. All ranks of the axis have the same samples
+ * and shapes, so each finds the same without an exchange; once, they agree on the unit of weights. */
 static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;

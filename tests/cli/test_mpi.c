@@ -361,6 +361,21 @@ static int rank_asleep(dtrain_world *world, void *user)
     return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 1 (stuck in #2);");
 }
 
+/* Ranks that all receive before they send: ranks of one host find the circle, those of several wait for the deadline,
+ * and hear for whom the rank waits that they wait for. */
+static int rank_circle(dtrain_world *world, void *user)
+{
+    dtrain_world_info info;
+    float x;
+    (void)user;
+    dtrain_world_query(world, &info);
+    const dtrain_result got = dtrain_recv(dtrain_world_comm(world), &x, 1, DTRAIN_DTYPE_F32,
+                                          (info.rank + 1) % info.size, NULL);
+    if (info.node_count == 1) return judge(world, got, DTRAIN_ERROR_MISMATCH, "in a circle: rank ");
+    return judge(world, got, DTRAIN_ERROR_TIMEOUT,
+                 " in a circle; make the same calls on all of them, or if they are only slow");
+}
+
 /* Messages go around a ring, and one rank does not come to it: every other one is told of that one, its neighbour
  * or not. */
 static int rank_late_in_ring(dtrain_world *world, void *user)
@@ -447,7 +462,7 @@ static const struct {
     {"late_end", rank_late_end, 2000},  {"mismatch", rank_mismatch, 20000},
     {"death", rank_death, 20000},       {"stuck", rank_stuck, 2000},
     {"asleep", rank_asleep, 2000},      {"leave", rank_leave, 20000},
-    {"argument", rank_argument, 20000},
+    {"argument", rank_argument, 20000}, {"circle", rank_circle, 4000},
 };
 
 static long copies; /* of the device below */

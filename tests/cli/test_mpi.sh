@@ -114,6 +114,7 @@ for mpi in openmpi mpich; do
     failure "a rank that does not come, large" 3 3 same stuck 100000
     failure "a rank that stops in the middle" 3 3 same asleep
     failure "a rank that is late in a ring" 5 5 same ring
+    failure "ranks that wait in a circle" 3 3 own circle
     failure "a rank that leaves" 3 3 own leave
     failure "a wrong argument" 3 3 own argument
 
@@ -180,12 +181,15 @@ for mpi in openmpi mpich; do
         [ $status -eq 0 ] || cat "$tmp/all" >>"$tmp/log"
         result "$mpi: a killed rank, two hosts" $status "$tmp/log"
         rm -f "$tmp"/out.*
-        DTRAIN_MPI_OUT="$tmp/out" on_two_hosts sh -c 'trap "" USR1; "$@"; sleep 3; exit 0' sh "$out/test_mpi" ring
-        cat "$tmp"/out.* >"$tmp/all" 2>/dev/null
-        [ "$(grep -c '^ok' "$tmp/all")" -eq 4 ]
-        status=$?
-        [ $status -eq 0 ] || cat "$tmp/all" >>"$tmp/log"
-        result "$mpi: a rank that is late in a ring, two hosts" $status "$tmp/log"
+        for scene in "ring a rank that is late in a ring" "circle ranks that wait in a circle"; do
+            rm -f "$tmp"/out.*
+            DTRAIN_MPI_OUT="$tmp/out" on_two_hosts sh -c 'trap "" USR1; "$@"; sleep 3; exit 0' sh "$out/test_mpi" "${scene%% *}"
+            cat "$tmp"/out.* >"$tmp/all" 2>/dev/null
+            [ "$(grep -c '^ok' "$tmp/all")" -eq 4 ]
+            status=$?
+            [ $status -eq 0 ] || cat "$tmp/all" >>"$tmp/log"
+            result "$mpi: ${scene#* }, two hosts" $status "$tmp/log"
+        done
     else skip "$mpi: two hosts" "$(head -n 1 "$tmp/err")"; fi
 
     # train_gpt: the bits of forked ranks.
