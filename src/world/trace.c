@@ -65,7 +65,7 @@ DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format,
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
 {
     char shown[DTRAIN__ERROR_BYTES];
-    snprintf(shown, sizeof shown, "%s", text);
+    dtrain__name_cut(shown, sizeof shown, text);
     dtrain__writer_add(out, "\"%s\":\"", name);
     for (text = dtrain__visible(shown); *text; text++) {
         if (out->used > out->room - 4) dtrain__writer_flush(out);
