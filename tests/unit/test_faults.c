@@ -382,8 +382,7 @@ static void test_stopped_rank(void)
     dtrain_launch_info info;
     double took;
     st.told = new_story();
-    desc.timeout_ms = 700;
-    desc.grace_ms = 300;
+    desc.timeout_ms = desc.grace_ms = RANKS_SHORT_MS;
     CHECK(ranks_launch(&desc, rank_stops, &st, &info) == DTRAIN_ERROR_RANK_FAILED);
     took = st.told->when[0] - st.told->happened;
     CHECK_MSG(st.told->result[0] == DTRAIN_ERROR_TIMEOUT ||
@@ -395,7 +394,8 @@ static void test_stopped_rank(void)
               st.told->text[0]);
     CHECK_MSG(names_rank(st.told->text[2], 1), "the absent rank is not named: %s",
               st.told->text[2]);
-    CHECK_MSG(took > 0.6 && took < RANKS_SOON, "a deadline of 0.7 s came after %.2f s", took);
+    CHECK_MSG(took > 0.9e-3 * RANKS_SHORT_MS && took < RANKS_SOON, "the deadline came after %.2f s",
+              took);
 }
 /* Nobody waits for a rank that is stopped after its last call: the launcher ends it. */
 static int rank_stops_at_the_end(dtrain_world *world, void *user)
@@ -415,10 +415,11 @@ static void test_stopped_at_the_end(void)
         dtrain_launch_desc desc = ranks_desc(ranks, PROCESSES);
         dtrain_launch_info info;
         st.told = new_story();
-        desc.timeout_ms = 700;
+        desc.timeout_ms = RANKS_SHORT_MS;
         const double begin = dtrain_seconds();
         CHECK(ranks_launch(&desc, rank_stops_at_the_end, &st, &info) == DTRAIN_ERROR_RANK_FAILED);
-        CHECK_MSG(dtrain_seconds() - begin > 0.6, "a rank may be stopped for 0.7 s");
+        CHECK_MSG(dtrain_seconds() - begin > 0.9e-3 * RANKS_SHORT_MS,
+                  "a rank may be stopped until the deadline");
         CHECK_MSG(info.first_failed_rank == 1 && info.exit_code == 137 &&
                       contains(dtrain_last_error(), "rank 1 was killed by the launcher") &&
                       contains(dtrain_last_error(), "stopped by signal"),
@@ -436,14 +437,16 @@ static void test_stopped_and_continued(void)
     st.told = new_story();
     fflush(NULL);
     helper = fork();
-    if (helper == 0) { /* wakes the sleeper after 200 ms */
-        while (st.told->happened == 0 && dtrain_seconds() < begin + 5) ranks_sleep_us(1000);
-        ranks_sleep_us(200000);
-        kill(st.told->pid[1], SIGCONT);
-        _exit(0);
+    if (helper == 0) { /* wakes the sleeper after 200 ms, and again: it may not have slept yet */
+        while (st.told->happened == 0) ranks_sleep_us(1000);
+        for (;;) {
+            ranks_sleep_us(200000);
+            kill(st.told->pid[1], SIGCONT);
+        }
     }
     CHECK_MSG(dtrain_launch(&desc, rank_stops, &st, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
     CHECK_MSG(dtrain_seconds() - begin > 0.19, "nobody slept");
+    kill(helper, SIGKILL);
     waitpid(helper, NULL, 0);
 }
 /* An endless loop in a rank is the same to the others (here it ends when they have given up). */
@@ -466,11 +469,12 @@ static void test_deadline(void)
     for (mode = 0; mode < 2; mode++) {
         story *s = new_story();
         dtrain_launch_desc desc = ranks_desc(2, mode);
-        desc.timeout_ms = 500;
+        desc.timeout_ms = RANKS_SHORT_MS;
         CHECK(ranks_launch(&desc, rank_lingers, s, NULL) == DTRAIN_ERROR_RANK_FAILED);
         CHECK_MSG(s->result[0] == DTRAIN_ERROR_TIMEOUT, "%s", s->text[0]);
         CHECK_MSG(names_rank(s->text[0], 1) && contains(s->text[0], "barrier"), "%s", s->text[0]);
-        CHECK_MSG(s->when[0] - s->happened > 0.45 && s->when[0] - s->happened < RANKS_SOON,
+        CHECK_MSG(s->when[0] - s->happened > 0.9e-3 * RANKS_SHORT_MS &&
+                      s->when[0] - s->happened < RANKS_SOON,
                   "%.2f s", s->when[0] - s->happened);
         munmap(s, sizeof *s);
     }

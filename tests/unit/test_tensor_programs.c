@@ -243,7 +243,7 @@ static bool passes(uint64_t seed, uint32_t without, char *text, size_t room, boo
         good = run_ranks(y, y->g.tensor * y->g.data, rank_main, text, room);
         /* What an operation cannot use it refuses, on all ranks at once. */
         const bool refused =
-            !good && y->g.wild && strstr(text, ": node ") && test_seconds() < start + 5;
+            !good && y->g.wild && strstr(text, ": node ") && test_seconds() < start + RANKS_SOON;
         wild_seen += y->g.wild, wild_refused += refused;
         good = refused || (good && judge(y, text, room));
     }
