@@ -456,13 +456,20 @@ static const struct {
     dtrain_rank_fn run;
     uint32_t timeout_ms;
 } scenes[] = {
-    {"comm", rank_comm, 30000},         {"huge", rank_huge, 120000},
-    {"hurry", rank_hurry, 20000},       {"nothing", rank_nothing, 5000},
-    {"ring", rank_late_in_ring, 2000},  {"stopped", rank_nothing, 2000},
-    {"late_end", rank_late_end, 2000},  {"mismatch", rank_mismatch, 20000},
-    {"death", rank_death, 20000},       {"stuck", rank_stuck, 2000},
-    {"asleep", rank_asleep, 2000},      {"leave", rank_leave, 20000},
-    {"argument", rank_argument, 20000}, {"circle", rank_circle, 4000},
+    {"comm", rank_comm, 30000},
+    {"huge", rank_huge, 120000},
+    {"hurry", rank_hurry, 20000},
+    {"nothing", rank_nothing, 5000},
+    {"ring", rank_late_in_ring, RANKS_SHORT_MS},
+    {"stopped", rank_nothing, RANKS_SHORT_MS},
+    {"late_end", rank_late_end, RANKS_SHORT_MS},
+    {"mismatch", rank_mismatch, 20000},
+    {"death", rank_death, 20000},
+    {"stuck", rank_stuck, RANKS_SHORT_MS},
+    {"asleep", rank_asleep, RANKS_SHORT_MS},
+    {"leave", rank_leave, 20000},
+    {"argument", rank_argument, 20000},
+    {"circle", rank_circle, 4000},
 };
 
 static long copies; /* of the device below */

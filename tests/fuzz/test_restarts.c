@@ -184,7 +184,7 @@ static bool run_seed(uint64_t seed, bool words)
     desc.log = count_warning;
     desc.log_user = p;
     for (int i = 0; i <= e.restarts; i++)
-        if (p->a[i].what == HANGS) desc.timeout_ms = 1500, desc.grace_ms = 200;
+        if (p->a[i].what == HANGS) desc.timeout_ms = RANKS_SHORT_MS, desc.grace_ms = 200;
     const dtrain_result result = ranks_launch(&desc, rank_plays, p, &info);
     const char *text = result == DTRAIN_OK ? "" : dtrain_last_error();
     if (words) printf("  %s %s\n", dtrain_result_text(result), text);

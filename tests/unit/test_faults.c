@@ -1344,7 +1344,7 @@ static int rank_forks(dtrain_world *world, void *user)
         if (child == 0) {
             dtrain_work *work = NULL;
             int code = 0;
-            alarm(5);
+            alarm(15); /* before the deadline of the others */
             if (dtrain_barrier(comm) == DTRAIN_OK) code |= 1;
             if (dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) ==
                 DTRAIN_OK)
@@ -1353,7 +1353,7 @@ static int rank_forks(dtrain_world *world, void *user)
             if (strlen(dtrain_last_error()) < 20) code |= 8;
             _exit(code);
         }
-        CHECK_MSG(test_wait(child, 6, &status) && WIFEXITED(status) && WEXITSTATUS(status) == 0,
+        CHECK_MSG(test_wait(child, 18, &status) && WIFEXITED(status) && WEXITSTATUS(status) == 0,
                   "the forked child ended with status %x", (unsigned)status);
     }
     RANKS_TRY(dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
