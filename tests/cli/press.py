@@ -13,7 +13,7 @@ child, terminal = pty.fork()
 if child == 0:
     os.environ["TERM"] = "xterm"
     os.execvp(sys.argv[2], sys.argv[2:])
-got, since, pressed, deadline = b"", None, 0, time.monotonic() + 240
+got, since, pressed, deadline = b"", None, 0, time.monotonic() + 600
 while time.monotonic() < deadline:
     if select.select([terminal], [], [], 0.02)[0]:
         try:
