@@ -172,7 +172,7 @@ static int rank_naps(dtrain_world *world, void *user)
     for (int i = 0; i < 20 && !long_ones[0]; i++) {
         RANKS_TRY(dtrain_barrier(comm));
         if (rank == 1) ranks_sleep_us(12000);
-        world->naps = UINT32_MAX; /* as after a yield that took long */
+        world->naps = UINT32_MAX;     /* as after a yield that took long */
         world->oversubscribed = true; /* no spinning before a nap */
         naps_begin(world);
         RANKS_TRY(dtrain_all_reduce(comm, data, data, NAP_COUNT, DTRAIN_DTYPE_F32,
