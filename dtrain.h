@@ -441,7 +441,8 @@
                       (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error with its name on every other rank; a failed communicator
-                      stays failed.
+                      stays failed. Ranks of one host that wait for each other, each in another
+                      call, hear so after a second; over NCCL, or on several hosts, at the deadline.
    Nothing left       shared memory has no name; after success, failure or kill -9 no process,
                       segment, file descriptor or thread remains.
    Exact resume       N steps, save, load, M steps have the bits of N + M steps, in as many ranks;
@@ -5570,14 +5571,12 @@ typedef struct dtrain__pulse {
 } dtrain__pulse;
 
 /* The operation that a rank has been waiting for, as comm/circle.c shows it. The fields between
- * `number` and `text` are atomic by themselves, and belong together if `number` is the same before
- * and after reading them. */
+ * `number` and `text` are atomic by themselves, and those of this wait or of a later one. */
 typedef struct dtrain__long_wait {
     uint64_t number;   /* atomic, stored last: of the wait, from 1, below 2^31; 0: none */
     int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
     uint64_t sequence; /* of the collective; messages: 0 */
     uint32_t kind;     /* dtrain_collective_kind */
-    int32_t peer;      /* of a message, its rank in the world; collectives: -1 */
     char text[176];    /* the call, for error sentences */
 } dtrain__long_wait;
 
@@ -6180,7 +6179,7 @@ DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format,
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
 {
     char shown[DTRAIN__ERROR_BYTES];
-    snprintf(shown, sizeof shown, "%s", text);
+    dtrain__name_cut(shown, sizeof shown, text);
     dtrain__writer_add(out, "\"%s\":\"", name);
     for (text = dtrain__visible(shown); *text; text++) {
         if (out->used > out->room - 4) dtrain__writer_flush(out);
@@ -9918,8 +9917,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     return DTRAIN_OK;
 }
 
-/* List the ranks that `work` waits for, and where these wait themselves, for whom:
- * "rank 2 (its last was #16)", "rank 3, which waits for rank 2 (its last was #16)". */
+/* List the ranks that `work` waits for, and where these wait themselves, for whom: "rank 3, which
+ * waits for rank 2 (its last was #16)". A circle proves nothing here: what they wait for may be
+ * under way on a slow network. */
 static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
                                 size_t room)
 {
@@ -9929,6 +9929,7 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
     for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those that do not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
+        const int next = dtrain__waits(comm->base.world, world[i]);
         const int end = dtrain__behind(comm->base.world, world[i]);
         const int behind = end < 0 ? world[i] : end;
         if (listed[behind] || (behind == world[i]) != (k < size)) continue;
@@ -9936,9 +9937,9 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
         used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
         if (behind != world[i])
             used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
-        if (end < 0)
+        if (end < 0 && next >= 0)
             used += (size_t)snprintf(list + used, room - used,
-                                     ", which waits for ranks that wait for each other");
+                                     ", which waits for rank %d in a circle", next);
         for (int at = 0; at < size && end >= 0; at++) {
             if (world[at] != behind) continue;
             const uint64_t last = dtrain__last_sequence(comm, at);
@@ -9972,8 +9973,9 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
         comm, DTRAIN_ERROR_TIMEOUT,
-        "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
+        "%s: rank %d waited %.1f s for %s; %sif they%s are only slow, raise timeout_ms", name,
         world->rank, seconds, list[0] ? list : "its own records to go out",
+        strstr(list, "circle") ? "make the same calls on all of them, or " : "",
         dtrain__node_ranks(world) ? " or the emulated links" : "");
 }
 
@@ -10120,8 +10122,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     }
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
-    if (result == DTRAIN_OK && wait.number)
-        dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -10967,9 +10968,10 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
  * A circle of facts (n1, n2), (n2, n3), ..., (nk, n1) proves that none of these waits can end well:
  * the first one to end would end before the next one. Facts stay true for ever, so it does not
  * matter when each was read. A rank that computes, sleeps or only tests its operations has no
- * numbered wait, so it is in no circle, however slow it is.
+ * numbered wait, so it is in no circle, however slow it is. Nor is one whose wait has ended with an
+ * error: it may go on. Only a rank that has found a circle leaves its wait to be seen.
  *
- * Ranks that share no control page find no circles: they wait until the deadline. */
+ * Ranks that share no control page, and ranks over NCCL, find no circles. */
 
 #define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
 
@@ -10978,24 +10980,21 @@ static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
                               const dtrain__work *work, dtrain__wait *wait)
 {
     dtrain__long_wait *own = &world->control->long_waits[world->rank];
-    const char *axis = work && comm->base.axis ? comm->base.axis : NULL;
-    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : NULL;
+    const char *axis = work && comm->base.axis ? comm->base.axis : "";
+    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : "";
     char call[80] = "dtrain_world_all_gather", ranks[64] = "";
     size_t used = 0;
-    dtrain__store(&own->number, (uint64_t)0); /* while the rest is written */
     dtrain__store(&own->comm, work ? comm->base.number : -1);
     dtrain__store(&own->sequence, work ? work->sequence : world->gather_count);
     dtrain__store(&own->kind, work ? work->what.kind : 0);
-    dtrain__store(&own->peer,
-                  work && !work->sequence ? comm->base.world_ranks[work->what.root] : -1);
     if (work) dtrain__describe(&work->shown, work->sequence, call, sizeof call);
     for (int i = 0; work && i < comm->base.size && i < 6; i++)
         used +=
             (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
                              i == 5 && comm->base.size > 6 ? " ..." : "");
-    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis ? axis : "",
-             axis ? " axis, " : "", work ? "" : "all ", ranks, span ? " during \"" : "",
-             span ? span : "", span ? "\"" : "");
+    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis,
+             *axis ? " axis, " : "", work ? "" : "all ", ranks, *span ? " during \"" : "", span,
+             *span ? "\"" : "");
     wait->number = ++world->long_wait_count;
     dtrain__store(&own->number, wait->number);
 }
@@ -11011,7 +11010,7 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
     if (number < 0) return world->gather_count >= sequence;
     while (comm && comm->base.number != number) comm = comm->next;
     if (!comm) return false;
-    if (sequence || comm->failed) return comm->failed || comm->sequence >= sequence;
+    if (sequence) return comm->sequence >= sequence;
     for (const dtrain__work *work = comm->queue; work; work = work->next)
         if (!work->sequence && comm->base.world_ranks[work->what.root] == waiter &&
             work->what.kind != dtrain__load(&other->kind))
@@ -11020,23 +11019,23 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
 }
 
 /* During wait m of this rank, write a fact for each rank whose wait may need what this rank has not
- * started. What another rank shows is whole if its number is the same before and after. */
+ * started. If rank i begins another wait while this rank reads, the fact is about a wait that is
+ * over, and rank i does not confirm it. */
 static void dtrain__write_facts(const dtrain_world *world, uint64_t m)
 {
     for (int i = 0; i < world->size; i++) {
         const dtrain__long_wait *other = &world->control->long_waits[i];
         uint64_t *fact = &world->control->facts[world->rank][i];
         const uint64_t n = dtrain__load(&other->number);
-        if (i == world->rank || !n || dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
-        if (!dtrain__has_started(world, other, i) && dtrain__load(&other->number) == n)
-            dtrain__store(fact, n << 32 | m << 1);
+        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
+        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
     }
 }
 
 /* Say whether another rank's side of an operation is missing, as far as this rank can see. */
 static bool dtrain__misses(const dtrain__engine *comm, const dtrain__work *work, int rank)
 {
-    if (work->done || comm->failed) return false;
+    if (work->done) return false;
     if (work->sequence) return !comm->transport->heard(comm, work->sequence, rank);
     return rank == work->what.root && comm->transport->lags(comm, work, rank);
 }
@@ -11051,7 +11050,7 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     for (int i = 0; i < size; i++) {
         at[i] = &world->control->facts[work ? comm->base.world_ranks[i] : i][world->rank];
         found[i] = dtrain__load(at[i]);
-        if (found[i] >> 32 != wait->number || (found[i] & 1)) found[i] = 0;
+        if (found[i] >> 32 != wait->number) found[i] = 0;
         sum += found[i];
     }
     if (sum != wait->facts) wait->facts_ns = wait->last_ns;
@@ -11060,36 +11059,33 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     if (work) dtrain__engine_advance(comm);
     for (int i = 0; i < size; i++)
         if (found[i] && (!work || dtrain__misses(comm, work, i)))
-            __atomic_compare_exchange_n(at[i], &found[i], found[i] | 1, false, __ATOMIC_ACQ_REL,
-                                        __ATOMIC_ACQUIRE);
+            dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
 }
 
 /* Find a shortest circle that wait n of this rank is in, breadth first: path[0] is this rank, and
- * path[i] waits for path[i + 1]. Return its length; 0: there is none. */
+ * path[i] waits for path[i + 1]. Return its length; 0: there is none. The search goes from a rank
+ * to those that wait for it. */
 static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
 {
     uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* of the ranks that have been reached; 0: not yet */
-    int reached[DTRAIN_MAX_RANKS], from[DTRAIN_MAX_RANKS], count = 1, length = 0;
-    from[world->rank] = -1;
-    waits[reached[0] = world->rank] = n;
-    for (int at = 0; at < count && !length; at++)
-        for (int i = 0; i < world->size && !length; i++) {
-            const uint64_t fact = dtrain__load(&world->control->facts[i][reached[at]]);
-            const uint64_t m = fact >> 1 & 0x7fffffffu;
-            if (!(fact & 1) || fact >> 32 != waits[reached[at]]) continue;
-            if (i == world->rank && m == n)
-                for (int r = reached[at]; r >= 0; r = from[r]) path[length++] = r;
-            if (waits[i] || dtrain__load(&world->control->long_waits[i].number) != m) continue;
-            waits[i] = m;
-            from[i] = reached[at];
+    int reached[DTRAIN_MAX_RANKS], awaited[DTRAIN_MAX_RANKS], count = 1, length = 1;
+    waits[reached[0] = path[0] = world->rank] = n;
+    for (int at = 0; at < count; at++)
+        for (int i = 0; i < world->size; i++) {
+            const uint64_t fact = dtrain__load(&world->control->facts[reached[at]][i]);
+            const uint64_t number = dtrain__load(&world->control->long_waits[i].number);
+            const uint64_t ends_after = fact >> 1 & 0x7fffffffu;
+            if (!(fact & 1) || ends_after != waits[reached[at]] || fact >> 32 != number) continue;
+            if (i == world->rank) {
+                for (int r = reached[at]; r != i; r = awaited[r]) path[length++] = r;
+                return length;
+            }
+            if (waits[i]) continue;
+            waits[i] = number;
+            awaited[i] = reached[at];
             reached[count++] = i;
         }
-    for (int i = 0; i < length / 2; i++) { /* it was found from its end */
-        const int other = path[i];
-        path[i] = path[length - 1 - i];
-        path[length - 1 - i] = other;
-    }
-    return length;
+    return 0;
 }
 
 /* Look for a circle from inside a wait, for `work` or, if NULL, for a world all-gather. */
@@ -11099,7 +11095,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
     int path[DTRAIN_MAX_RANKS];
     char list[DTRAIN__CIRCLE_NAMED * 144] = "", more[40] = "";
     size_t used = 0;
-    if (wait->waited_ns < world->long_wait_ns || dtrain__is_remote(world) ||
+    if (wait->waited_ns < world->long_wait_ns ||
         wait->last_ns - wait->looked_ns < world->long_wait_ns / 512)
         return DTRAIN_OK;
     wait->looked_ns = wait->last_ns;
@@ -11112,6 +11108,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
                                  "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
                                  path[(i + 1) % length], world->control->long_waits[path[i]].text);
     if (!length) return DTRAIN_OK;
+    wait->number = 0; /* the wait stays shown: the other ranks of the circle find it too */
     if (length > DTRAIN__CIRCLE_NAMED)
         snprintf(more, sizeof more, "; ... %d more ranks", length - DTRAIN__CIRCLE_NAMED);
     return dtrain_fail(DTRAIN_ERROR_MISMATCH,
@@ -31088,11 +31085,9 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
 }
 
 /* Find which tensors cross between stages in this step: its batch may have another shape than the
- * last step's. All micro-batches have the shapes of the first. Gradients cross as if only the
- * parameters were frozen that create compared: if a rank alone freezes more, the exchange of the
- * record names it. A rank without further data sends what crossed before. All ranks of the axis
- * have the same samples, so each finds the same without an exchange; once, they agree on the unit
- * of weights. */
+ * last step's. Gradients cross as if only those parameters were frozen that create has compared. A
+ * rank without further data sends what crossed before. All ranks of the axis have the same samples
+ * and shapes, so each finds the same without an exchange; once, they agree on the unit of weights. */
 static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;
