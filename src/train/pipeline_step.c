@@ -273,7 +273,7 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
 /* Find which tensors cross between stages in this step: its batch may have another shape than the
  * last step's. Gradients cross as if only those parameters were frozen that create has compared. A
  * rank without further data sends what crossed before. All ranks of the axis have the same samples
- * and shapes, so each finds the same without an exchange; once, they agree on the unit of weights. */
+ * and shapes, so each finds the same without an exchange; once, they agree on the unit. */
 static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;
