@@ -35,11 +35,10 @@ typedef struct run_job {
     run_node node;
     run_watch watch;
     run_state state;
-    run_state all
-        [DTRAIN_MAX_RANKS]; /* of each node, when they meet; 39 KiB, too much for a small stack */
-    const char *secret;     /* DTRAIN_JOB_KEY, or NULL */
-    int code;               /* for main */
-    bool met, again;        /* all nodes have met; they meet once more */
+    run_state all[DTRAIN_MAX_RANKS]; /* of the nodes that have met; 39 KiB */
+    const char *secret;              /* DTRAIN_JOB_KEY, or NULL */
+    int code;                        /* for main */
+    bool met, again;                 /* all nodes have met; they meet once more */
 } run_job;
 
 /* Make a key that no other attempt has. */
