@@ -1376,7 +1376,7 @@ static int rank_keeps_meeting(dtrain_world *world, void *user)
 
 static void test_stopped_at_any_moment(void)
 {
-    const int rounds = (int)test_draws(6, 60, 1000);
+    const int rounds = (int)test_draws(6, 20, 1000);
     uint64_t seed = 16;
     for (int round = 0; round < rounds; round++) {
         crew c = make_crew(3, rank_keeps_meeting, NULL);
