@@ -149,7 +149,6 @@ extern "C" {
 #include "tape/staging.c"
 #include "tape/op.c"
 #include "tape/backward.c"
-#include "tape/lanes.c"
 #include "tape/linear.c"
 #include "tape/norms.c"
 #include "tape/embedding.c"

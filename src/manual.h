@@ -196,8 +196,7 @@
                       the same float but in rare cases (about one step in 10^8). GPU kernels use no
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
    Any layout         a tensor axis gives the losses of one rank to rounding: a sum over features is
-                      taken in parts there; to the bit between meshes that are exact
-                      (dtrain_mesh_desc.exact). A pipeline axis gives the bits of one rank that
+                      taken in parts there. A pipeline axis gives the bits of one rank that
                       accumulates the same micro-batches, under every schedule; with a weight tied
                       across stages, to rounding. Initial values and dropout masks are drawn by
                       place in the whole, and are the same bits for any number of ranks.

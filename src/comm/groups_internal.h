@@ -29,7 +29,6 @@ typedef struct dtrain__groups {
     int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
     int pipeline_ranks, pipeline_rank;
     bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
-    bool exact;             /* sums over what `tensor` cuts are made of lanes */
 } dtrain__groups;
 
 /* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */

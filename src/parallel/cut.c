@@ -90,17 +90,6 @@ DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape
     }
 }
 
-DTRAIN__PRIVATE bool dtrain__lane_of(const dtrain_cut *cut, int64_t whole, int ranks,
-                                     dtrain__share *lane)
-{
-    const int64_t shape[4] = {whole, 0, 0, 0};
-    dtrain_cut fine = *cut;
-    fine.axis = DTRAIN_CUT_ROWS;
-    fine.parts = 0; /* a lane may be a part of a head */
-    dtrain__share_of(&fine, shape, DTRAIN__SUM_LANES, 0, lane);
-    return lane->count * DTRAIN__SUM_LANES == whole && cut->parts % ranks == 0;
-}
-
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run)
 {
     *run = part->count - i;

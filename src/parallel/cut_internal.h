@@ -26,12 +26,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
 /* Describe the part of a rank; the cut has been checked. */
 DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
                                       int rank, dtrain__share *part);
-/* Describe the first of the equal pieces, lanes, into which an exact mesh divides each component of
- * what is cut; false where they are not equal, or parts of `ranks` are not whole lanes. A part has
- * its lanes of one component side by side. */
-#define DTRAIN__SUM_LANES 8
-DTRAIN__PRIVATE bool dtrain__lane_of(const dtrain_cut *cut, int64_t whole, int ranks,
-                                     dtrain__share *lane);
 /* Return the place in the whole of element i of a part, and in *run how many elements from there on
  * follow one another in both. */
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);

@@ -50,22 +50,6 @@ static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_m
                        rest ? "does not divide the" : "are not the", info->ranks);
 }
 
-/* Refuse a mesh that `exact` does not cover. */
-static dtrain_result dtrain__mesh_exact(const dtrain_mesh_desc *desc, const dtrain_mesh_info *info)
-{
-    if (!desc->exact) return DTRAIN_OK;
-    if (info->tensor > DTRAIN__SUM_LANES || DTRAIN__SUM_LANES % info->tensor)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_mesh_create: exact adds up %d lanes, which a tensor axis of %d "
-                           "ranks does not share evenly; take 1, 2, 4 or 8",
-                           DTRAIN__SUM_LANES, info->tensor);
-    if (!desc->sequence_parallel && info->pipeline == 1) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_mesh_create: exact is set beside %s, whose sums depend on the "
-                       "ranks; leave one of them out",
-                       desc->sequence_parallel ? "sequence_parallel" : "a pipeline axis");
-}
-
 /* Return the sum of those axes that have several ranks. */
 static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
 {
@@ -82,8 +66,7 @@ static dtrain_result dtrain__mesh_compare(dtrain_comm *all, const dtrain_mesh_de
     static const dtrain__same_field fields[] = {
         DTRAIN__SAME(dtrain_mesh_desc, tensor, INT), DTRAIN__SAME(dtrain_mesh_desc, data, INT),
         DTRAIN__SAME(dtrain_mesh_desc, pipeline, INT),
-        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL),
-        DTRAIN__SAME(dtrain_mesh_desc, exact, BOOL)};
+        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL)};
     const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
     return dtrain__same(all, mine, "dtrain_mesh_create", &list, 1);
 }
@@ -170,8 +153,6 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             info->data_rank = info->rank / info->tensor % info->data;
             info->pipeline_rank = info->rank / info->tensor / info->data;
             info->sequence_parallel = desc->sequence_parallel && info->tensor > 1;
-            info->exact = desc->exact;
-            result = dtrain__mesh_exact(desc, info);
         }
     }
     if (all && result == DTRAIN_OK) result = dtrain__mesh_open(mesh);
@@ -235,6 +216,5 @@ DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dt
     groups.pipeline_ranks = at->pipeline;
     groups.pipeline_rank = at->pipeline_rank;
     groups.sequence_parallel = at->sequence_parallel;
-    groups.exact = at->exact;
     return groups;
 }

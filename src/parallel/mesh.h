@@ -38,15 +38,6 @@ typedef struct dtrain_mesh_desc {
                                    has a part of the rows (batch * sequence) instead of all of them:
                                    less memory, the same bytes sent (Korthikanti et al., "Reducing
                                    Activation Recomputation", 2022) */
-    bool exact;                 /* losses and weights have the same bits for 1, 2, 4 and 8 ranks on
-                                   the tensor axis, each with `exact`: what it cuts is added up as 8
-                                   lanes, by one tree, at the price of more and smaller products.
-                                   Components of cuts divide by 8, their parts (heads) by the ranks.
-                                   Refused: a sequence_parallel or pipeline axis; values narrower
-                                   than fp32; a strategy that shards over several data ranks,
-                                   compresses or offloads. Holds on a device whose products depend
-                                   on the summed length alone, as the CPU's do; cuBLAS promises no
-                                   such thing */
     dtrain_comm *comm;          /* the ranks; NULL = all of the world */
     int ranks, rank;            /* where world is NULL: of how many, and which one, to plan for */
 } dtrain_mesh_desc;
@@ -64,7 +55,7 @@ typedef struct dtrain_mesh_info {
     int ranks, rank;                           /* of the whole mesh */
     int tensor, data, pipeline;                /* ranks along each axis */
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
-    bool sequence_parallel, exact;
+    bool sequence_parallel;
 } dtrain_mesh_info;
 /* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);

@@ -67,26 +67,6 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
                        call, desc->node_size, ranks);
 }
 
-/* Refuse what a mesh's `exact` does not cover. */
-static dtrain_result dtrain__check_exact(const dtrain_strategy *strategy, int ranks)
-{
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    if (!strategy->groups.exact) return DTRAIN_OK;
-    const char *const found = strategy->kind->shards.state && ranks > 1
-                                  ? "a kind that shards over several data ranks"
-                              : desc->compression ? "compression"
-                              : desc->offload     ? "offload"
-                              : desc->param_dtype != (uint32_t)DTRAIN_DTYPE_F32 ||
-                                      desc->reduce_dtype != (uint32_t)DTRAIN_DTYPE_F32
-                                  ? "values narrower than fp32"
-                                  : NULL;
-    if (!found) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_strategy_create: the mesh is exact, and the strategy has %s, where "
-                       "bits depend on the ranks; leave it out, or exact",
-                       found);
-}
-
 /* Decide who shares one copy of the model, and make the extra communicators. The color alone says
  * which ranks are meant, for comm/counting.c: a place within the node is below the node's size, and
  * the number of a node is added to it. */
@@ -96,7 +76,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
               rank = dtrain_comm_rank(strategy->groups.data);
     const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
     dtrain_strategy_desc *desc = &strategy->desc;
-    DTRAIN__TRY(dtrain__check_exact(strategy, ranks));
     if (strategy->groups.sequence_parallel) /* before anything that a data axis may refuse alone */
         DTRAIN__TRY(dtrain_comm_split(strategy->groups.tensor, 0, strategy->groups.tensor_rank,
                                       &strategy->extra[DTRAIN__TENSOR]));

@@ -10,9 +10,7 @@
  * Every element of the model counts once: of what the tensor axis cuts each rank counts its part,
  * of what is whole on all its ranks the first. The sum of as many squares of fp32 numbers as fit
  * into a memory is far inside double's range: it is not finite exactly when some gradient, on any
- * rank, is not. On an exact mesh a rank's sum is several, of what is whole and of each of its lanes
- * (tape/lanes.c): one after the other they are the same numbers for any number of ranks, in the
- * same order. Replicas of a shard have the same bits, and ranks with different shards exchange
+ * rank, is not. Replicas of a shard have the same bits, and ranks with different shards exchange
  * their sums: so all ranks get the same norm without further communication. */
 
 #include "core/platform_internal.h"
@@ -35,81 +33,36 @@ static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *
     return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
 }
 
-/* Return how many sums go into a norm from each rank. */
-static size_t dtrain__terms(const dtrain_strategy *strategy)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    return groups->exact ? 1 + DTRAIN__SUM_LANES / (size_t)groups->tensor_ranks : 1;
-}
-
-/* Add the squares of `count` gradients to a sum. */
-static dtrain_result dtrain__add_piece(dtrain_device *device, const float *grad, int64_t count,
-                                       double *total)
-{
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.squares = true;
-    args.accumulate = true;
-    args.scale = 1;
-    args.x = grad;
-    args.total = total;
-    return device->ops->sum(device, &args);
-}
-
-/* Add the squares of a parameter that may be cut to the sums of this rank's lanes: of one cut by
- * columns a lane is a piece of each row. */
-static dtrain_result dtrain__add_lanes(const dtrain_strategy *strategy, dtrain_device *device,
-                                       const dtrain_shard *shard, double *totals)
-{
-    const dtrain_param *p = shard->param;
-    const int ranks = strategy->groups.tensor_ranks, here = DTRAIN__SUM_LANES / ranks;
-    const dtrain__share part = dtrain__share_here(p, &strategy->groups);
-    const int axis = (int)p->cut.axis - 1;
-    dtrain__share lane;
-    int64_t inner = 1;
-    for (int i = axis + 1; i < 4 && part.shape[i]; i++) inner *= part.shape[i];
-    if (!dtrain__lane_of(&p->cut, part.axis < 0 ? part.shape[axis] : part.whole, ranks, &lane))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_grad_norm: parameter %s is cut into what does not divide into "
-                           "the %d lanes of an exact mesh; make it divisible, or leave exact out",
-                           p->name ? p->name : "without a name", DTRAIN__SUM_LANES);
-    for (int64_t at = 0; at < shard->count;) /* a row, or all of them */
-        for (uint32_t i = 0; i < lane.runs; i++)
-            for (int j = 0; j < here; j++) {
-                const int64_t count = lane.length[i] * inner;
-                DTRAIN__TRY(dtrain__add_piece(device, shard->grad + at, count, totals + j));
-                at += count;
-            }
-    return DTRAIN_OK;
-}
-
-/* Add the squares of the shards in host memory, or of those on the device, to total (1, or as many
- * as there are terms), which is in the same memory. */
+/* Add the squares of the shards in host memory, or of those on the device, to *total, which is in
+ * the same memory. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, bool replicated,
                                          double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.squares = true;
+    args.accumulate = true;
+    args.scale = 1;
+    args.total = total;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_shard *shard = &strategy->shards[i];
         const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!dtrain__counts(strategy, shard, replicated)) continue;
-        if (strategy->groups.exact && shard->param->cut.axis)
-            DTRAIN__TRY(dtrain__add_lanes(strategy, device, shard, total + 1));
-        else DTRAIN__TRY(dtrain__add_piece(device, shard->grad, shard->count, total));
+        args.x = shard->grad;
+        args.count = shard->count;
+        DTRAIN__TRY(device->ops->sum(device, &args));
     }
     return DTRAIN_OK;
 }
 
-/* Zero total (1, or as many as there are terms, device memory) and add the squares of what is on
- * the device. */
+/* Set *total, device memory, to the sum of the squares of what is on the device. */
 static dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
                                             double *total)
 {
-    const size_t count = replicated ? 1 : dtrain__terms(strategy);
-    DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, count * sizeof *total));
+    DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, sizeof *total));
     return dtrain__add_squares(strategy, false, replicated, total);
 }
 
@@ -121,10 +74,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
     dtrain_work *work = NULL;
     DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
     *squares = model ? gathered : sum;
-    *count = (int)dtrain__terms(strategy) * (model ? dtrain_comm_size(model) : 1);
+    *count = model ? dtrain_comm_size(model) : 1;
     if (!model) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_all_gather(model, sum, gathered, dtrain__terms(strategy), DTRAIN_DTYPE_I64, &work));
+    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
     return dtrain_work_wait(work);
 }
 
@@ -160,28 +112,24 @@ static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, s
     return DTRAIN_OK;
 }
 
-/* Add up the terms of the ranks that hold one model, in rank order: the same order of lanes for any
- * number of ranks. The last of the `count` sums of each, of gradients that are whole on all ranks
- * of a tensor axis, must be the same on them: ranks that read other samples, or run another
- * program, would spoil the model without any other sign. Shards that are cut elsewhere, and kernels
- * that add in another order, make it differ by rounding; other samples by far more. */
-static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums, size_t count)
+/* Add up the sums of the ranks that hold one model, in rank order. The second sum of each, of
+ * gradients that are whole on all ranks of a tensor axis, must be the same on them: ranks that read
+ * other samples, or run another program, would spoil the model without any other sign. Shards that
+ * are cut elsewhere, and kernels that add in another order, make it differ by rounding; other
+ * samples by far more. */
+static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums)
 {
     dtrain_comm *comm = strategy->groups.model;
     const int tensor_ranks = strategy->groups.tensor_ranks;
-    if (!comm) {
-        for (size_t k = 1; k < count; k++) sums[0] += sums[k];
-        return DTRAIN_OK;
-    }
-    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, count));
+    if (!comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, 2));
     sums[0] = 0;
     for (int i = 0; i < dtrain_comm_size(comm); i++)
-        for (size_t k = 0; k + 1 < count; k++)
-            sums[0] += dtrain__gathered_sum(strategy, (size_t)i * count + k);
+        sums[0] += dtrain__gathered_sum(strategy, (size_t)i * 2);
     for (int i = 0; i < dtrain_comm_size(comm) && dtrain__is_finite((float)sums[0]); i++) {
         const int first = i - i % tensor_ranks;
-        const double usual = dtrain__gathered_sum(strategy, ((size_t)first + 1) * count - 1);
-        const double one = dtrain__gathered_sum(strategy, ((size_t)i + 1) * count - 1);
+        const double usual = dtrain__gathered_sum(strategy, (size_t)first * 2 + 1);
+        const double one = dtrain__gathered_sum(strategy, (size_t)i * 2 + 1);
         if (fabs(one - usual) <= 1e-3 * (one + usual)) continue;
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_grad_norm: the gradients of what is whole on the tensor axis "
@@ -197,18 +145,17 @@ static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums, 
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
 {
     dtrain_device *device = strategy->device;
-    const size_t terms = dtrain__terms(strategy), count = terms + (strategy->groups.model != NULL);
-    const bool on_host = strategy->layout.grads_on_host;
+    const bool on_host = strategy->layout.grads_on_host, checks = strategy->groups.model != NULL;
+    const size_t count = checks ? 2 : 1;
     double sums[DTRAIN__SQUARES], *const here = strategy->sum_squares;
     DTRAIN__TRY(dtrain__device_squares(strategy, false, here));
-    if (count > terms) DTRAIN__TRY(dtrain__device_squares(strategy, true, here + terms));
+    if (checks) DTRAIN__TRY(dtrain__device_squares(strategy, true, here + 1));
     DTRAIN__TRY(
         device->ops->copy(device, sums, here, count * sizeof *sums, DTRAIN_COPY_DEVICE_TO_HOST));
     if (on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, false, sums));
-    if (on_host && count > terms)
-        DTRAIN__TRY(dtrain__add_squares(strategy, true, true, sums + terms));
+    if (on_host && checks) DTRAIN__TRY(dtrain__add_squares(strategy, true, true, sums + 1));
     dtrain_result result = dtrain__sum_copy(strategy, sums, count);
-    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums, count);
+    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums);
     *total = sums[0];
     return dtrain__strategy_keep(strategy, result);
 }

@@ -38,8 +38,8 @@
 #include "strategy/view_internal.h"
 #include "device/backend.h"
 
-/* Most sums for a norm: of what a rank counts, of its lanes, of what the tensor axis repeats. */
-#define DTRAIN__SQUARES (2 + DTRAIN__SUM_LANES)
+/* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
+#define DTRAIN__SQUARES 2
 
 /* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };

@@ -20,8 +20,8 @@
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
- * Of a pipeline axis, and on an exact mesh of a tensor axis, the first rank alone gives its weight,
- * and passes are counted without the others: the sum is rounded alike for any number of ranks.
+ * Of a pipeline axis the first rank alone gives its weight, and passes are counted without the
+ * others: the sum is rounded alike for any number of ranks.
  *
  * The tally stays in device memory, where the correction reads it. A rank with samples and all
  * gradients knows without it that the step has samples and that no gradient is absent; on other
@@ -261,8 +261,7 @@ static float dtrain__tally_of(const dtrain_strategy *strategy, size_t i)
 /* Count the ranks whose weights are summed up. */
 static int dtrain__weight_ranks(const dtrain__groups *groups)
 {
-    const int without = groups->pipeline_ranks * (groups->exact ? groups->tensor_ranks : 1);
-    return dtrain_comm_size(groups->all) / without;
+    return dtrain_comm_size(groups->all) / groups->pipeline_ranks;
 }
 
 /* Write this rank's part of the tally and start its sum. */
@@ -277,7 +276,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         dtrain__note_absent(strategy);
         DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
     }
-    if (strategy->groups.pipeline_rank || (strategy->groups.exact && strategy->groups.tensor_rank))
+    if (strategy->groups.pipeline_rank)
         DTRAIN__TRY(ops->zero(strategy->device, strategy->tally, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;

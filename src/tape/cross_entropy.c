@@ -34,7 +34,6 @@ typedef struct dtrain__cross_entropy {
     float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
                      on the device, here, and `factor` is 1: */
     const float *device_factor;
-    int64_t lane; /* columns of a lane, on an exact mesh: 0 elsewhere */
 } dtrain__cross_entropy;
 
 /* Take the columns or rows that are here of logits which are cut; whole numbers become this
@@ -44,8 +43,6 @@ static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
 {
     const dtrain_tensor *logits = op->inputs[0];
     const dtrain__share *part = dtrain__tensor_share(logits);
-    if (op->tape->groups.exact && logits->placement == DTRAIN_PLACEMENT_WHOLE)
-        args->whole_classes = args->classes ? args->classes : args->n;
     if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
     if (logits->placement != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
     if (part->runs > 1)
@@ -59,20 +56,6 @@ static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
     if (args->classes > args->n) args->classes = args->n;
     if (args->classes <= 0) args->classes = -1; /* padding alone */
     return DTRAIN_OK;
-}
-
-/* Refuse logits that are not fp32 in 8 equal lanes. */
-static dtrain_result dtrain__cross_entropy_lanes_check(const dtrain_op *op, int64_t whole)
-{
-    dtrain_cut cut;
-    dtrain__share lane;
-    memset(&cut, 0, sizeof cut);
-    if (op->inputs[0]->dtype != (uint32_t)DTRAIN_DTYPE_F32)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_cross_entropy: the mesh is exact, and logits are %s; lanes are "
-                           "sums in fp32: leave autocast out, or exact",
-                           dtrain_dtype_name((dtrain_dtype)op->inputs[0]->dtype));
-    return dtrain__lanes_check(op, &cut, whole, &lane);
 }
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
@@ -110,12 +93,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
-    loss->lane = op->tape->groups.exact ? whole_n / DTRAIN__SUM_LANES : 0;
-    if (loss->lane) DTRAIN__TRY(dtrain__cross_entropy_lanes_check(op, whole_n));
-    if (loss->lane)
-        dtrain__op_borrow(op, (DTRAIN__SUM_LANES + op->tape->groups.tensor_ranks) * 4 * rows,
-                          DTRAIN_DTYPE_F32);
-    if (columns || loss->lane) {
+    if (columns) {
         loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
         args->parts =
             (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);
@@ -135,40 +113,9 @@ static dtrain_result dtrain__cross_entropy_reduce(const dtrain_op *op, const flo
                                                   int64_t count, dtrain_reduce_op how)
 {
     dtrain_work *work = NULL;
-    if (op->inputs[0]->placement == DTRAIN_PLACEMENT_WHOLE)
-        return op->device->ops->copy(op->device, to, from, (size_t)count * sizeof *to,
-                                     DTRAIN_COPY_DEVICE_TO_DEVICE);
     DTRAIN__TRY(dtrain_all_reduce(dtrain__axis_comm(op), from, to, (size_t)count, DTRAIN_DTYPE_F32,
                                   how, &work));
     return dtrain_work_wait(work);
-}
-
-/* Make the sums of the lanes that are here, below the maximum of the whole row, in slots as large
- * as `parts`, and parts = the sum of all. What is whole has all lanes on every rank. */
-static dtrain_result dtrain__cross_entropy_lanes(const dtrain_op *op,
-                                                 const dtrain__cross_entropy *loss)
-{
-    const dtrain_device_ops *ops = op->device->ops;
-    const dtrain_cross_entropy_args *all = &loss->forward;
-    const int here = (int)(all->n / loss->lane);
-    const int64_t slot = (all->smoothing > 0 ? 4 : 3) * all->rows;
-    float *slots = (float *)dtrain__op_scratch(op);
-    for (int j = 0; j < here; j++) {
-        dtrain_cross_entropy_args args = *all;
-        args.logits = (const float *)all->logits + j * loss->lane;
-        args.first_class += j * loss->lane;
-        args.classes = dtrain__min(args.whole_classes - args.first_class, loss->lane);
-        if (args.classes <= 0) args.classes = -1; /* padding alone */
-        args.loss = NULL;
-        args.parts = slots + j * slot;
-        args.whole_max = loss->whole_max;
-        DTRAIN__TRY(ops->cross_entropy(op->device, &args));
-        DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
-    }
-    if (here < DTRAIN__SUM_LANES) return dtrain__lanes_add(op, slots, slot, all->parts);
-    DTRAIN__TRY(dtrain__lanes_tree(op, slots, here, slot));
-    return ops->copy(op->device, all->parts, slots, (size_t)slot * sizeof *slots,
-                     DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
 /* Compute the loss of each row whose columns are cut: steps 1 to 4 above. */
@@ -183,11 +130,6 @@ static dtrain_result dtrain__cross_entropy_columns(const dtrain_op *op,
     DTRAIN__TRY(ops->cross_entropy(op->device, &args));
     DTRAIN__TRY(
         dtrain__cross_entropy_reduce(op, args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX));
-    if (loss->lane) {
-        DTRAIN__TRY(dtrain__cross_entropy_lanes(op, loss));
-        args.loss = loss->forward.loss;
-        return ops->cross_entropy_finish(op->device, &args);
-    }
     DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
     DTRAIN__TRY(dtrain__cross_entropy_reduce(op, args.parts + rows, args.parts + rows,
                                              (args.smoothing > 0 ? 3 : 2) * rows,

@@ -39,11 +39,10 @@
 
 typedef struct dtrain__linear {
     dtrain_gemm_args forward; /* of this rank: m rows, of x gathered and of y before its sum */
-    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks or in lanes */
+    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
     bool gathers;             /* x has a part of the m rows */
     bool scatters;            /* y has a part of them */
     bool grad_is_inner;       /* y->grad is that of z, before the activation */
-    dtrain__share lane;       /* of what is cut, on an exact mesh; its runs are 0 elsewhere */
 } dtrain__linear;
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
@@ -93,23 +92,6 @@ static dtrain_result dtrain__linear_input_check(const dtrain_op *op, uint32_t cu
                        dtrain__param_name(op->params[0]), dtrain__share_text(weight, weight_text));
 }
 
-/* Find the lanes of a weight that may be cut: one rank adds them up too. */
-static dtrain_result dtrain__linear_lane(const dtrain_op *op, dtrain__linear *layer)
-{
-    const dtrain_param *p = op->params[0];
-    const dtrain__share weight = dtrain__param_share(op, 0);
-    while (!p->shape[0] && p->alias_of) p = p->alias_of;
-    layer->cut = p->cut.axis;
-    if (!layer->cut) return DTRAIN_OK;
-    if (op->cast != DTRAIN_DTYPE_F32 || op->inputs[0]->dtype != (uint32_t)DTRAIN_DTYPE_F32)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_linear: the mesh is exact, and this layer works in %s; lanes "
-                           "are sums in fp32: leave autocast out, or exact",
-                           dtrain_dtype_name(op->cast));
-    const int64_t whole = weight.axis < 0 ? op->param_shape[0][layer->cut - 1] : weight.whole;
-    return dtrain__lanes_check(op, &p->cut, whole, &layer->lane);
-}
-
 /* Check how inputs and parameters lie; find how y does, and its part. */
 static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
                                           uint32_t *placement, dtrain__share *part)
@@ -117,7 +99,6 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     const dtrain_tensor *x = op->inputs[0];
     *placement = x->placement;
     *part = *dtrain__tensor_share(x);
-    if (op->tape->groups.exact) DTRAIN__TRY(dtrain__linear_lane(op, layer));
     if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
     const dtrain__share weight = dtrain__param_share(op, 0);
     layer->cut = (uint32_t)(weight.axis + 1);
@@ -164,8 +145,6 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     }
     DTRAIN__TRY(op->tape->error);
     dtrain__place_as(op->outputs[0], placement, &part);
-    if (layer->lane.runs && layer->cut == DTRAIN_CUT_COLUMNS)
-        dtrain__op_borrow(op, dtrain__lanes_slots(op) * args->m * out, op->cast);
     args->flags = DTRAIN_GEMM_TRANS_B;
     args->n = out, args->k = in;
     args->alpha = 1;
@@ -188,28 +167,6 @@ static dtrain_result dtrain__linear_gather(const dtrain_op *op, const dtrain_gem
                                forward->k, forward->a_dtype, work);
 }
 
-/* Make c = a b with k, which is cut, in lanes; in `slots`. */
-static dtrain_result dtrain__linear_in_lanes(dtrain_op *op, const dtrain_gemm_args *whole,
-                                             float *slots)
-{
-    const dtrain__share *lane = &((const dtrain__linear *)op->args)->lane;
-    const int here = DTRAIN__SUM_LANES / op->tape->groups.tensor_ranks;
-    const int64_t step = whole->flags & DTRAIN_GEMM_TRANS_B ? 1 : whole->ldb;
-    int64_t at = 0;
-    for (uint32_t i = 0; i < lane->runs; i++)
-        for (int j = 0; j < here; j++) {
-            dtrain_gemm_args gemm = *whole;
-            gemm.k = lane->length[i];
-            gemm.a = (const float *)whole->a + at;
-            gemm.b = (const float *)whole->b + at * step;
-            gemm.c = slots + j * gemm.m * gemm.n;
-            gemm.beta = i ? 1.0f : 0.0f;
-            DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
-            at += gemm.k;
-        }
-    return dtrain__lanes_add(op, slots, whole->m * whole->n, (float *)whole->c);
-}
-
 /* Add the products of all ranks up, then the bias and the activation to the sum. */
 static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *layer)
 {
@@ -220,11 +177,8 @@ static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *lay
     gemm.aux = NULL;
     gemm.activation = DTRAIN_ACTIVATION_NONE;
     if (layer->scatters) gemm.c = dtrain__op_scratch(op);
-    if (layer->lane.runs)
-        DTRAIN__TRY(dtrain__linear_in_lanes(op, &gemm, (float *)dtrain__op_scratch(op)));
-    else DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
-    if (layer->lane.runs) work = NULL;
-    else if (layer->scatters)
+    DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
+    if (layer->scatters)
         DTRAIN__TRY(dtrain__scatter_rows(dtrain__axis_comm(op), gemm.c, op->output_data[0], gemm.m,
                                          gemm.n, gemm.c_dtype, &work));
     else
@@ -313,9 +267,9 @@ static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, const void *d_z, 
     return dtrain__counted_gemm(op, &gemm);
 }
 
-/* d_x (m,in) = d_z (m,out) weight (out,in), in x's type; with `slots` in lanes. */
+/* d_x (m,in) = d_z (m,out) weight (out,in), in x's type. */
 static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, void *d_x, bool add,
-                                               dtrain_node *inner, float *slots)
+                                               dtrain_node *inner)
 {
     const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
     dtrain_gemm_args gemm;
@@ -338,7 +292,6 @@ static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, v
         gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
         before->grad_is_inner = true;
     }
-    if (slots) return dtrain__linear_in_lanes(op, &gemm, slots);
     return dtrain__counted_gemm(op, &gemm);
 }
 
@@ -392,7 +345,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     const dtrain_gemm_args *forward = &layer->forward;
     const dtrain_tensor *x = op->inputs[0];
     dtrain_comm *comm = dtrain__axis_comm(op);
-    dtrain__chunk *all = NULL, *partial = NULL, *lanes = NULL;
+    dtrain__chunk *all = NULL, *partial = NULL;
     dtrain_work *gathering = NULL, *summing = NULL;
     bool add = false;
     const void *rows = forward->a, *d_z = op->outputs[0]->grad;
@@ -416,15 +369,8 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
             if (add) sum = product;
         }
         if (add && layer->gathers) sum += (size_t)dtrain__tensor_share(x)->first[0] * row;
-        if (layer->lane.runs) {
-            lanes = dtrain__scratch_take(op->tape, (size_t)dtrain__lanes_slots(op) *
-                                                       (size_t)forward->m * row);
-            if (!lanes) return op->tape->error;
-        }
-        DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL,
-                                              lanes ? (float *)(void *)lanes->memory : NULL));
-        if (lanes) summing = NULL; /* they are added up already */
-        else if (layer->gathers)
+        DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL));
+        if (layer->gathers)
             DTRAIN__TRY(dtrain__scatter_rows(comm, product, sum, forward->m, forward->k, x->dtype,
                                              &summing));
         else DTRAIN__TRY(dtrain__sum_values(comm, product, x->count, x->dtype, &summing));
@@ -436,7 +382,6 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     if (add) DTRAIN__TRY(dtrain__tape_add(op->device, x->count, d_x, x->dtype, sum, x->dtype, d_x));
     dtrain__scratch_give(all);
     dtrain__scratch_give(partial);
-    dtrain__scratch_give(lanes);
     return DTRAIN_OK;
 }
 
@@ -481,7 +426,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
     dtrain_node *inner = dtrain__inner_layer(op);
     void *d_x = dtrain_op_input_grad(op, 0, &add);
-    if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner, NULL));
+    if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner));
     dtrain__scratch_give(all);
     return op->tape->error;
 }

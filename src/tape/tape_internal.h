@@ -288,15 +288,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
 DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops);
 DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype);
 
-/* tape/lanes.c */
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_check(const dtrain_op *op, const dtrain_cut *cut,
-                                                  int64_t whole, dtrain__share *lane);
-DTRAIN__PRIVATE int64_t dtrain__lanes_slots(const dtrain_op *op);
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_tree(const dtrain_op *op, float *slots, int count,
-                                                 int64_t n);
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_add(const dtrain_op *op, float *slots, int64_t n,
-                                                float *out);
-
 /* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
 
