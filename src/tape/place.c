@@ -1,17 +1,16 @@
 /* Conversions between placements
  *
- * Every conversion only moves values, so its backward is the conversion back:
+ * There are two moves, each the other's backward:
  *
- *     whole -> columns, rows    a rank keeps its own    back: all gather
- *     columns, rows -> whole    all gather              back: a rank keeps its own
- *     columns <-> rows          all to all              back: all to all
+ *     gather    columns or rows -> whole    all gather
+ *     slice     whole -> columns or rows    a rank keeps its own
  *
- * The gradient of what is whole is whole on every rank, and nothing is added up: the sums are in
- * the operations that make them (tape/linear.c).
+ * Columns become rows, and rows columns, by both. The gradient of what is whole is whole on every
+ * rank, and nothing is added up: the sums are in the operations that make them (tape/linear.c).
  *
- * Rows are one piece of memory, columns are not. A block is what one rank has of some rows, (rows,
- * its columns); blocks become rows of all columns by way of their transpose, where the columns of
- * each run are one piece:
+ * Rows are one piece of memory, columns are not. A block is what one rank has, (rows, its columns);
+ * blocks become rows of all columns by way of their transpose, where the columns of each run are
+ * one piece:
  *
  *     block of rank 0   a a          T  a a a      <- column 0 of all rows
  *     (3 rows)          a a             a a a
@@ -38,9 +37,10 @@ typedef struct dtrain__moving {
     const dtrain__place *place;
     int ranks, rank;
     dtrain_dtype dtype;
-    size_t element;                  /* bytes */
-    int64_t most_rows, most_columns; /* of a rank's part */
-    char *send, *receive, *turned;   /* slots of all ranks, twice; the transpose */
+    size_t element;                        /* bytes */
+    int64_t slot;                          /* elements of the largest block */
+    char *send, *receive, *turned, *whole; /* a slot, those of all ranks, the transpose; and what
+                                              is between rows and columns */
 } dtrain__moving;
 
 static dtrain__share dtrain__columns_of(const dtrain__moving *m, int rank)
@@ -49,11 +49,6 @@ static dtrain__share dtrain__columns_of(const dtrain__moving *m, int rank)
     dtrain__share part;
     dtrain__share_of(&m->place->cut, shape, m->ranks, rank, &part);
     return part;
-}
-
-static dtrain__share dtrain__rows_of(const dtrain__moving *m, int rank)
-{
-    return dtrain__rows_share(m->place->rows, m->ranks, rank);
 }
 
 /* Describe a conversion and the elements of memory that it borrows: either way, so that forward and
@@ -68,32 +63,21 @@ static int64_t dtrain__moving_describe(const dtrain_op *op, dtrain__moving *m)
     m->rank = op->tape->groups.tensor_rank;
     m->dtype = (dtrain_dtype)op->inputs[0]->dtype;
     m->element = dtrain_dtype_bytes(m->dtype);
-    const bool rows_cut =
-        place->from == DTRAIN_PLACEMENT_ROWS || place->to == DTRAIN_PLACEMENT_ROWS;
-    const bool columns_cut =
-        place->from == DTRAIN_PLACEMENT_COLUMNS || place->to == DTRAIN_PLACEMENT_COLUMNS;
-    m->most_rows = rows_cut ? (place->rows + m->ranks - 1) / m->ranks : place->rows;
-    for (int r = 0; r < m->ranks; r++) {
-        const int64_t count = dtrain__columns_of(m, r).count;
-        if (count > m->most_columns) m->most_columns = count;
-    }
-    if (!columns_cut) return 0;
-    return m->most_rows * (2 * m->ranks * m->most_columns + place->columns);
+    if (place->from != DTRAIN_PLACEMENT_COLUMNS && place->to != DTRAIN_PLACEMENT_COLUMNS) return 0;
+    for (int r = 0; r < m->ranks; r++)
+        m->slot = dtrain__max(m->slot, place->rows * dtrain__columns_of(m, r).count);
+    const bool both = place->from == DTRAIN_PLACEMENT_ROWS || place->to == DTRAIN_PLACEMENT_ROWS;
+    return (1 + m->ranks) * m->slot + (both ? 2 : 1) * place->rows * place->columns;
 }
 
 /* Lay the borrowed memory out; NULL: nothing was borrowed. */
 static void dtrain__moving_borrow(dtrain__moving *m, void *memory)
 {
     if (!memory) return;
-    const size_t slots = (size_t)(m->ranks * m->most_rows * m->most_columns) * m->element;
     m->send = (char *)memory;
-    m->receive = m->send + slots;
-    m->turned = m->receive + slots;
-}
-
-static char *dtrain__block_slot(const dtrain__moving *m, char *slots, int rank)
-{
-    return slots + (size_t)(rank * m->most_rows * m->most_columns) * m->element;
+    m->receive = m->send + (size_t)m->slot * m->element;
+    m->turned = m->receive + (size_t)(m->ranks * m->slot) * m->element;
+    m->whole = m->turned + (size_t)(m->place->rows * m->place->columns) * m->element;
 }
 
 /* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
@@ -111,34 +95,6 @@ static dtrain_result dtrain__turn(const dtrain__moving *m, const char *x, int64_
     return m->op->device->ops->permute(m->op->device, &args);
 }
 
-/* Put blocks of all ranks, in slots, together: rows of all columns. */
-static dtrain_result dtrain__blocks_join(const dtrain__moving *m, char *slots, int64_t rows,
-                                         char *y)
-{
-    for (int r = 0; r < m->ranks; r++) {
-        const dtrain__share part = dtrain__columns_of(m, r);
-        const char *run = dtrain__block_slot(m, slots, r);
-        for (uint32_t i = 0; i < part.runs; i++) {
-            DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
-                                     m->turned + (size_t)(part.first[i] * rows) * m->element));
-            run += (size_t)part.length[i] * m->element;
-        }
-    }
-    return dtrain__turn(m, m->turned, m->place->columns, rows, rows, y);
-}
-
-/* Take the block of a rank out of rows of all columns. */
-static dtrain_result dtrain__block_take(const dtrain__moving *m, const char *x, int64_t rows,
-                                        int rank, char *block)
-{
-    const dtrain__share part = dtrain__columns_of(m, rank);
-    int64_t at = 0;
-    for (uint32_t i = 0; i < part.runs; at += part.length[i++])
-        DTRAIN__TRY(dtrain__turn(m, x + (size_t)part.first[i] * m->element, rows, part.length[i],
-                                 m->place->columns, m->turned + (size_t)(at * rows) * m->element));
-    return dtrain__turn(m, m->turned, part.count, rows, rows, block);
-}
-
 static dtrain_result dtrain__move_bytes(const dtrain__moving *m, char *to, const char *from,
                                         int64_t count)
 {
@@ -146,83 +102,62 @@ static dtrain_result dtrain__move_bytes(const dtrain__moving *m, char *to, const
                                     DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
-/* ---- The six conversions ----------------------------------------------------------------------*/
-
-static dtrain_result dtrain__columns_gather(const dtrain__moving *m, const char *x, char *y)
+static dtrain_result dtrain__gather_columns(const dtrain__moving *m, const char *x, char *whole)
 {
-    const int64_t slot = m->most_rows * m->most_columns;
-    const int64_t count = m->place->rows * dtrain__columns_of(m, m->rank).count;
+    const int64_t rows = m->place->rows, count = rows * dtrain__columns_of(m, m->rank).count;
     dtrain_work *work = NULL;
-    if (count < slot) {
+    if (count < m->slot) {
         DTRAIN__TRY(dtrain__move_bytes(m, m->send, x, count));
         x = m->send;
     }
-    DTRAIN__TRY(
-        dtrain_all_gather(dtrain__axis_comm(m->op), x, m->receive, (size_t)slot, m->dtype, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    return dtrain__blocks_join(m, m->receive, m->place->rows, y);
-}
-
-/* Send to each rank the columns here of its rows. */
-static dtrain_result dtrain__columns_to_rows(const dtrain__moving *m, const char *x, char *y)
-{
-    const int64_t mine = dtrain__columns_of(m, m->rank).count;
-    dtrain_work *work = NULL;
-    for (int r = 0; r < m->ranks; r++) {
-        const dtrain__share rows = dtrain__rows_of(m, r);
-        DTRAIN__TRY(dtrain__move_bytes(m, dtrain__block_slot(m, m->send, r),
-                                       x + (size_t)(rows.first[0] * mine) * m->element,
-                                       rows.count * mine));
-    }
-    DTRAIN__TRY(dtrain_all_to_all(dtrain__axis_comm(m->op), m->send, m->receive,
-                                  (size_t)(m->most_rows * m->most_columns), m->dtype, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    return dtrain__blocks_join(m, m->receive, dtrain__rows_of(m, m->rank).count, y);
-}
-
-/* Send to each rank its columns of the rows here. */
-static dtrain_result dtrain__rows_to_columns(const dtrain__moving *m, const char *x, char *y)
-{
-    const int64_t mine = dtrain__columns_of(m, m->rank).count;
-    dtrain_work *work = NULL;
-    for (int r = 0; r < m->ranks; r++)
-        DTRAIN__TRY(dtrain__block_take(m, x, dtrain__rows_of(m, m->rank).count, r,
-                                       dtrain__block_slot(m, m->send, r)));
-    DTRAIN__TRY(dtrain_all_to_all(dtrain__axis_comm(m->op), m->send, m->receive,
-                                  (size_t)(m->most_rows * m->most_columns), m->dtype, &work));
+    DTRAIN__TRY(dtrain_all_gather(dtrain__axis_comm(m->op), x, m->receive, (size_t)m->slot,
+                                  m->dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
     for (int r = 0; r < m->ranks; r++) {
-        const dtrain__share rows = dtrain__rows_of(m, r);
-        DTRAIN__TRY(dtrain__move_bytes(m, y + (size_t)(rows.first[0] * mine) * m->element,
-                                       dtrain__block_slot(m, m->receive, r), rows.count * mine));
+        const dtrain__share part = dtrain__columns_of(m, r);
+        const char *run = m->receive + (size_t)(r * m->slot) * m->element;
+        for (uint32_t i = 0; i < part.runs; i++) {
+            DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
+                                     m->turned + (size_t)(part.first[i] * rows) * m->element));
+            run += (size_t)part.length[i] * m->element;
+        }
     }
-    return DTRAIN_OK;
+    return dtrain__turn(m, m->turned, m->place->columns, rows, rows, whole);
+}
+
+static dtrain_result dtrain__slice_columns(const dtrain__moving *m, const char *whole, char *y)
+{
+    const int64_t rows = m->place->rows;
+    const dtrain__share part = dtrain__columns_of(m, m->rank);
+    int64_t at = 0;
+    for (uint32_t i = 0; i < part.runs; at += part.length[i++])
+        DTRAIN__TRY(dtrain__turn(m, whole + (size_t)part.first[i] * m->element, rows,
+                                 part.length[i], m->place->columns,
+                                 m->turned + (size_t)(at * rows) * m->element));
+    return dtrain__turn(m, m->turned, part.count, rows, rows, y);
 }
 
 /* Convert x, which lies as `from`, to y. In a plan nothing is sent. */
 static dtrain_result dtrain__place_move(const dtrain__moving *m, uint32_t from, uint32_t to,
-                                        const void *from_data, void *to_data)
+                                        const void *x, void *y)
 {
-    const char *x = (const char *)from_data;
-    char *y = (char *)to_data;
+    const dtrain__share rows = dtrain__rows_share(m->place->rows, m->ranks, m->rank);
     const int64_t columns = m->place->columns;
+    const char *whole = (const char *)x;
+    char *const gathered = to == DTRAIN_PLACEMENT_WHOLE ? (char *)y : m->whole;
+    dtrain_work *work = NULL;
     if (m->op->planning) return DTRAIN_OK;
-    if (from == DTRAIN_PLACEMENT_WHOLE && to == DTRAIN_PLACEMENT_COLUMNS)
-        return dtrain__block_take(m, x, m->place->rows, m->rank, y);
-    if (from == DTRAIN_PLACEMENT_WHOLE) {
-        const dtrain__share rows = dtrain__rows_of(m, m->rank);
-        return dtrain__move_bytes(m, y, x + (size_t)(rows.first[0] * columns) * m->element,
-                                  rows.count * columns);
-    }
-    if (from == DTRAIN_PLACEMENT_ROWS && to == DTRAIN_PLACEMENT_WHOLE) {
-        dtrain_work *work = NULL;
-        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(m->op), m->op->device, x, y,
+    if (from != DTRAIN_PLACEMENT_WHOLE) whole = gathered;
+    if (from == DTRAIN_PLACEMENT_COLUMNS)
+        DTRAIN__TRY(dtrain__gather_columns(m, (const char *)x, gathered));
+    if (from == DTRAIN_PLACEMENT_ROWS)
+        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(m->op), m->op->device, x, gathered,
                                         m->place->rows, columns, m->dtype, &work));
-        return dtrain_work_wait(work);
-    }
-    if (from == DTRAIN_PLACEMENT_ROWS) return dtrain__rows_to_columns(m, x, y);
-    return to == DTRAIN_PLACEMENT_ROWS ? dtrain__columns_to_rows(m, x, y)
-                                       : dtrain__columns_gather(m, x, y);
+    DTRAIN__TRY(dtrain_work_wait(work));
+    if (to == DTRAIN_PLACEMENT_COLUMNS) return dtrain__slice_columns(m, whole, (char *)y);
+    if (to == DTRAIN_PLACEMENT_WHOLE) return DTRAIN_OK;
+    return dtrain__move_bytes(m, (char *)y, whole + (size_t)(rows.first[0] * columns) * m->element,
+                              rows.count * columns);
 }
 
 /* ---- The operation ----------------------------------------------------------------------------*/
