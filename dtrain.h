@@ -153,7 +153,6 @@
        src/tape/staging.c                   Page-locked staging of inputs
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
-       src/tape/lanes.c                     Sums of lanes
        src/tape/linear.c                    Linear layers, whole and shared by the ranks of a tensor axis
        src/tape/norms.c                     Norms: of layers, and by the root mean square
        src/tape/embedding.c                 Embedding
@@ -423,8 +422,7 @@
                       the same float but in rare cases (about one step in 10^8). GPU kernels use no
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
    Any layout         a tensor axis gives the losses of one rank to rounding: a sum over features is
-                      taken in parts there; to the bit between meshes that are exact
-                      (dtrain_mesh_desc.exact). A pipeline axis gives the bits of one rank that
+                      taken in parts there. A pipeline axis gives the bits of one rank that
                       accumulates the same micro-batches, under every schedule; with a weight tied
                       across stages, to rounding. Initial values and dropout masks are drawn by
                       place in the whole, and are the same bits for any number of ranks.
@@ -1239,15 +1237,6 @@ typedef struct dtrain_mesh_desc {
                                    has a part of the rows (batch * sequence) instead of all of them:
                                    less memory, the same bytes sent (Korthikanti et al., "Reducing
                                    Activation Recomputation", 2022) */
-    bool exact;                 /* losses and weights have the same bits for 1, 2, 4 and 8 ranks on
-                                   the tensor axis, each with `exact`: what it cuts is added up as 8
-                                   lanes, by one tree, at the price of more and smaller products.
-                                   Components of cuts divide by 8, their parts (heads) by the ranks.
-                                   Refused: a sequence_parallel or pipeline axis; values narrower
-                                   than fp32; a strategy that shards over several data ranks,
-                                   compresses or offloads. Holds on a device whose products depend
-                                   on the summed length alone, as the CPU's do; cuBLAS promises no
-                                   such thing */
     dtrain_comm *comm;          /* the ranks; NULL = all of the world */
     int ranks, rank;            /* where world is NULL: of how many, and which one, to plan for */
 } dtrain_mesh_desc;
@@ -1265,7 +1254,7 @@ typedef struct dtrain_mesh_info {
     int ranks, rank;                           /* of the whole mesh */
     int tensor, data, pipeline;                /* ranks along each axis */
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
-    bool sequence_parallel, exact;
+    bool sequence_parallel;
 } dtrain_mesh_info;
 /* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
@@ -8774,7 +8763,6 @@ typedef struct dtrain__groups {
     int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
     int pipeline_ranks, pipeline_rank;
     bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
-    bool exact;             /* sums over what `tensor` cuts are made of lanes */
 } dtrain__groups;
 
 /* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */
@@ -13732,12 +13720,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
 /* Describe the part of a rank; the cut has been checked. */
 DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
                                       int rank, dtrain__share *part);
-/* Describe the first of the equal pieces, lanes, into which an exact mesh divides each component of
- * what is cut; false where they are not equal, or parts of `ranks` are not whole lanes. A part has
- * its lanes of one component side by side. */
-#define DTRAIN__SUM_LANES 8
-DTRAIN__PRIVATE bool dtrain__lane_of(const dtrain_cut *cut, int64_t whole, int ranks,
-                                     dtrain__share *lane);
 /* Return the place in the whole of element i of a part, and in *run how many elements from there on
  * follow one another in both. */
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
@@ -13801,22 +13783,6 @@ static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_m
                        rest ? "does not divide the" : "are not the", info->ranks);
 }
 
-/* Refuse a mesh that `exact` does not cover. */
-static dtrain_result dtrain__mesh_exact(const dtrain_mesh_desc *desc, const dtrain_mesh_info *info)
-{
-    if (!desc->exact) return DTRAIN_OK;
-    if (info->tensor > DTRAIN__SUM_LANES || DTRAIN__SUM_LANES % info->tensor)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_mesh_create: exact adds up %d lanes, which a tensor axis of %d "
-                           "ranks does not share evenly; take 1, 2, 4 or 8",
-                           DTRAIN__SUM_LANES, info->tensor);
-    if (!desc->sequence_parallel && info->pipeline == 1) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_mesh_create: exact is set beside %s, whose sums depend on the "
-                       "ranks; leave one of them out",
-                       desc->sequence_parallel ? "sequence_parallel" : "a pipeline axis");
-}
-
 /* Return the sum of those axes that have several ranks. */
 static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
 {
@@ -13833,8 +13799,7 @@ static dtrain_result dtrain__mesh_compare(dtrain_comm *all, const dtrain_mesh_de
     static const dtrain__same_field fields[] = {
         DTRAIN__SAME(dtrain_mesh_desc, tensor, INT), DTRAIN__SAME(dtrain_mesh_desc, data, INT),
         DTRAIN__SAME(dtrain_mesh_desc, pipeline, INT),
-        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL),
-        DTRAIN__SAME(dtrain_mesh_desc, exact, BOOL)};
+        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL)};
     const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
     return dtrain__same(all, mine, "dtrain_mesh_create", &list, 1);
 }
@@ -13921,8 +13886,6 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             info->data_rank = info->rank / info->tensor % info->data;
             info->pipeline_rank = info->rank / info->tensor / info->data;
             info->sequence_parallel = desc->sequence_parallel && info->tensor > 1;
-            info->exact = desc->exact;
-            result = dtrain__mesh_exact(desc, info);
         }
     }
     if (all && result == DTRAIN_OK) result = dtrain__mesh_open(mesh);
@@ -13986,7 +13949,6 @@ DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dt
     groups.pipeline_ranks = at->pipeline;
     groups.pipeline_rank = at->pipeline_rank;
     groups.sequence_parallel = at->sequence_parallel;
-    groups.exact = at->exact;
     return groups;
 }
 
@@ -14077,17 +14039,6 @@ DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape
         part->count *= part->shape[axis];
         if (axis > part->axis) part->inner *= part->shape[axis];
     }
-}
-
-DTRAIN__PRIVATE bool dtrain__lane_of(const dtrain_cut *cut, int64_t whole, int ranks,
-                                     dtrain__share *lane)
-{
-    const int64_t shape[4] = {whole, 0, 0, 0};
-    dtrain_cut fine = *cut;
-    fine.axis = DTRAIN_CUT_ROWS;
-    fine.parts = 0; /* a lane may be a part of a head */
-    dtrain__share_of(&fine, shape, DTRAIN__SUM_LANES, 0, lane);
-    return lane->count * DTRAIN__SUM_LANES == whole && cut->parts % ranks == 0;
 }
 
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run)
@@ -15411,8 +15362,8 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
 
-/* Most sums for a norm: of what a rank counts, of its lanes, of what the tensor axis repeats. */
-#define DTRAIN__SQUARES (2 + DTRAIN__SUM_LANES)
+/* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
+#define DTRAIN__SQUARES 2
 
 /* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
@@ -17369,8 +17320,8 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
- * Of a pipeline axis, and on an exact mesh of a tensor axis, the first rank alone gives its weight,
- * and passes are counted without the others: the sum is rounded alike for any number of ranks.
+ * Of a pipeline axis the first rank alone gives its weight, and passes are counted without the
+ * others: the sum is rounded alike for any number of ranks.
  *
  * The tally stays in device memory, where the correction reads it. A rank with samples and all
  * gradients knows without it that the step has samples and that no gradient is absent; on other
@@ -17607,8 +17558,7 @@ static float dtrain__tally_of(const dtrain_strategy *strategy, size_t i)
 /* Count the ranks whose weights are summed up. */
 static int dtrain__weight_ranks(const dtrain__groups *groups)
 {
-    const int without = groups->pipeline_ranks * (groups->exact ? groups->tensor_ranks : 1);
-    return dtrain_comm_size(groups->all) / without;
+    return dtrain_comm_size(groups->all) / groups->pipeline_ranks;
 }
 
 /* Write this rank's part of the tally and start its sum. */
@@ -17623,7 +17573,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         dtrain__note_absent(strategy);
         DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
     }
-    if (strategy->groups.pipeline_rank || (strategy->groups.exact && strategy->groups.tensor_rank))
+    if (strategy->groups.pipeline_rank)
         DTRAIN__TRY(ops->zero(strategy->device, strategy->tally, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;
@@ -17711,9 +17661,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bo
  * Every element of the model counts once: of what the tensor axis cuts each rank counts its part,
  * of what is whole on all its ranks the first. The sum of as many squares of fp32 numbers as fit
  * into a memory is far inside double's range: it is not finite exactly when some gradient, on any
- * rank, is not. On an exact mesh a rank's sum is several, of what is whole and of each of its lanes
- * (tape/lanes.c): one after the other they are the same numbers for any number of ranks, in the
- * same order. Replicas of a shard have the same bits, and ranks with different shards exchange
+ * rank, is not. Replicas of a shard have the same bits, and ranks with different shards exchange
  * their sums: so all ranks get the same norm without further communication. */
 
 /* Tell whether this rank counts a parameter. Gradients that are not sharded are on all ranks that
@@ -17732,81 +17680,36 @@ static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *
     return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
 }
 
-/* Return how many sums go into a norm from each rank. */
-static size_t dtrain__terms(const dtrain_strategy *strategy)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    return groups->exact ? 1 + DTRAIN__SUM_LANES / (size_t)groups->tensor_ranks : 1;
-}
-
-/* Add the squares of `count` gradients to a sum. */
-static dtrain_result dtrain__add_piece(dtrain_device *device, const float *grad, int64_t count,
-                                       double *total)
-{
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.squares = true;
-    args.accumulate = true;
-    args.scale = 1;
-    args.x = grad;
-    args.total = total;
-    return device->ops->sum(device, &args);
-}
-
-/* Add the squares of a parameter that may be cut to the sums of this rank's lanes: of one cut by
- * columns a lane is a piece of each row. */
-static dtrain_result dtrain__add_lanes(const dtrain_strategy *strategy, dtrain_device *device,
-                                       const dtrain_shard *shard, double *totals)
-{
-    const dtrain_param *p = shard->param;
-    const int ranks = strategy->groups.tensor_ranks, here = DTRAIN__SUM_LANES / ranks;
-    const dtrain__share part = dtrain__share_here(p, &strategy->groups);
-    const int axis = (int)p->cut.axis - 1;
-    dtrain__share lane;
-    int64_t inner = 1;
-    for (int i = axis + 1; i < 4 && part.shape[i]; i++) inner *= part.shape[i];
-    if (!dtrain__lane_of(&p->cut, part.axis < 0 ? part.shape[axis] : part.whole, ranks, &lane))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_grad_norm: parameter %s is cut into what does not divide into "
-                           "the %d lanes of an exact mesh; make it divisible, or leave exact out",
-                           p->name ? p->name : "without a name", DTRAIN__SUM_LANES);
-    for (int64_t at = 0; at < shard->count;) /* a row, or all of them */
-        for (uint32_t i = 0; i < lane.runs; i++)
-            for (int j = 0; j < here; j++) {
-                const int64_t count = lane.length[i] * inner;
-                DTRAIN__TRY(dtrain__add_piece(device, shard->grad + at, count, totals + j));
-                at += count;
-            }
-    return DTRAIN_OK;
-}
-
-/* Add the squares of the shards in host memory, or of those on the device, to total (1, or as many
- * as there are terms), which is in the same memory. */
+/* Add the squares of the shards in host memory, or of those on the device, to *total, which is in
+ * the same memory. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, bool replicated,
                                          double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.squares = true;
+    args.accumulate = true;
+    args.scale = 1;
+    args.total = total;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_shard *shard = &strategy->shards[i];
         const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!dtrain__counts(strategy, shard, replicated)) continue;
-        if (strategy->groups.exact && shard->param->cut.axis)
-            DTRAIN__TRY(dtrain__add_lanes(strategy, device, shard, total + 1));
-        else DTRAIN__TRY(dtrain__add_piece(device, shard->grad, shard->count, total));
+        args.x = shard->grad;
+        args.count = shard->count;
+        DTRAIN__TRY(device->ops->sum(device, &args));
     }
     return DTRAIN_OK;
 }
 
-/* Zero total (1, or as many as there are terms, device memory) and add the squares of what is on
- * the device. */
+/* Set *total, device memory, to the sum of the squares of what is on the device. */
 static dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
                                             double *total)
 {
-    const size_t count = replicated ? 1 : dtrain__terms(strategy);
-    DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, count * sizeof *total));
+    DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, sizeof *total));
     return dtrain__add_squares(strategy, false, replicated, total);
 }
 
@@ -17818,10 +17721,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
     dtrain_work *work = NULL;
     DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
     *squares = model ? gathered : sum;
-    *count = (int)dtrain__terms(strategy) * (model ? dtrain_comm_size(model) : 1);
+    *count = model ? dtrain_comm_size(model) : 1;
     if (!model) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_all_gather(model, sum, gathered, dtrain__terms(strategy), DTRAIN_DTYPE_I64, &work));
+    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
     return dtrain_work_wait(work);
 }
 
@@ -17857,28 +17759,24 @@ static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, s
     return DTRAIN_OK;
 }
 
-/* Add up the terms of the ranks that hold one model, in rank order: the same order of lanes for any
- * number of ranks. The last of the `count` sums of each, of gradients that are whole on all ranks
- * of a tensor axis, must be the same on them: ranks that read other samples, or run another
- * program, would spoil the model without any other sign. Shards that are cut elsewhere, and kernels
- * that add in another order, make it differ by rounding; other samples by far more. */
-static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums, size_t count)
+/* Add up the sums of the ranks that hold one model, in rank order. The second sum of each, of
+ * gradients that are whole on all ranks of a tensor axis, must be the same on them: ranks that read
+ * other samples, or run another program, would spoil the model without any other sign. Shards that
+ * are cut elsewhere, and kernels that add in another order, make it differ by rounding; other
+ * samples by far more. */
+static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums)
 {
     dtrain_comm *comm = strategy->groups.model;
     const int tensor_ranks = strategy->groups.tensor_ranks;
-    if (!comm) {
-        for (size_t k = 1; k < count; k++) sums[0] += sums[k];
-        return DTRAIN_OK;
-    }
-    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, count));
+    if (!comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, 2));
     sums[0] = 0;
     for (int i = 0; i < dtrain_comm_size(comm); i++)
-        for (size_t k = 0; k + 1 < count; k++)
-            sums[0] += dtrain__gathered_sum(strategy, (size_t)i * count + k);
+        sums[0] += dtrain__gathered_sum(strategy, (size_t)i * 2);
     for (int i = 0; i < dtrain_comm_size(comm) && dtrain__is_finite((float)sums[0]); i++) {
         const int first = i - i % tensor_ranks;
-        const double usual = dtrain__gathered_sum(strategy, ((size_t)first + 1) * count - 1);
-        const double one = dtrain__gathered_sum(strategy, ((size_t)i + 1) * count - 1);
+        const double usual = dtrain__gathered_sum(strategy, (size_t)first * 2 + 1);
+        const double one = dtrain__gathered_sum(strategy, (size_t)i * 2 + 1);
         if (fabs(one - usual) <= 1e-3 * (one + usual)) continue;
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_grad_norm: the gradients of what is whole on the tensor axis "
@@ -17894,18 +17792,17 @@ static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums, 
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
 {
     dtrain_device *device = strategy->device;
-    const size_t terms = dtrain__terms(strategy), count = terms + (strategy->groups.model != NULL);
-    const bool on_host = strategy->layout.grads_on_host;
+    const bool on_host = strategy->layout.grads_on_host, checks = strategy->groups.model != NULL;
+    const size_t count = checks ? 2 : 1;
     double sums[DTRAIN__SQUARES], *const here = strategy->sum_squares;
     DTRAIN__TRY(dtrain__device_squares(strategy, false, here));
-    if (count > terms) DTRAIN__TRY(dtrain__device_squares(strategy, true, here + terms));
+    if (checks) DTRAIN__TRY(dtrain__device_squares(strategy, true, here + 1));
     DTRAIN__TRY(
         device->ops->copy(device, sums, here, count * sizeof *sums, DTRAIN_COPY_DEVICE_TO_HOST));
     if (on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, false, sums));
-    if (on_host && count > terms)
-        DTRAIN__TRY(dtrain__add_squares(strategy, true, true, sums + terms));
+    if (on_host && checks) DTRAIN__TRY(dtrain__add_squares(strategy, true, true, sums + 1));
     dtrain_result result = dtrain__sum_copy(strategy, sums, count);
-    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums, count);
+    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums);
     *total = sums[0];
     return dtrain__strategy_keep(strategy, result);
 }
@@ -19804,26 +19701,6 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
                        call, desc->node_size, ranks);
 }
 
-/* Refuse what a mesh's `exact` does not cover. */
-static dtrain_result dtrain__check_exact(const dtrain_strategy *strategy, int ranks)
-{
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    if (!strategy->groups.exact) return DTRAIN_OK;
-    const char *const found = strategy->kind->shards.state && ranks > 1
-                                  ? "a kind that shards over several data ranks"
-                              : desc->compression ? "compression"
-                              : desc->offload     ? "offload"
-                              : desc->param_dtype != (uint32_t)DTRAIN_DTYPE_F32 ||
-                                      desc->reduce_dtype != (uint32_t)DTRAIN_DTYPE_F32
-                                  ? "values narrower than fp32"
-                                  : NULL;
-    if (!found) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_strategy_create: the mesh is exact, and the strategy has %s, where "
-                       "bits depend on the ranks; leave it out, or exact",
-                       found);
-}
-
 /* Decide who shares one copy of the model, and make the extra communicators. The color alone says
  * which ranks are meant, for comm/counting.c: a place within the node is below the node's size, and
  * the number of a node is added to it. */
@@ -19833,7 +19710,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
               rank = dtrain_comm_rank(strategy->groups.data);
     const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
     dtrain_strategy_desc *desc = &strategy->desc;
-    DTRAIN__TRY(dtrain__check_exact(strategy, ranks));
     if (strategy->groups.sequence_parallel) /* before anything that a data axis may refuse alone */
         DTRAIN__TRY(dtrain_comm_split(strategy->groups.tensor, 0, strategy->groups.tensor_rank,
                                       &strategy->extra[DTRAIN__TENSOR]));
@@ -20293,8 +20169,7 @@ static const dtrain__same_field dtrain__compared_fields[] = {
     DTRAIN__AXIS(groups.tensor_ranks, "tensor", INT), DTRAIN__AXIS(data, "data", INT),
     DTRAIN__AXIS(groups.pipeline_ranks, "pipeline", INT),
     DTRAIN__AXIS(groups.sequence_parallel, "sequence_parallel", BOOL),
-    DTRAIN__AXIS(groups.exact, "exact", BOOL), DTRAIN__OF(pipeline.kind, UINT),
-    DTRAIN__OF(pipeline.chunks, UINT),
+    DTRAIN__OF(pipeline.kind, UINT), DTRAIN__OF(pipeline.chunks, UINT),
     DTRAIN__SAME_AS(dtrain__compared, units, "pipeline.units", HASH), DTRAIN__OF(kind, TEXT),
     DTRAIN__DESC(missing_gradient, UINT), DTRAIN__DESC(average, UINT),
     DTRAIN__DESC(accumulation, UINT), DTRAIN__OF(param_dtype, TEXT), DTRAIN__OF(reduce_dtype, TEXT),
@@ -21746,15 +21621,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
  * memory that a node keeps */
 DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops);
 DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype);
-
-/* tape/lanes.c */
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_check(const dtrain_op *op, const dtrain_cut *cut,
-                                                  int64_t whole, dtrain__share *lane);
-DTRAIN__PRIVATE int64_t dtrain__lanes_slots(const dtrain_op *op);
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_tree(const dtrain_op *op, float *slots, int count,
-                                                 int64_t n);
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_add(const dtrain_op *op, float *slots, int64_t n,
-                                                float *out);
 
 /* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
@@ -23234,75 +23100,6 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
                                                  : target->grad;
 }
 
-/* ==== src/tape/lanes.c ======================================================================== */
-
-/* Sums of lanes
- *
- * A sum over what a tensor axis cuts has other bits with other numbers of ranks, unless its order
- * is fixed: on an exact mesh (parallel/mesh.h) it is 8 partial sums, lanes, of equal parts of what
- * is cut, added up by one binary tree. A rank has a subtree of them, and the ranks exchange its
- * result:
- *
- *     lanes      0   1   2   3   4   5   6   7
- *                 \ /     \ /     \ /     \ /
- *                   \   /           \   /          2 ranks: each adds four lanes
- *                     \ --------- /                and both add the two results
- *
- * One rank goes the same way, with all lanes. Slots of memory: this rank's lanes, then the results
- * of all ranks. */
-
-/* Find the width of a lane in each component of a cut, and refuse what has no 8 equal ones. */
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_check(const dtrain_op *op, const dtrain_cut *cut,
-                                                  int64_t whole, dtrain__share *lane)
-{
-    if (dtrain__lane_of(cut, whole, op->tape->groups.tensor_ranks, lane)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s: the mesh is exact, and a sum over %lld does not divide into %d lanes "
-                       "that %d ranks share in whole parts; make each component of the cut "
-                       "divisible by the lanes and its parts by the ranks, or leave exact out",
-                       op->desc->name, (long long)whole, DTRAIN__SUM_LANES,
-                       op->tape->groups.tensor_ranks);
-}
-
-/* Return the slots that a sum needs. */
-DTRAIN__PRIVATE int64_t dtrain__lanes_slots(const dtrain_op *op)
-{
-    const int ranks = op->tape->groups.tensor_ranks;
-    return DTRAIN__SUM_LANES / ranks + (ranks > 1 ? ranks : 0);
-}
-
-/* Add up `count` slots of n values, a power of two, into the first. */
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_tree(const dtrain_op *op, float *slots, int count,
-                                                 int64_t n)
-{
-    for (int step = 1; step < count; step *= 2)
-        for (int i = 0; i < count; i += 2 * step) {
-            float *left = slots + i * n, *right = left + step * n;
-            DTRAIN__TRY(dtrain__tape_add(op->device, n, left, DTRAIN_DTYPE_F32, right,
-                                         DTRAIN_DTYPE_F32, left));
-        }
-    return DTRAIN_OK;
-}
-
-/* Set out (n) to the sum of all lanes, of which this rank's are in the slots. */
-DTRAIN__PRIVATE dtrain_result dtrain__lanes_add(const dtrain_op *op, float *slots, int64_t n,
-                                                float *out)
-{
-    const int ranks = op->tape->groups.tensor_ranks, here = DTRAIN__SUM_LANES / ranks;
-    dtrain_work *work = NULL;
-    DTRAIN__TRY(dtrain__lanes_tree(op, slots, here, n));
-    if (ranks > 1) {
-        float *results = slots + here * n;
-        DTRAIN__TRY(dtrain_all_gather(dtrain__axis_comm(op), slots, results, (size_t)n,
-                                      DTRAIN_DTYPE_F32, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
-        slots = results;
-        DTRAIN__TRY(dtrain__lanes_tree(op, slots, ranks, n));
-    }
-    return op->device->ops->copy(op->device, out, slots, (size_t)n * sizeof *out,
-                                 DTRAIN_COPY_DEVICE_TO_DEVICE);
-}
-
 /* ==== src/tape/linear.c ======================================================================= */
 
 /* Linear layers, whole and shared by the ranks of a tensor axis
@@ -23342,11 +23139,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__lanes_add(const dtrain_op *op, float *slot
 
 typedef struct dtrain__linear {
     dtrain_gemm_args forward; /* of this rank: m rows, of x gathered and of y before its sum */
-    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks or in lanes */
+    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
     bool gathers;             /* x has a part of the m rows */
     bool scatters;            /* y has a part of them */
     bool grad_is_inner;       /* y->grad is that of z, before the activation */
-    dtrain__share lane;       /* of what is cut, on an exact mesh; its runs are 0 elsewhere */
 } dtrain__linear;
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
@@ -23396,23 +23192,6 @@ static dtrain_result dtrain__linear_input_check(const dtrain_op *op, uint32_t cu
                        dtrain__param_name(op->params[0]), dtrain__share_text(weight, weight_text));
 }
 
-/* Find the lanes of a weight that may be cut: one rank adds them up too. */
-static dtrain_result dtrain__linear_lane(const dtrain_op *op, dtrain__linear *layer)
-{
-    const dtrain_param *p = op->params[0];
-    const dtrain__share weight = dtrain__param_share(op, 0);
-    while (!p->shape[0] && p->alias_of) p = p->alias_of;
-    layer->cut = p->cut.axis;
-    if (!layer->cut) return DTRAIN_OK;
-    if (op->cast != DTRAIN_DTYPE_F32 || op->inputs[0]->dtype != (uint32_t)DTRAIN_DTYPE_F32)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_linear: the mesh is exact, and this layer works in %s; lanes "
-                           "are sums in fp32: leave autocast out, or exact",
-                           dtrain_dtype_name(op->cast));
-    const int64_t whole = weight.axis < 0 ? op->param_shape[0][layer->cut - 1] : weight.whole;
-    return dtrain__lanes_check(op, &p->cut, whole, &layer->lane);
-}
-
 /* Check how inputs and parameters lie; find how y does, and its part. */
 static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
                                           uint32_t *placement, dtrain__share *part)
@@ -23420,7 +23199,6 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     const dtrain_tensor *x = op->inputs[0];
     *placement = x->placement;
     *part = *dtrain__tensor_share(x);
-    if (op->tape->groups.exact) DTRAIN__TRY(dtrain__linear_lane(op, layer));
     if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
     const dtrain__share weight = dtrain__param_share(op, 0);
     layer->cut = (uint32_t)(weight.axis + 1);
@@ -23467,8 +23245,6 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     }
     DTRAIN__TRY(op->tape->error);
     dtrain__place_as(op->outputs[0], placement, &part);
-    if (layer->lane.runs && layer->cut == DTRAIN_CUT_COLUMNS)
-        dtrain__op_borrow(op, dtrain__lanes_slots(op) * args->m * out, op->cast);
     args->flags = DTRAIN_GEMM_TRANS_B;
     args->n = out, args->k = in;
     args->alpha = 1;
@@ -23491,28 +23267,6 @@ static dtrain_result dtrain__linear_gather(const dtrain_op *op, const dtrain_gem
                                forward->k, forward->a_dtype, work);
 }
 
-/* Make c = a b with k, which is cut, in lanes; in `slots`. */
-static dtrain_result dtrain__linear_in_lanes(dtrain_op *op, const dtrain_gemm_args *whole,
-                                             float *slots)
-{
-    const dtrain__share *lane = &((const dtrain__linear *)op->args)->lane;
-    const int here = DTRAIN__SUM_LANES / op->tape->groups.tensor_ranks;
-    const int64_t step = whole->flags & DTRAIN_GEMM_TRANS_B ? 1 : whole->ldb;
-    int64_t at = 0;
-    for (uint32_t i = 0; i < lane->runs; i++)
-        for (int j = 0; j < here; j++) {
-            dtrain_gemm_args gemm = *whole;
-            gemm.k = lane->length[i];
-            gemm.a = (const float *)whole->a + at;
-            gemm.b = (const float *)whole->b + at * step;
-            gemm.c = slots + j * gemm.m * gemm.n;
-            gemm.beta = i ? 1.0f : 0.0f;
-            DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
-            at += gemm.k;
-        }
-    return dtrain__lanes_add(op, slots, whole->m * whole->n, (float *)whole->c);
-}
-
 /* Add the products of all ranks up, then the bias and the activation to the sum. */
 static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *layer)
 {
@@ -23523,11 +23277,8 @@ static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *lay
     gemm.aux = NULL;
     gemm.activation = DTRAIN_ACTIVATION_NONE;
     if (layer->scatters) gemm.c = dtrain__op_scratch(op);
-    if (layer->lane.runs)
-        DTRAIN__TRY(dtrain__linear_in_lanes(op, &gemm, (float *)dtrain__op_scratch(op)));
-    else DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
-    if (layer->lane.runs) work = NULL;
-    else if (layer->scatters)
+    DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
+    if (layer->scatters)
         DTRAIN__TRY(dtrain__scatter_rows(dtrain__axis_comm(op), gemm.c, op->output_data[0], gemm.m,
                                          gemm.n, gemm.c_dtype, &work));
     else
@@ -23616,9 +23367,9 @@ static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, const void *d_z, 
     return dtrain__counted_gemm(op, &gemm);
 }
 
-/* d_x (m,in) = d_z (m,out) weight (out,in), in x's type; with `slots` in lanes. */
+/* d_x (m,in) = d_z (m,out) weight (out,in), in x's type. */
 static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, void *d_x, bool add,
-                                               dtrain_node *inner, float *slots)
+                                               dtrain_node *inner)
 {
     const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
     dtrain_gemm_args gemm;
@@ -23641,7 +23392,6 @@ static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, v
         gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
         before->grad_is_inner = true;
     }
-    if (slots) return dtrain__linear_in_lanes(op, &gemm, slots);
     return dtrain__counted_gemm(op, &gemm);
 }
 
@@ -23695,7 +23445,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     const dtrain_gemm_args *forward = &layer->forward;
     const dtrain_tensor *x = op->inputs[0];
     dtrain_comm *comm = dtrain__axis_comm(op);
-    dtrain__chunk *all = NULL, *partial = NULL, *lanes = NULL;
+    dtrain__chunk *all = NULL, *partial = NULL;
     dtrain_work *gathering = NULL, *summing = NULL;
     bool add = false;
     const void *rows = forward->a, *d_z = op->outputs[0]->grad;
@@ -23719,15 +23469,8 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
             if (add) sum = product;
         }
         if (add && layer->gathers) sum += (size_t)dtrain__tensor_share(x)->first[0] * row;
-        if (layer->lane.runs) {
-            lanes = dtrain__scratch_take(op->tape, (size_t)dtrain__lanes_slots(op) *
-                                                       (size_t)forward->m * row);
-            if (!lanes) return op->tape->error;
-        }
-        DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL,
-                                              lanes ? (float *)(void *)lanes->memory : NULL));
-        if (lanes) summing = NULL; /* they are added up already */
-        else if (layer->gathers)
+        DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL));
+        if (layer->gathers)
             DTRAIN__TRY(dtrain__scatter_rows(comm, product, sum, forward->m, forward->k, x->dtype,
                                              &summing));
         else DTRAIN__TRY(dtrain__sum_values(comm, product, x->count, x->dtype, &summing));
@@ -23739,7 +23482,6 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     if (add) DTRAIN__TRY(dtrain__tape_add(op->device, x->count, d_x, x->dtype, sum, x->dtype, d_x));
     dtrain__scratch_give(all);
     dtrain__scratch_give(partial);
-    dtrain__scratch_give(lanes);
     return DTRAIN_OK;
 }
 
@@ -23784,7 +23526,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
     dtrain_node *inner = dtrain__inner_layer(op);
     void *d_x = dtrain_op_input_grad(op, 0, &add);
-    if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner, NULL));
+    if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner));
     dtrain__scratch_give(all);
     return op->tape->error;
 }
@@ -24862,18 +24604,17 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
 
 /* Conversions between placements
  *
- * Every conversion only moves values, so its backward is the conversion back:
+ * There are two moves, each the other's backward:
  *
- *     whole -> columns, rows    a rank keeps its own    back: all gather
- *     columns, rows -> whole    all gather              back: a rank keeps its own
- *     columns <-> rows          all to all              back: all to all
+ *     gather    columns or rows -> whole    all gather
+ *     slice     whole -> columns or rows    a rank keeps its own
  *
- * The gradient of what is whole is whole on every rank, and nothing is added up: the sums are in
- * the operations that make them (tape/linear.c).
+ * Columns become rows, and rows columns, by both. The gradient of what is whole is whole on every
+ * rank, and nothing is added up: the sums are in the operations that make them (tape/linear.c).
  *
- * Rows are one piece of memory, columns are not. A block is what one rank has of some rows, (rows,
- * its columns); blocks become rows of all columns by way of their transpose, where the columns of
- * each run are one piece:
+ * Rows are one piece of memory, columns are not. A block is what one rank has, (rows, its columns);
+ * blocks become rows of all columns by way of their transpose, where the columns of each run are
+ * one piece:
  *
  *     block of rank 0   a a          T  a a a      <- column 0 of all rows
  *     (3 rows)          a a             a a a
@@ -24896,9 +24637,10 @@ typedef struct dtrain__moving {
     const dtrain__place *place;
     int ranks, rank;
     dtrain_dtype dtype;
-    size_t element;                  /* bytes */
-    int64_t most_rows, most_columns; /* of a rank's part */
-    char *send, *receive, *turned;   /* slots of all ranks, twice; the transpose */
+    size_t element;                        /* bytes */
+    int64_t slot;                          /* elements of the largest block */
+    char *send, *receive, *turned, *whole; /* a slot, those of all ranks, the transpose; and what
+                                              is between rows and columns */
 } dtrain__moving;
 
 static dtrain__share dtrain__columns_of(const dtrain__moving *m, int rank)
@@ -24907,11 +24649,6 @@ static dtrain__share dtrain__columns_of(const dtrain__moving *m, int rank)
     dtrain__share part;
     dtrain__share_of(&m->place->cut, shape, m->ranks, rank, &part);
     return part;
-}
-
-static dtrain__share dtrain__rows_of(const dtrain__moving *m, int rank)
-{
-    return dtrain__rows_share(m->place->rows, m->ranks, rank);
 }
 
 /* Describe a conversion and the elements of memory that it borrows: either way, so that forward and
@@ -24926,32 +24663,21 @@ static int64_t dtrain__moving_describe(const dtrain_op *op, dtrain__moving *m)
     m->rank = op->tape->groups.tensor_rank;
     m->dtype = (dtrain_dtype)op->inputs[0]->dtype;
     m->element = dtrain_dtype_bytes(m->dtype);
-    const bool rows_cut =
-        place->from == DTRAIN_PLACEMENT_ROWS || place->to == DTRAIN_PLACEMENT_ROWS;
-    const bool columns_cut =
-        place->from == DTRAIN_PLACEMENT_COLUMNS || place->to == DTRAIN_PLACEMENT_COLUMNS;
-    m->most_rows = rows_cut ? (place->rows + m->ranks - 1) / m->ranks : place->rows;
-    for (int r = 0; r < m->ranks; r++) {
-        const int64_t count = dtrain__columns_of(m, r).count;
-        if (count > m->most_columns) m->most_columns = count;
-    }
-    if (!columns_cut) return 0;
-    return m->most_rows * (2 * m->ranks * m->most_columns + place->columns);
+    if (place->from != DTRAIN_PLACEMENT_COLUMNS && place->to != DTRAIN_PLACEMENT_COLUMNS) return 0;
+    for (int r = 0; r < m->ranks; r++)
+        m->slot = dtrain__max(m->slot, place->rows * dtrain__columns_of(m, r).count);
+    const bool both = place->from == DTRAIN_PLACEMENT_ROWS || place->to == DTRAIN_PLACEMENT_ROWS;
+    return (1 + m->ranks) * m->slot + (both ? 2 : 1) * place->rows * place->columns;
 }
 
 /* Lay the borrowed memory out; NULL: nothing was borrowed. */
 static void dtrain__moving_borrow(dtrain__moving *m, void *memory)
 {
     if (!memory) return;
-    const size_t slots = (size_t)(m->ranks * m->most_rows * m->most_columns) * m->element;
     m->send = (char *)memory;
-    m->receive = m->send + slots;
-    m->turned = m->receive + slots;
-}
-
-static char *dtrain__block_slot(const dtrain__moving *m, char *slots, int rank)
-{
-    return slots + (size_t)(rank * m->most_rows * m->most_columns) * m->element;
+    m->receive = m->send + (size_t)m->slot * m->element;
+    m->turned = m->receive + (size_t)(m->ranks * m->slot) * m->element;
+    m->whole = m->turned + (size_t)(m->place->rows * m->place->columns) * m->element;
 }
 
 /* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
@@ -24969,34 +24695,6 @@ static dtrain_result dtrain__turn(const dtrain__moving *m, const char *x, int64_
     return m->op->device->ops->permute(m->op->device, &args);
 }
 
-/* Put blocks of all ranks, in slots, together: rows of all columns. */
-static dtrain_result dtrain__blocks_join(const dtrain__moving *m, char *slots, int64_t rows,
-                                         char *y)
-{
-    for (int r = 0; r < m->ranks; r++) {
-        const dtrain__share part = dtrain__columns_of(m, r);
-        const char *run = dtrain__block_slot(m, slots, r);
-        for (uint32_t i = 0; i < part.runs; i++) {
-            DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
-                                     m->turned + (size_t)(part.first[i] * rows) * m->element));
-            run += (size_t)part.length[i] * m->element;
-        }
-    }
-    return dtrain__turn(m, m->turned, m->place->columns, rows, rows, y);
-}
-
-/* Take the block of a rank out of rows of all columns. */
-static dtrain_result dtrain__block_take(const dtrain__moving *m, const char *x, int64_t rows,
-                                        int rank, char *block)
-{
-    const dtrain__share part = dtrain__columns_of(m, rank);
-    int64_t at = 0;
-    for (uint32_t i = 0; i < part.runs; at += part.length[i++])
-        DTRAIN__TRY(dtrain__turn(m, x + (size_t)part.first[i] * m->element, rows, part.length[i],
-                                 m->place->columns, m->turned + (size_t)(at * rows) * m->element));
-    return dtrain__turn(m, m->turned, part.count, rows, rows, block);
-}
-
 static dtrain_result dtrain__move_bytes(const dtrain__moving *m, char *to, const char *from,
                                         int64_t count)
 {
@@ -25004,83 +24702,62 @@ static dtrain_result dtrain__move_bytes(const dtrain__moving *m, char *to, const
                                     DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
-/* ---- The six conversions ----------------------------------------------------------------------*/
-
-static dtrain_result dtrain__columns_gather(const dtrain__moving *m, const char *x, char *y)
+static dtrain_result dtrain__gather_columns(const dtrain__moving *m, const char *x, char *whole)
 {
-    const int64_t slot = m->most_rows * m->most_columns;
-    const int64_t count = m->place->rows * dtrain__columns_of(m, m->rank).count;
+    const int64_t rows = m->place->rows, count = rows * dtrain__columns_of(m, m->rank).count;
     dtrain_work *work = NULL;
-    if (count < slot) {
+    if (count < m->slot) {
         DTRAIN__TRY(dtrain__move_bytes(m, m->send, x, count));
         x = m->send;
     }
-    DTRAIN__TRY(
-        dtrain_all_gather(dtrain__axis_comm(m->op), x, m->receive, (size_t)slot, m->dtype, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    return dtrain__blocks_join(m, m->receive, m->place->rows, y);
-}
-
-/* Send to each rank the columns here of its rows. */
-static dtrain_result dtrain__columns_to_rows(const dtrain__moving *m, const char *x, char *y)
-{
-    const int64_t mine = dtrain__columns_of(m, m->rank).count;
-    dtrain_work *work = NULL;
-    for (int r = 0; r < m->ranks; r++) {
-        const dtrain__share rows = dtrain__rows_of(m, r);
-        DTRAIN__TRY(dtrain__move_bytes(m, dtrain__block_slot(m, m->send, r),
-                                       x + (size_t)(rows.first[0] * mine) * m->element,
-                                       rows.count * mine));
-    }
-    DTRAIN__TRY(dtrain_all_to_all(dtrain__axis_comm(m->op), m->send, m->receive,
-                                  (size_t)(m->most_rows * m->most_columns), m->dtype, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    return dtrain__blocks_join(m, m->receive, dtrain__rows_of(m, m->rank).count, y);
-}
-
-/* Send to each rank its columns of the rows here. */
-static dtrain_result dtrain__rows_to_columns(const dtrain__moving *m, const char *x, char *y)
-{
-    const int64_t mine = dtrain__columns_of(m, m->rank).count;
-    dtrain_work *work = NULL;
-    for (int r = 0; r < m->ranks; r++)
-        DTRAIN__TRY(dtrain__block_take(m, x, dtrain__rows_of(m, m->rank).count, r,
-                                       dtrain__block_slot(m, m->send, r)));
-    DTRAIN__TRY(dtrain_all_to_all(dtrain__axis_comm(m->op), m->send, m->receive,
-                                  (size_t)(m->most_rows * m->most_columns), m->dtype, &work));
+    DTRAIN__TRY(dtrain_all_gather(dtrain__axis_comm(m->op), x, m->receive, (size_t)m->slot,
+                                  m->dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
     for (int r = 0; r < m->ranks; r++) {
-        const dtrain__share rows = dtrain__rows_of(m, r);
-        DTRAIN__TRY(dtrain__move_bytes(m, y + (size_t)(rows.first[0] * mine) * m->element,
-                                       dtrain__block_slot(m, m->receive, r), rows.count * mine));
+        const dtrain__share part = dtrain__columns_of(m, r);
+        const char *run = m->receive + (size_t)(r * m->slot) * m->element;
+        for (uint32_t i = 0; i < part.runs; i++) {
+            DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
+                                     m->turned + (size_t)(part.first[i] * rows) * m->element));
+            run += (size_t)part.length[i] * m->element;
+        }
     }
-    return DTRAIN_OK;
+    return dtrain__turn(m, m->turned, m->place->columns, rows, rows, whole);
+}
+
+static dtrain_result dtrain__slice_columns(const dtrain__moving *m, const char *whole, char *y)
+{
+    const int64_t rows = m->place->rows;
+    const dtrain__share part = dtrain__columns_of(m, m->rank);
+    int64_t at = 0;
+    for (uint32_t i = 0; i < part.runs; at += part.length[i++])
+        DTRAIN__TRY(dtrain__turn(m, whole + (size_t)part.first[i] * m->element, rows,
+                                 part.length[i], m->place->columns,
+                                 m->turned + (size_t)(at * rows) * m->element));
+    return dtrain__turn(m, m->turned, part.count, rows, rows, y);
 }
 
 /* Convert x, which lies as `from`, to y. In a plan nothing is sent. */
 static dtrain_result dtrain__place_move(const dtrain__moving *m, uint32_t from, uint32_t to,
-                                        const void *from_data, void *to_data)
+                                        const void *x, void *y)
 {
-    const char *x = (const char *)from_data;
-    char *y = (char *)to_data;
+    const dtrain__share rows = dtrain__rows_share(m->place->rows, m->ranks, m->rank);
     const int64_t columns = m->place->columns;
+    const char *whole = (const char *)x;
+    char *const gathered = to == DTRAIN_PLACEMENT_WHOLE ? (char *)y : m->whole;
+    dtrain_work *work = NULL;
     if (m->op->planning) return DTRAIN_OK;
-    if (from == DTRAIN_PLACEMENT_WHOLE && to == DTRAIN_PLACEMENT_COLUMNS)
-        return dtrain__block_take(m, x, m->place->rows, m->rank, y);
-    if (from == DTRAIN_PLACEMENT_WHOLE) {
-        const dtrain__share rows = dtrain__rows_of(m, m->rank);
-        return dtrain__move_bytes(m, y, x + (size_t)(rows.first[0] * columns) * m->element,
-                                  rows.count * columns);
-    }
-    if (from == DTRAIN_PLACEMENT_ROWS && to == DTRAIN_PLACEMENT_WHOLE) {
-        dtrain_work *work = NULL;
-        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(m->op), m->op->device, x, y,
+    if (from != DTRAIN_PLACEMENT_WHOLE) whole = gathered;
+    if (from == DTRAIN_PLACEMENT_COLUMNS)
+        DTRAIN__TRY(dtrain__gather_columns(m, (const char *)x, gathered));
+    if (from == DTRAIN_PLACEMENT_ROWS)
+        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(m->op), m->op->device, x, gathered,
                                         m->place->rows, columns, m->dtype, &work));
-        return dtrain_work_wait(work);
-    }
-    if (from == DTRAIN_PLACEMENT_ROWS) return dtrain__rows_to_columns(m, x, y);
-    return to == DTRAIN_PLACEMENT_ROWS ? dtrain__columns_to_rows(m, x, y)
-                                       : dtrain__columns_gather(m, x, y);
+    DTRAIN__TRY(dtrain_work_wait(work));
+    if (to == DTRAIN_PLACEMENT_COLUMNS) return dtrain__slice_columns(m, whole, (char *)y);
+    if (to == DTRAIN_PLACEMENT_WHOLE) return DTRAIN_OK;
+    return dtrain__move_bytes(m, (char *)y, whole + (size_t)(rows.first[0] * columns) * m->element,
+                              rows.count * columns);
 }
 
 /* ---- The operation ----------------------------------------------------------------------------*/
@@ -25765,7 +25442,6 @@ typedef struct dtrain__cross_entropy {
     float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
                      on the device, here, and `factor` is 1: */
     const float *device_factor;
-    int64_t lane; /* columns of a lane, on an exact mesh: 0 elsewhere */
 } dtrain__cross_entropy;
 
 /* Take the columns or rows that are here of logits which are cut; whole numbers become this
@@ -25775,8 +25451,6 @@ static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
 {
     const dtrain_tensor *logits = op->inputs[0];
     const dtrain__share *part = dtrain__tensor_share(logits);
-    if (op->tape->groups.exact && logits->placement == DTRAIN_PLACEMENT_WHOLE)
-        args->whole_classes = args->classes ? args->classes : args->n;
     if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
     if (logits->placement != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
     if (part->runs > 1)
@@ -25790,20 +25464,6 @@ static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
     if (args->classes > args->n) args->classes = args->n;
     if (args->classes <= 0) args->classes = -1; /* padding alone */
     return DTRAIN_OK;
-}
-
-/* Refuse logits that are not fp32 in 8 equal lanes. */
-static dtrain_result dtrain__cross_entropy_lanes_check(const dtrain_op *op, int64_t whole)
-{
-    dtrain_cut cut;
-    dtrain__share lane;
-    memset(&cut, 0, sizeof cut);
-    if (op->inputs[0]->dtype != (uint32_t)DTRAIN_DTYPE_F32)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_cross_entropy: the mesh is exact, and logits are %s; lanes are "
-                           "sums in fp32: leave autocast out, or exact",
-                           dtrain_dtype_name((dtrain_dtype)op->inputs[0]->dtype));
-    return dtrain__lanes_check(op, &cut, whole, &lane);
 }
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
@@ -25841,12 +25501,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
-    loss->lane = op->tape->groups.exact ? whole_n / DTRAIN__SUM_LANES : 0;
-    if (loss->lane) DTRAIN__TRY(dtrain__cross_entropy_lanes_check(op, whole_n));
-    if (loss->lane)
-        dtrain__op_borrow(op, (DTRAIN__SUM_LANES + op->tape->groups.tensor_ranks) * 4 * rows,
-                          DTRAIN_DTYPE_F32);
-    if (columns || loss->lane) {
+    if (columns) {
         loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
         args->parts =
             (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);
@@ -25866,40 +25521,9 @@ static dtrain_result dtrain__cross_entropy_reduce(const dtrain_op *op, const flo
                                                   int64_t count, dtrain_reduce_op how)
 {
     dtrain_work *work = NULL;
-    if (op->inputs[0]->placement == DTRAIN_PLACEMENT_WHOLE)
-        return op->device->ops->copy(op->device, to, from, (size_t)count * sizeof *to,
-                                     DTRAIN_COPY_DEVICE_TO_DEVICE);
     DTRAIN__TRY(dtrain_all_reduce(dtrain__axis_comm(op), from, to, (size_t)count, DTRAIN_DTYPE_F32,
                                   how, &work));
     return dtrain_work_wait(work);
-}
-
-/* Make the sums of the lanes that are here, below the maximum of the whole row, in slots as large
- * as `parts`, and parts = the sum of all. What is whole has all lanes on every rank. */
-static dtrain_result dtrain__cross_entropy_lanes(const dtrain_op *op,
-                                                 const dtrain__cross_entropy *loss)
-{
-    const dtrain_device_ops *ops = op->device->ops;
-    const dtrain_cross_entropy_args *all = &loss->forward;
-    const int here = (int)(all->n / loss->lane);
-    const int64_t slot = (all->smoothing > 0 ? 4 : 3) * all->rows;
-    float *slots = (float *)dtrain__op_scratch(op);
-    for (int j = 0; j < here; j++) {
-        dtrain_cross_entropy_args args = *all;
-        args.logits = (const float *)all->logits + j * loss->lane;
-        args.first_class += j * loss->lane;
-        args.classes = dtrain__min(args.whole_classes - args.first_class, loss->lane);
-        if (args.classes <= 0) args.classes = -1; /* padding alone */
-        args.loss = NULL;
-        args.parts = slots + j * slot;
-        args.whole_max = loss->whole_max;
-        DTRAIN__TRY(ops->cross_entropy(op->device, &args));
-        DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
-    }
-    if (here < DTRAIN__SUM_LANES) return dtrain__lanes_add(op, slots, slot, all->parts);
-    DTRAIN__TRY(dtrain__lanes_tree(op, slots, here, slot));
-    return ops->copy(op->device, all->parts, slots, (size_t)slot * sizeof *slots,
-                     DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
 /* Compute the loss of each row whose columns are cut: steps 1 to 4 above. */
@@ -25914,11 +25538,6 @@ static dtrain_result dtrain__cross_entropy_columns(const dtrain_op *op,
     DTRAIN__TRY(ops->cross_entropy(op->device, &args));
     DTRAIN__TRY(
         dtrain__cross_entropy_reduce(op, args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX));
-    if (loss->lane) {
-        DTRAIN__TRY(dtrain__cross_entropy_lanes(op, loss));
-        args.loss = loss->forward.loss;
-        return ops->cross_entropy_finish(op->device, &args);
-    }
     DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
     DTRAIN__TRY(dtrain__cross_entropy_reduce(op, args.parts + rows, args.parts + rows,
                                              (args.smoothing > 0 ? 3 : 2) * rows,
