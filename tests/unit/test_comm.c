@@ -1078,7 +1078,8 @@ static void test_alloc(void)
     for (m = 0; m < MODES; m++) ranks_run(2, (uint32_t)m, rank_alloc, NULL);
 }
 
-/* 1 GiB in all, 64 MiB at a time: freed memory comes back. Then requests no machine can fill. */
+/* 1 GiB in all, 64 MiB at a time: freed memory comes back. Then requests no machine can fill, and many of as much as
+ * `user` says beside small ones. */
 static int rank_alloc_limits(dtrain_world *world, void *user)
 {
     dtrain_comm *comm = dtrain_world_comm(world);
@@ -1086,7 +1087,6 @@ static int rank_alloc_limits(dtrain_world *world, void *user)
     void *memory;
     float token = 1;
     size_t i;
-    (void)user;
     for (i = 0; i < 16; i++) {
         RANKS_TRY(dtrain_comm_alloc(comm, (size_t)64 << 20, &memory));
         ((char *)memory)[0] = ((char *)memory)[((size_t)64 << 20) - 1] = 1;
@@ -1103,10 +1103,9 @@ static int rank_alloc_limits(dtrain_world *world, void *user)
     }
     RANKS_TRY(dtrain_barrier(comm));
     const bool refused = dtrain_world_rank(world) == 0; /* which takes nothing from the others */
-    const size_t all =
-        (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE) - ((size_t)16 << 20);
+    const size_t most = user ? *(const size_t *)user : too_much[0];
     for (i = 0; i < (refused ? 400u : 40000u); i++) {
-        const dtrain_result result = dtrain_comm_alloc(comm, refused ? all : 4096, &memory);
+        const dtrain_result result = dtrain_comm_alloc(comm, refused ? most : 4096, &memory);
         if (!CHECK_MSG(result == (refused ? DTRAIN_ERROR_MEMORY : DTRAIN_OK), "%s",
                        dtrain_last_error()))
             return 1;
@@ -1117,10 +1116,12 @@ static int rank_alloc_limits(dtrain_world *world, void *user)
 static void test_alloc_limits(void)
 {
     int m;
+    size_t most = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    most -= (size_t)16 << 20; /* what can be reserved, and is never free */
     for (m = 0; m < MODES; m++) {
         dtrain_launch_desc desc = ranks_desc(2, (uint32_t)m);
         desc.reserve_bytes = 0; /* as much as the machine has */
-        CHECK_MSG(ranks_launch(&desc, rank_alloc_limits, NULL, NULL) == DTRAIN_OK, "%s",
+        CHECK_MSG(ranks_launch(&desc, rank_alloc_limits, &most, NULL) == DTRAIN_OK, "%s",
                   dtrain_last_error());
     }
 }
