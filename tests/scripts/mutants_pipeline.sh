@@ -55,7 +55,7 @@ mutant "verify: copies of a tie may differ" strategy/compare.c 's/dtrain__compar
 
 arguments="failing"
 prepare test_pipeline_runner
-mutant "error: what waiting has left" parallel/runner.c 's/    dtrain__set_last_error(text); .*/    (void)text;/'
+mutant "error: what waiting has left" parallel/runner.c 's/return dtrain__set_last_error(result, text);.*/return result;/'
 
 arguments=""
 prepare test_pipeline_options
