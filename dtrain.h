@@ -5398,7 +5398,8 @@ typedef struct dtrain__event {
     dtrain__comm_call call;
     uint32_t track;
     uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
-    char name[DTRAIN__EVENT_NAME]; /* a span's, or who made the call; 0; what that works on */
+    char name[DTRAIN__EVENT_NAME]; /* two strings: a span's name or who made the call; and after its
+                                      0 the parameter or stage that this works on, or "" */
 } dtrain__event;
 
 /* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
@@ -5422,7 +5423,7 @@ typedef struct dtrain__ring {
 /* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
-    const char *name, *text; /* text: of the parameter or stage that it works on; or NULL */
+    const char *name, *text; /* text: the parameter or stage that it works on; or NULL */
     int64_t number;
     bool ranged;          /* the device's profiler has it, too */
     uint32_t kind, outer; /* its kind, and that of the span around it */
@@ -17465,11 +17466,10 @@ static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t num
     return dtrain_fail(
         DTRAIN_ERROR_UNSUPPORTED,
         "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over %lld "
-        "and %lld in an earlier pass of this step or evaluation, and %lld ranks have only one "
-        "kind; "
-        "no weight of a pass makes both the mean over all their samples. Write an auxiliary loss "
-        "as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight of the other, or choose "
-        "DTRAIN_AVERAGE_MEANS",
+        "and %lld in an earlier pass of this step or evaluation, and %lld ranks have samples "
+        "of the second alone; no weight of a pass makes both the mean over all their samples. "
+        "Write an auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight "
+        "of the other, or choose DTRAIN_AVERAGE_MEANS",
         (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
         (long long)all[2]);
 }
@@ -45591,9 +45591,9 @@ DTRAIN__KERNEL(pool2d_backward)
  *     P^T = exp(S^T - top)           dP^T = V dO^T          dS^T = P^T (dP^T - rowsum(dO O))
  *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
  *
- * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S,
- * where it does not hide without rounding: -1e4 in a whole row leaves the row's weights as they
- * are; keys behind the length of the batch element are never read. */
+ * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
+ * what rounding takes from a sum is kept, unless the mask hides: -1e4 in a whole row leaves the
+ * weights of its scores as they are. Keys behind the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,

@@ -168,11 +168,10 @@ static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t num
     return dtrain_fail(
         DTRAIN_ERROR_UNSUPPORTED,
         "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over %lld "
-        "and %lld in an earlier pass of this step or evaluation, and %lld ranks have only one "
-        "kind; "
-        "no weight of a pass makes both the mean over all their samples. Write an auxiliary loss "
-        "as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight of the other, or choose "
-        "DTRAIN_AVERAGE_MEANS",
+        "and %lld in an earlier pass of this step or evaluation, and %lld ranks have samples "
+        "of the second alone; no weight of a pass makes both the mean over all their samples. "
+        "Write an auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight "
+        "of the other, or choose DTRAIN_AVERAGE_MEANS",
         (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
         (long long)all[2]);
 }

@@ -49,7 +49,8 @@ typedef struct dtrain__event {
     dtrain__comm_call call;
     uint32_t track;
     uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
-    char name[DTRAIN__EVENT_NAME]; /* a span's, or who made the call; 0; what that works on */
+    char name[DTRAIN__EVENT_NAME]; /* two strings: a span's name or who made the call; and after its
+                                      0 the parameter or stage that this works on, or "" */
 } dtrain__event;
 
 /* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
@@ -73,7 +74,7 @@ typedef struct dtrain__ring {
 /* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
-    const char *name, *text; /* text: of the parameter or stage that it works on; or NULL */
+    const char *name, *text; /* text: the parameter or stage that it works on; or NULL */
     int64_t number;
     bool ranged;          /* the device's profiler has it, too */
     uint32_t kind, outer; /* its kind, and that of the span around it */
