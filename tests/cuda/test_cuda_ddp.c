@@ -531,7 +531,14 @@ static int train_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
     for (int step = 0; step < how->steps; step++) {
         dtrain_step_record record;
-        RANKS_TRY(dtrain_trainer_step(trainer, &record));
+        const dtrain_result stepped = dtrain_trainer_step(trainer, &record);
+        if (how->graph && how->two == 2 &&
+            step >= 4) { /* the ninth batch of two a step has other numbers */
+            CHECK(stepped == DTRAIN_ERROR_UNSUPPORTED &&
+                  strstr(dtrain_last_error(), "use graph = false"));
+            continue;
+        }
+        RANKS_TRY(stepped);
         if (m.rank == 0) result->losses[step] = record.loss, result->norms[step] = record.grad_norm;
         if (how->evaluate && step % 2) { /* its passes use the same arenas */
             double val;
@@ -694,49 +701,6 @@ static void test_graph_notices_ignored_targets(void)
 
 /* A loss of two means over other samples is recorded where their numbers stay, and refused in a step where they do not,
  * once more when the program goes on after the refusal. */
-static int two_refused_main(dtrain_world *world, void *user)
-{
-    const run *how = (const run *)user;
-    model m;
-    dtrain_strategy *strategy;
-    dtrain_trainer *trainer;
-    dtrain_optimizer *optimizer;
-    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
-    dtrain_trainer_desc desc;
-    dtrain_result stepped = DTRAIN_OK;
-    memset(&m, 0, sizeof m);
-    memset(&desc, 0, sizeof desc);
-    m.rank = dtrain_world_rank(world);
-    m.two = how->two;
-    declare(&m);
-    RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, NULL, &strategy));
-    RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
-    desc.strategy = strategy;
-    desc.optimizer = optimizer;
-    desc.loss = loss;
-    desc.user = &m;
-    desc.next_batch = next_batch;
-    desc.schedule.lr = 0.001f;
-    desc.graph = true;
-    desc.micro_batches = how->accumulation;
-    RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
-    int step = 0;
-    while (step < 7 && stepped == DTRAIN_OK) {
-        stepped = dtrain_trainer_step(trainer, NULL);
-        step += stepped == DTRAIN_OK;
-    }
-    CHECK_MSG(step == 4, "refused in step %d", step);
-    for (int again = 0; again < 2; again++) {
-        CHECK(stepped == DTRAIN_ERROR_UNSUPPORTED &&
-              strstr(dtrain_last_error(), "use graph = false"));
-        stepped = dtrain_trainer_step(trainer, NULL);
-    }
-    dtrain_trainer_destroy(trainer);
-    dtrain_optimizer_destroy(optimizer);
-    dtrain_strategy_destroy(strategy);
-    return 0;
-}
-
 static void test_graph_adds_means(void)
 {
     run how = plain();
@@ -750,9 +714,10 @@ static void test_graph_adds_means(void)
         check_near(&cpu, &graph, 6, 1e-4, "two means, on the CPU and recorded");
         check_same(&eager, &graph, 6, "two means");
     }
-    how.two = 2;
+    how.two = 2; /* steps 4 and 5 are refused */
     how.accumulation = 2;
-    cuda_run(1, DTRAIN_LAUNCH_PROCESSES, two_refused_main, &how);
+    how.graph = true;
+    (void)trained(how, 1, DTRAIN_LAUNCH_PROCESSES, false);
 }
 
 /* bf16 products on the GPU and on the CPU agree, and stay near fp32. */
