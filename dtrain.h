@@ -122,25 +122,23 @@
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/view_internal.h         A strategy as the rooms above it see it
        src/strategy/stages.c                Stages: which part of a model a rank of a pipeline axis has
-       src/strategy/kinds.c                 The table of kinds: what each shards
        src/strategy/layout.c                The layout: which parameters travel together, and which rank keeps which part of them
-       src/strategy/road.c                  The road of a gradient: ready, launch, reduce, finish, publish
-       src/strategy/ways_internal.h         The steps of ways, for strategy/ways.c, which chooses them; and what files of ways/ share
+       src/strategy/reduce.c                How gradients become their mean: ready, bucket, steps, finish, publish
+       src/strategy/steps_internal.h        The steps of buckets, for strategy/steps.c, which makes the lists; and what their files share
        src/strategy/weights.c               Weights: the mean of a step over all its samples
        src/strategy/norm.c                  The norm of gradients
-       src/strategy/gather.c                Sharded values: gather, release
+       src/strategy/missing.c               What the end of a step does beside the gradients' reduction: missing gradients, buffers
+       src/strategy/units.c                 Units come and go: gather, release, and the walk back
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
-       src/strategy/ways/shards.c           Steps of sharded buckets: each rank gets its shard of the mean
-       src/strategy/ways/tie.c              The sum over the stages that a weight is tied between
-       src/strategy/ways/tensor.c           The sum over the tensor axis, under sequence parallelism
-       src/strategy/ways/hierarchy.c        Steps between two levels of ranks
-       src/strategy/ways/compression.c      Gradient compression: how hooks travel on the road
-       src/strategy/ways/topk.c             Top-k: a hook that selects the largest elements, all-gathers them and adds them up
-       src/strategy/ways/powersgd.c         PowerSGD: a hook that sends two factors of every matrix
-       src/strategy/ways.c                  The ways of a bucket
+       src/strategy/ties.c                  The sum over the stages that a weight is tied between
+       src/strategy/tensor.c                The sum over the tensor axis, under sequence parallelism
+       src/strategy/compress.c              Gradient compression: the steps that carry a hook
+       src/strategy/topk.c                  Top-k: a hook that selects the largest elements, all-gathers them and adds them up
+       src/strategy/powersgd.c              PowerSGD: a hook that sends two factors of every matrix
+       src/strategy/steps.c                 The lists of steps
        src/strategy/join.c                  Passes without samples
        src/strategy/offload.c               Offload: shards in host memory
-       src/strategy/levels.c                Levels of ranks: which ranks share a copy of the model, and which communicators that takes
+       src/strategy/levels.c                Two levels of ranks
        src/strategy/compare.c               Do all ranks have the same?
        src/strategy/settings.c              Settings: zeros become defaults, and fields that contradict each other are refused
        src/strategy/create.c                Making and destroying a strategy
@@ -3452,7 +3450,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 /* Communication hooks: how the gradients of a bucket travel, in a way of one's own
  *
  * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook; the built-in
- * ones (ways/topk.c, ways/powersgd.c) are made of the same, and examples/sign_sgd.c is a complete
+ * ones (topk.c, powersgd.c) are made of the same, and examples/sign_sgd.c is a complete
  * program. PyTorch's DDP has them by the same name. A hook has one or two rounds; the library calls
  *
  *     plan         when memory is laid out, on every rank, also for forecasts, which have no memory
@@ -14954,25 +14952,24 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
 /* The strategy, and what its files call of one another
  *
  * Every file of the room includes it, and with it the interfaces of core, world, communicator and
- * device that they share.
+ * device that they share. DDP is read in three files and shards in two more:
  *
- * The order of reading is that of a gradient. Each file calls those before it, and those in
- * brackets:
+ *     layout.c       the table of kinds; who keeps what, in which memory
+ *     reduce.c       from ready to publish, with the steps of DDP and of shards
+ *     units.c        sharded values: gather, release, the walk back
+ *     steps.c        the lists of steps; the only file that knows all of them
+ *     create.c       making one, and its end
  *
- *     params.c, kinds.c       what the host registers; what each kind shards
- *     stages.c                which part of the model a rank of a pipeline has
- *     layout.c                who keeps what, in which memory
- *     road.c                  DDP from ready to publish [weights.c, gather.c, offload.c, calls.c]
+ * Beside that road, a file a topic:
+ *
+ *     params.c, stages.c      what the host registers; which part of it a rank of a pipeline has
  *     weights.c, norm.c       the mean over samples; the norm of gradients
- *     gather.c, offload.c     sharded values; shards in host memory
+ *     missing.c, join.c       gradients that a rank lacks; passes without samples
+ *     ties.c, tensor.c, levels.c, compress.c, topk.c, powersgd.c, offload.c    further steps
+ *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
- *     ways/                   one file a step that replaces or follows the all-reduce
- *     ways.c                  chooses the steps; the only file that knows all of them
- *     join.c                  passes without samples
- *     levels.c, settings.c    who shares a copy of the model; checks of the desc
- *     compare.c               have all ranks registered the same, and have they the same values?
- *     create.c, count.c       making one; dtrain_strategy_create, which counts what a step sends
- *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
+ *     query.c, view.c         answers to the host, to the rooms above
+ *     count.c, plan.c         what a step sends; what a strategy needs, before it is made */
 
 /* ==== src/strategy/layout_internal.h ========================================================== */
 
@@ -15248,13 +15245,13 @@ typedef struct dtrain__bucket {
     int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
     int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
                                          them, or with several nodes its slice (bucket_close) */
-    dtrain_comm *comm;                /* the ranks that exchange its gradients: ways.c */
     uint32_t first_param, last_param; /* range of indices that contains every member */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
-    uint32_t stage;                   /* how far its gradients are: DTRAIN__REDUCE_IDLE ... */
-    dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
-    struct dtrain__compressed *compressed; /* what compression keeps (ways_internal.h), or NULL */
+    const struct dtrain__step_list *steps; /* what its gradients go through: steps.c */
+    uint32_t step; /* how far they are: 0, the number of the step under way, or DTRAIN__REDUCED */
+    dtrain_work **reduces, **gathers;      /* (works_per_bucket) collectives under way, or NULL */
+    struct dtrain__compressed *compressed; /* what compression keeps (steps_internal.h), or NULL */
     float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
     int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
     bool tensor_packed;
@@ -15264,17 +15261,7 @@ typedef struct dtrain__bucket {
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
 
-/* The values of a unit, where they are sharded. A unit has a slot that it shares with every second
- * other unit (unit u has slot u % 2), or memory of its own.
- *
- *                  gather, or ahead of it            gather             gather
- *        ABSENT ----------------------> COMING ---------------> HERE ------------> SHOWN
- *          ^     collectives start        |      they are done   | <----------------  |
- *          |                              |                      |       release      |
- *          '------------------------------'----------------------'--------------------'
- *                    another unit takes the slot, or publish: values are out of date
- *
- * Only while it is SHOWN do dtrain_param.value point to them. */
+/* Where the values of a unit are: the drawing is in units.c. */
 typedef enum dtrain__unit_state {
     DTRAIN__UNIT_ABSENT,
     DTRAIN__UNIT_COMING,
@@ -15288,7 +15275,7 @@ typedef struct dtrain__unit {
     dtrain__bucket *trainable, *frozen; /* its buckets, or NULL */
     bool own_memory;                    /* no slot: stays from its first gather to publish */
     dtrain__unit_state state;
-    dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
+    dtrain__unit_state before; /* to restore after a read, which borrows slots */
 } dtrain__unit;
 
 /* Two buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
@@ -15334,9 +15321,6 @@ typedef struct dtrain__layout {
     uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
-/* strategy/kinds.c */
-DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
-
 /* strategy/params.c */
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
@@ -15349,6 +15333,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
 #define DTRAIN__STAGING_COUNT 1024 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */
+DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int all,
@@ -15366,42 +15351,32 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
 /* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
 #define DTRAIN__SQUARES 2
 
-/* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
-enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
+typedef struct dtrain__step dtrain__step;
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                      const dtrain__step *step);
 
-typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
-
-/* Flags of a step. BRIEF: few bytes; in lockstep they are waited for at once, so that the next
- * step, which has many, goes on under what backward computes next. */
-enum { DTRAIN__LAST_ONLY = 1, DTRAIN__BRIEF = 2 };
-
-/* One step of a bucket's way from gradients to their mean: begin prepares and starts one
- * collective, or a few at once; end is called when they are done. NULL: nothing to do. LAST_ONLY:
- * in the last micro-batch, on the shard that holds the sum of all. */
-typedef struct dtrain__step {
-    dtrain__step_fn *begin, *end;
-    uint32_t flags;
-} dtrain__step;
-
-#define DTRAIN__STEPS 7 /* the longest way: 6, and a NULL */
-
-/* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
-enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
-
-/* Extra communicators. A step that starts when an earlier one completes must not share a
- * communicator with it: ranks could start the two in different orders. */
-enum {
-    DTRAIN__NODE,         /* ranks of this node: the first step between levels */
-    DTRAIN__ACROSS,       /* ranks of other nodes with the same slice, or (HYBRID_SHARD) shard */
-    DTRAIN__BACK,         /* the ranks of NODE, for node_gather */
-    DTRAIN__FETCH_ACROSS, /* the ranks of ACROSS, to gather values ... */
-    DTRAIN__FETCH,        /* ... and those of NODE, for the second collective of a gather */
-    DTRAIN__SECOND,       /* the ranks that exchange compressed gradients, for a second round */
-    DTRAIN__TENSOR,       /* the tensor axis, for the sum of whole parameters' gradients ... */
-    DTRAIN__AFTER,        /* ... and for the step after it the data axis, or (HYBRID_SHARD) ... */
-    DTRAIN__AFTER_NODE,   /* ... of sharded buckets the ranks of NODE */
-    DTRAIN__EXTRAS
+/* One step of a bucket from its gradients to their mean. begin prepares and starts collectives on
+ * the step's own communicator; when they are done end is called, and the next step begins. Without
+ * a communicator the step is done when begin returns. */
+struct dtrain__step {
+    dtrain__step_fn *begin, *end; /* end may be NULL */
+    dtrain_comm *comm;
 };
+
+#define DTRAIN__STEPS 8  /* the most steps of a list ... */
+#define DTRAIN__COMMS 12 /* ... and communicators of two lists and of gathers */
+
+/* dtrain__bucket.step: 0 before the first step, the number of the step under way, or this. */
+#define DTRAIN__REDUCED 99u
+
+/* The steps of whole, or of sharded buckets, in their order (steps.c). */
+typedef struct dtrain__step_list {
+    dtrain__step list[DTRAIN__STEPS];
+    uint32_t count, early_count; /* steps in a step's last backward, and in those before it */
+    uint32_t collectives;        /* steps that have a communicator */
+    dtrain_reduce_op op;         /* SUM where two collectives in a row make the mean, as sums that
+                                    are multiplied by 1/N once; in fp16 they are means */
+} dtrain__step_list;
 
 /* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
  * in the bounce buffers, those of an update in the optimizer's stages. */
@@ -15419,9 +15394,12 @@ struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
     dtrain_device *device;
-    dtrain__groups groups;               /* of create; the kind decides which ranks are `copy` */
-    dtrain_comm *extra[DTRAIN__EXTRAS];  /* NULL: not needed */
-    dtrain_strategy_desc desc;           /* resolved */
+    dtrain__groups groups;             /* of create; the kind decides which ranks are `copy` */
+    dtrain_comm *owned[DTRAIN__COMMS]; /* (owned_count) communicators of steps and gathers */
+    size_t owned_count;
+    dtrain_comm *tensor_comm;  /* of the tensor axis, for sums of whole parameters' gradients */
+    dtrain_comm *fetch[2];     /* those of gathers of values: one, or with several nodes two */
+    dtrain_strategy_desc desc; /* resolved */
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
@@ -15432,8 +15410,12 @@ struct dtrain_strategy {
                            of it, or NULL; those of the same ranks share one */
 
     /* The step under way. */
-    const dtrain__step *ways[DTRAIN__WAYS][DTRAIN__STEPS];
-    uint64_t compressed_from; /* sync_count of the first step in which COMPRESSED is taken */
+    dtrain__step_list whole, sharded; /* the steps of buckets */
+    bool lockstep; /* second collectives start only at launches and in finish, which come in the
+                      same order on every rank. NCCL runs collectives in the order in which they were
+                      started: if ranks started a step whenever the one before is done, their orders
+                      would differ, and they would wait for each other in a circle */
+    uint64_t compressed_from; /* sync_count of the first step with compression */
     size_t launched, oldest;  /* buckets below launched are started, those below oldest reduced */
     size_t marked_count;      /* calls of ready in this backward */
     bool more;                /* micro-batches of this step follow */
@@ -15449,7 +15431,6 @@ struct dtrain_strategy {
     bool sums_agreed[2];
     bool evaluates;        /* the trainer's evaluation is under way */
     bool several;          /* one backward covers several micro-batches (pipeline) */
-    bool tied;             /* there are weights with copies on other stages */
     bool taped;            /* a tape was made for this strategy */
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     bool empty;            /* the last step had no samples */
@@ -15483,21 +15464,14 @@ struct dtrain_strategy {
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
 
-/* strategy/road.c */
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              float *x, int64_t first, int64_t count, void **wire);
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                float *x, int64_t first, int64_t count, bool last);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 dtrain_comm *comm, float *x, int64_t first,
-                                                 int64_t count);
-DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
-                                        const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
-                                                  const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                            float *x, int64_t count);
+/* strategy/reduce.c */
+DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
+
+/* strategy/missing.c */
+DTRAIN__PRIVATE dtrain_result dtrain__report_missing(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__average_buffers(dtrain_strategy *strategy);
 
 /* strategy/calls.c */
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
@@ -15514,32 +15488,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 /* strategy/stages.c */
 DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
                                           size_t count);
+DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage,
+                                        int rank);
+
+/* strategy/ties.c */
 DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy);
 
-/* strategy/ways/compression.c */
+/* strategy/compress.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
 
-/* strategy/ways/tensor.c */
+/* strategy/tensor.c */
 DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout);
 
-/* strategy/ways.c */
-DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank);
-DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
+/* strategy/steps.c */
+DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
+                                                   const dtrain_allocator *a,
+                                                   const dtrain_param *params, size_t count,
+                                                   const dtrain_strategy_desc *desc, int ranks,
+                                                   int rank);
+DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 
-/* strategy/gather.c */
-DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
-                                                 uint32_t next);
-DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown);
+/* strategy/units.c */
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
@@ -15554,13 +15533,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
                                                  const dtrain__groups *groups,
                                                  uint32_t *node_ranks);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
-DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks);
+DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
+                                              const dtrain__bucket *bucket);
 
 /* strategy/offload.c */
-DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                               const float *result, bool add);
-DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                               float *sum);
 DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket);
@@ -15803,7 +15780,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
  *     rank, ZBV                  0     |  1  |  1  |  0
  *
  * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
- * stream of one index, so that they are equal from the start; TIE (ways/tie.c) adds their gradients
+ * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients
  * up before anything else is done with them, and so they stay equal. The first rank counts it where
  * something of the model counts once. */
 
@@ -15905,7 +15882,8 @@ DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain
 /* ---- Parameters -------------------------------------------------------------------------------*/
 
 /* Tell whether a rank of the axis uses a storage, by any of its entries. */
-static bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage, int rank)
+DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage,
+                                        int rank)
 {
     const dtrain_param *p = storage;
     do {
@@ -15952,87 +15930,6 @@ DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t 
     return rank;
 }
 
-/* ---- Copies of tied weights -------------------------------------------------------------------*/
-
-/* Tell whether two storages are used by the same ranks; none: by several at all. */
-static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,
-                               const dtrain_param *b)
-{
-    for (int rank = 0; rank < map->ranks; rank++)
-        if (dtrain__stage_uses(map, a, rank) != dtrain__stage_uses(map, b, rank)) return false;
-    return true;
-}
-
-static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param *storage)
-{
-    int users = 0;
-    for (int rank = 0; rank < map->ranks; rank++) users += dtrain__stage_uses(map, storage, rank);
-    return users > 1;
-}
-
-/* Refuse what would treat copies of a weight in different ways. */
-static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
-{
-    if (!strategy->desc.compression) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_strategy_create: compression: \"%s\" is tied between stages of "
-                       "several ranks, whose copies must get the same gradient to the bit; leave "
-                       "compression or the tie out",
-                       dtrain__short(p->name));
-}
-
-/* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
- * weights with the same ranks share one. All ranks of the axis make the same calls. */
-DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
-{
-    const dtrain__stage_map *map = &strategy->stages;
-    dtrain_comm *axis = strategy->groups.pipeline;
-    const dtrain_param *before = NULL; /* the storage before it that has copies */
-    for (size_t i = 0; i < strategy->param_count && axis; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || !dtrain__has_copies(map, p)) continue;
-        DTRAIN__TRY(dtrain__tie_allowed(strategy, p));
-        const int color = dtrain__stage_uses(map, p, map->rank) ? 0 : -1;
-        if (before && dtrain__same_users(map, before, p))
-            strategy->ties[i] = strategy->ties[before->state.index];
-        else DTRAIN__TRY(dtrain_comm_split(axis, color, map->rank, &strategy->ties[i]));
-        before = p;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
-        dtrain_comm *comm = strategy->ties[i];
-        for (size_t k = i; k < strategy->param_count; k++)
-            if (strategy->ties[k] == comm) strategy->ties[k] = NULL;
-        if (comm) dtrain_comm_destroy(comm);
-    }
-}
-
-/* ==== src/strategy/kinds.c ==================================================================== */
-
-/* The table of kinds: what each shards */
-
-/* In the order of dtrain_strategy_kind, from DTRAIN_STRATEGY_DDP on. */
-static const dtrain__kind_row dtrain__kind_rows[] = {
-    /* name, {optimizer state, gradients, parameters are sharded}, owners, replicas */
-    {"ddp", {false, false, false}, false, false},
-    {"zero1", {true, false, false}, false, false},
-    {"shard_grad_op", {true, true, false}, false, false},
-    {"full_shard", {true, true, true}, false, false},
-    {"zero3", {true, true, true}, true, false},
-    {"hybrid_shard", {true, true, true}, false, true},
-};
-
-/* Find the row of a kind; NULL for AUTO, which is not resolved yet, and for unknown numbers. */
-DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
-{
-    if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
-    return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
-}
-
 /* ==== src/strategy/layout.c =================================================================== */
 
 /* The layout: which parameters travel together, and which rank keeps which part of them
@@ -16061,6 +15958,24 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
  * several units use, then those that are whole, then weights that stages of several ranks use.
  * Frozen parameters of sharded units have buckets of their own, which are gathered and never
  * reduced. */
+
+/* In the order of dtrain_strategy_kind, from DTRAIN_STRATEGY_DDP on. */
+static const dtrain__kind_row dtrain__kind_rows[] = {
+    /* name, {optimizer state, gradients, parameters are sharded}, owners, replicas */
+    {"ddp", {false, false, false}, false, false},
+    {"zero1", {true, false, false}, false, false},
+    {"shard_grad_op", {true, true, false}, false, false},
+    {"full_shard", {true, true, true}, false, false},
+    {"zero3", {true, true, true}, true, false},
+    {"hybrid_shard", {true, true, true}, false, true},
+};
+
+/* Find the row of a kind; NULL for AUTO, which is not resolved yet, and for unknown numbers. */
+DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
+{
+    if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
+    return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
+}
 
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
 {
@@ -16521,45 +16436,46 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     return *count > 0;
 }
 
-/* ==== src/strategy/road.c ===================================================================== */
+/* ==== src/strategy/reduce.c =================================================================== */
 
-/* The road of a gradient: ready, launch, reduce, finish, publish
+/* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * DDP is the worked example: what it does in a step is in this file, and the numbers of the drawing
- * stand at the stations below. The other kinds take the same road with other steps at 3, one file a
- * step in ways/, chosen in ways.c; sharded values come and go in gather.c.
+ * DDP is the worked example: the numbers of the drawing are those of the sections below.
  *
  *       the tape or the host        on this rank                         among the ranks
  *
  *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
- *     2                             dtrain__launch_buckets: every bucket that is complete, if
- *                                   those before it have been launched
- *     3                             dtrain__reduce_start: begin of the   all-reduce of the bucket,
- *                                   way's first step                     under way from here on
+ *     2                             dtrain__launch_bucket: a bucket whose       all-reduce of the bucket,
+ *                                   gradients are all marked begins      under way from here on
+ *                                   the first of its steps
  *       backward of the next layer
- *       dtrain_strategy_ready(q)    ... dtrain__progress: what is done   all-reduce done
- *                                   goes on with the way's next step
- *     4 dtrain_strategy_finish      dtrain__close_buckets: fill what
- *                                   was not marked; 2 and 3 for the rest
+ *       dtrain_strategy_ready(q)    dtrain__progress: where a step is    all-reduce done
+ *                                   done, end it and begin the next
+ *     3 dtrain_strategy_finish      dtrain__close_buckets: fill what
+ *                                   was not marked, launch the rest
  *                                   dtrain__reduce_until: wait           gradients are the mean
  *                                   weights.c: of samples, not of ranks  all-reduce of weights
  *       clipping, optimizer         on what dtrain_strategy_shards lists
- *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
+ *     4 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
+ *
+ * A bucket goes through its list of steps, which was made at create (steps.c). The list of DDP has
+ * one, ALL_REDUCE; kinds that shard have REDUCE_SCATTER and KEEP. Both are at the end of this file;
+ * a step of another feature is in a file of its own in steps/, which nothing here names. Values
+ * that are sharded come and go in units.c.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
  * 0, 1, 2, ..., whatever the order in which it calls ready, and starting one never waits. A bucket
- * that is complete early waits for those before it. In DDP a bucket has one collective. Where it
- * has several in a row, the next one starts when the one before is done, at a moment that differs
- * between ranks: so each step of a way has a communicator of its own, on which all buckets go in
- * their order.
+ * that is complete early waits for those before it. A second step starts when the first is done, at
+ * a moment that differs between ranks: so each step has a communicator of its own, on which all
+ * buckets go in their order.
  *
  * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
  * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
  * the order is another: HYBRID_SHARD and hierarchical have bits of their own.) */
 
-/* ==== src/strategy/ways_internal.h ============================================================ */
+/* ==== src/strategy/steps_internal.h =========================================================== */
 
-/* The steps of ways, for strategy/ways.c, which chooses them; and what files of ways/ share */
+/* The steps of buckets, for strategy/steps.c, which makes the lists; and what their files share */
 
 /* What compression keeps of a bucket. */
 typedef struct dtrain__compressed {
@@ -16570,30 +16486,43 @@ typedef struct dtrain__compressed {
     char label[48];      /* of its collectives in traces */
 } dtrain__compressed;
 
-/* road.c: the all-reduce; ways/: the others. */
+/* In reduce.c: */
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
-    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
-    dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
-    dtrain__node_gather_begin, dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
-    dtrain__round_1_begin, dtrain__round_1_end, dtrain__round_2_begin, dtrain__round_2_end;
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__keep_begin;
+/* In the files of their features: */
+DTRAIN__PRIVATE dtrain__step_fn dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
+    dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__scale_begin,
+    dtrain__replicas_begin, dtrain__replicas_end, dtrain__round_1_begin, dtrain__round_1_end,
+    dtrain__round_2_begin, dtrain__round_2_end, dtrain__host_put_begin, dtrain__host_get_begin,
+    dtrain__host_return_begin;
 
-/* strategy/ways/compression.c */
+/* strategy/reduce.c */
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                float *x, int64_t first, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 const dtrain__step *step, float *x, int64_t first,
+                                                 int64_t count);
+DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
+                                             const dtrain__bucket *bucket);
+
+/* strategy/levels.c */
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count);
+
+/* strategy/compress.c */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
                                                    const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 
-/* strategy/ways/topk.c, powersgd.c */
+/* strategy/topk.c, powersgd.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void);
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void);
 
-/* The road, station by station. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
-static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__bucket *bucket);
 static dtrain_result dtrain__progress(dtrain_strategy *strategy);
-static bool dtrain__walks(const dtrain_strategy *strategy);
-static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 
 /* ---- Before a backward ------------------------------------------------------------------------*/
 
@@ -16614,7 +16543,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         layout->buckets[b].pending = layout->buckets[b].uses;
-        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
+        layout->buckets[b].step = 0;
     }
     strategy->launched = strategy->oldest = strategy->marked_count = 0;
     strategy->in_buffer[0] = strategy->in_buffer[1] = strategy->backward = DTRAIN__NONE;
@@ -16723,7 +16652,57 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
     return DTRAIN_OK;
 }
 
-/* ---- 2. Launch --------------------------------------------------------------------------------*/
+/* ---- 2. Launch, and the steps of a bucket -----------------------------------------------------*/
+
+/* Count the steps that a bucket takes in this backward. */
+static uint32_t dtrain__step_count(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    return strategy->more ? bucket->steps->early_count : bucket->steps->count;
+}
+
+/* Tell whether collectives follow the step under way. */
+static bool dtrain__has_next(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    for (uint32_t i = bucket->step; i < dtrain__step_count(strategy, bucket); i++)
+        if (bucket->steps->list[i].comm) return true;
+    return false;
+}
+
+/* Begin the next steps, up to the first one that has collectives under way. */
+static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    while (bucket->step < dtrain__step_count(strategy, bucket)) {
+        const dtrain__step *step = &bucket->steps->list[bucket->step++];
+        DTRAIN__TRY(step->begin(strategy, bucket, step));
+        if (step->comm) return DTRAIN_OK;
+    }
+    bucket->step = DTRAIN__REDUCED;
+    return DTRAIN_OK;
+}
+
+/* Wait for the step under way, end it, and begin the next. In DDP: wait for the all-reduce. */
+DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    if (bucket->step == DTRAIN__REDUCED) return DTRAIN_OK;
+    const dtrain__step *step = &bucket->steps->list[bucket->step - 1];
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
+    if (step->end) DTRAIN__TRY(step->end(strategy, bucket, step));
+    return dtrain__begin_next(strategy, bucket);
+}
+
+/* Begin the steps of a bucket. In lockstep (strategy_internal.h) the buckets under way go one step
+ * further first; those at their last collective do not: that would make what backward computes next
+ * wait for it. */
+static dtrain_result dtrain__launch_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++) {
+        dtrain__bucket *before = &strategy->layout.buckets[b];
+        if (before->step != DTRAIN__REDUCED && dtrain__has_next(strategy, before))
+            DTRAIN__TRY(dtrain__advance(strategy, before));
+    }
+    bucket->step = 0;
+    return dtrain__begin_next(strategy, bucket);
+}
 
 /* Launch buckets below `end` in their order, up to the first that is not complete. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
@@ -16731,225 +16710,53 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
     for (; strategy->launched < end; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
-        bucket->stage = DTRAIN__REDUCED;
-        if (dtrain__travels(strategy, bucket)) DTRAIN__TRY(dtrain__reduce_start(strategy, bucket));
+        bucket->step = DTRAIN__REDUCED;
+        if (dtrain__travels(strategy, bucket)) DTRAIN__TRY(dtrain__launch_bucket(strategy, bucket));
     }
     return DTRAIN_OK;
 }
 
-/* ---- 3. Reduce --------------------------------------------------------------------------------*/
-
-/* Return the way of whole or of sharded buckets: its steps, as ways.c has chosen them, and a NULL.
- * In DDP the only step is the all-reduce below. Tied buckets have one step more before it. */
-static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded,
-                                                 bool tied)
-{
-    const bool compressed = strategy->sync_count >= strategy->compressed_from;
-    return strategy->ways[sharded      ? DTRAIN__SHARDED
-                          : compressed ? DTRAIN__COMPRESSED
-                                       : DTRAIN__WHOLE] +
-           !tied;
-}
-
-/* Return step number `stage` of a bucket's way, counted from 1; NULL: there are fewer. */
-static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
-                                           const dtrain__bucket *bucket, uint32_t stage)
-{
-    const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded, bucket->tied)[stage - 1];
-    return step && step->flags & DTRAIN__LAST_ONLY && strategy->more ? NULL : step;
-}
-
-/* Wait for the collectives of a bucket's step, end the step and begin the next one, if any. In DDP:
- * wait for the all-reduce. */
-static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    if (bucket->stage == DTRAIN__REDUCED) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
-    const dtrain__step *done = dtrain__step_of(strategy, bucket, bucket->stage);
-    const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
-    if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
-    bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
-    return next && next->begin ? next->begin(strategy, bucket) : DTRAIN_OK;
-}
-
-/* Tell whether second and later steps start in lockstep: only at launches and in finish, which come
- * in the same order on every rank. NCCL runs collectives in the order in which they were started:
- * if ranks started a step whenever the one before is done, their orders would differ, and they
- * would wait for each other in a circle. */
-static bool dtrain__in_lockstep(const dtrain_strategy *strategy)
-{
-    return strategy->groups.data->ops->launch_ordered &&
-           (dtrain__way_of(strategy, false, strategy->tied)[1] ||
-            dtrain__way_of(strategy, true, strategy->tied)[1]);
-}
-
-/* Take the buckets under way below `end` one step further, waiting for the step that each is at. */
-static dtrain_result dtrain__advance(dtrain_strategy *strategy, size_t end)
-{
-    for (size_t b = strategy->oldest; b < end; b++)
-        DTRAIN__TRY(dtrain__reduce_await(strategy, &strategy->layout.buckets[b]));
-    return DTRAIN_OK;
-}
-
-/* Begin the next step of the buckets under way that have one. Those at their last step go on: a
- * wait here would be one of what backward computes next. */
-static dtrain_result dtrain__advance_ways(dtrain_strategy *strategy)
-{
-    for (size_t b = strategy->oldest; b < strategy->launched; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (bucket->stage != DTRAIN__REDUCED &&
-            dtrain__step_of(strategy, bucket, bucket->stage + 1))
-            DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
-    }
-    return DTRAIN_OK;
-}
-
-/* Begin the first step of a bucket's way; in lockstep, first take the buckets under way a step
- * further. */
-static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    if (dtrain__in_lockstep(strategy)) DTRAIN__TRY(dtrain__advance_ways(strategy));
-    bucket->stage = 1;
-    const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
-    if (first->begin) DTRAIN__TRY(first->begin(strategy, bucket));
-    const bool at_once = first->flags & DTRAIN__BRIEF && dtrain__in_lockstep(strategy);
-    return at_once ? dtrain__reduce_await(strategy, bucket) : DTRAIN_OK;
-}
-
-/* Test the buckets under way, and take those whose collectives are done one step further, without
- * waiting. There is no progress thread: collectives move only in such calls, one at every ready,
- * which are a layer's backward apart; each reads the clock twice and one cache line per rank. A
- * bucket begins a step only after all buckets before it have. */
+/* Take every bucket under way as far as it can go without waiting. There is no progress thread:
+ * collectives move only in such calls, one at every ready, which are a layer's backward apart; each
+ * reads the clock twice and one cache line per rank. A bucket begins a step only after all buckets
+ * before it have. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
-    uint32_t slowest = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
-    bool done = true;
-    if (dtrain__in_lockstep(strategy)) return DTRAIN_OK;
-    for (size_t b = strategy->oldest; b < strategy->launched; b++) {
+    uint32_t slowest = DTRAIN__REDUCED; /* the smallest step of the buckets so far */
+    for (size_t b = strategy->oldest; b < strategy->launched && !strategy->lockstep; b++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        const bool chain = dtrain__way_of(strategy, bucket->sharded, bucket->tied)[1] != NULL;
-        while (bucket->stage != DTRAIN__REDUCED) {
-            if (bucket->stage >= slowest && dtrain__step_of(strategy, bucket, bucket->stage + 1))
-                break;
-            done = true;
+        bool done = true;
+        while (bucket->step != DTRAIN__REDUCED && done) {
+            if (bucket->step >= slowest && dtrain__has_next(strategy, bucket)) break;
             for (size_t i = 0; i < strategy->works_per_bucket && done; i++)
                 DTRAIN__TRY(dtrain_work_test(bucket->reduces[i], &done));
-            if (!done) break;
-            DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
+            if (done) DTRAIN__TRY(dtrain__advance(strategy, bucket));
         }
-        if (bucket->stage < slowest) slowest = bucket->stage;
-        if (b == strategy->oldest && bucket->stage == DTRAIN__REDUCED) strategy->oldest++;
-        if (!done && !chain) break;
+        if (bucket->step < slowest) slowest = bucket->step;
+        if (b == strategy->oldest && bucket->step == DTRAIN__REDUCED) strategy->oldest++;
+        if (!done && bucket->steps->collectives == 1) break; /* later buckets come after it */
     }
     return DTRAIN_OK;
 }
 
-/* Wait until all buckets below `end` are reduced, one after another, while those behind go on; in
+/* Wait until all buckets below `end` are reduced, one after another, while later ones go on; in
  * lockstep all of them step by step. */
-static dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
-    const dtrain__bucket *buckets = strategy->layout.buckets;
+    dtrain__bucket *buckets = strategy->layout.buckets;
     while (strategy->oldest < end) {
         DTRAIN__TRY(dtrain__progress(strategy));
-        const size_t next = strategy->oldest < end ? strategy->oldest + 1 : end;
-        DTRAIN__TRY(dtrain__advance(strategy, dtrain__in_lockstep(strategy) ? end : next));
-        while (strategy->oldest < end && buckets[strategy->oldest].stage == DTRAIN__REDUCED)
+        for (size_t b = strategy->oldest; b < end; b++) {
+            DTRAIN__TRY(dtrain__advance(strategy, &buckets[b]));
+            if (!strategy->lockstep) break;
+        }
+        while (strategy->oldest < end && buckets[strategy->oldest].step == DTRAIN__REDUCED)
             strategy->oldest++;
     }
     return DTRAIN_OK;
 }
 
-/* ---- 3. Reduce: the all-reduce, and what other steps take from it -----------------------------*/
-
-/* Tell whether gradients travel rounded, in low_grads. */
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
-{
-    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
-}
-
-/* Tell whether two collectives in a row make the mean of a bucket (over nodes, or replicas) as sums
- * that dtrain__scale multiplies by 1/N once. In fp16 a sum may overflow where the mean does not:
- * there each collective makes a mean. */
-DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
-                                        const dtrain__bucket *bucket)
-{
-    const bool levels =
-        strategy->layout.node_ranks > 1 || (bucket->sharded && strategy->kind->replicas);
-    return levels && strategy->desc.reduce_dtype != DTRAIN_DTYPE_F16;
-}
-
-DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
-                                                  const dtrain__bucket *bucket)
-{
-    return dtrain__sums_first(strategy, bucket) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
-}
-
-/* Multiply x (count elements of the bucket) by 1/N where collectives have summed. */
-DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                            float *x, int64_t count)
-{
-    dtrain_axpby_args mean;
-    if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
-    memset(&mean, 0, sizeof mean);
-    mean.count = count;
-    mean.a = 1.0f / (float)strategy->layout.all;
-    mean.x = mean.y = x;
-    mean.dtype = DTRAIN_DTYPE_F32;
-    return strategy->device->ops->axpby(strategy->device, &mean);
-}
-
-/* Set *wire to x (count elements of the bucket, from `first` on) as reduce_dtype. */
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              float *x, int64_t first, int64_t count, void **wire)
-{
-    *wire = x;
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
-                           strategy->desc.reduce_dtype);
-}
-
-/* Convert what has arrived back to x (count elements of the bucket, from `first` on); after the
- * last collective of a way, make it the mean. */
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                float *x, int64_t first, int64_t count, bool last)
-{
-    if (dtrain__reduces_low(strategy))
-        DTRAIN__TRY(dtrain__convert(strategy, count, bucket->low_grads + first,
-                                    strategy->desc.reduce_dtype, x, DTRAIN_DTYPE_F32));
-    return last ? dtrain__scale(strategy, bucket, x, count) : DTRAIN_OK;
-}
-
-/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 dtrain_comm *comm, float *x, int64_t first,
-                                                 int64_t count)
-{
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(comm, wire, wire, (size_t)count,
-                             (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy, bucket), bucket->reduces);
-}
-
-/* ALL_REDUCE, the one step of DDP: the gradients of a bucket (with several nodes this rank's slice
- * of them) = their mean. */
-DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
-{
-    return dtrain__reduce_all(strategy, bucket, bucket->comm, bucket->grads + bucket->slice_first,
-                              bucket->slice_first, bucket->slice_count);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket)
-{
-    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->slice_first,
-                             bucket->slice_first, bucket->slice_count, true);
-}
-
-/* ---- 4. Finish --------------------------------------------------------------------------------*/
+/* ---- 3. Finish --------------------------------------------------------------------------------*/
 
 /* Complete a bucket in which not all gradients were marked: one that an earlier micro-batch or
  * another use has written counts as it is, any other one is zero. */
@@ -16972,52 +16779,13 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
 
 /* Complete and launch the buckets below `end`, one by one: two buckets may share a buffer, which
  * may be zeroed for the second only after the first has been launched. */
-static dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     while (strategy->launched < end) {
         DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
         DTRAIN__TRY(dtrain__launch_buckets(strategy, end));
     }
     return DTRAIN_OK;
-}
-
-/* Report parameters for which ready was not called in this step, at most eight by name. A warning
- * names a parameter once; on a rank without samples nothing is missing. All buckets have been
- * launched, so no other rank waits for this one. */
-static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
-{
-    const char *const call = "dtrain_strategy_finish";
-    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
-    char names[860] = "";
-    size_t count = 0, used = 0;
-    dtrain_result result = DTRAIN_OK;
-    for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
-        dtrain__entry *entry = &strategy->layout.entries[i];
-        const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
-            continue;
-        /* frozen in this step, as the program may: its gradient is not missing */
-        if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;
-        entry->warned = true;
-        if (count++ < 8) /* 103 bytes each: there is room for them */
-            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%s\"",
-                                     used ? ", " : "", dtrain__short(p->name));
-    }
-    if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
-    if (count && !strict)
-        dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
-                   "%s: no gradient from this backward, zero is used%s: %s", call,
-                   strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ZERO
-                       ? ""
-                       : ", or where no rank has one the parameter is left alone",
-                   names);
-    if (!strict) return DTRAIN_OK;
-    if (count)
-        result = dtrain_fail(DTRAIN_ERROR_USAGE,
-                             "%s: no gradient from this backward: %s; mark them with "
-                             "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
-                             call, names);
-    return dtrain__agree(strategy->groups.all, result);
 }
 
 /* Copy whole gradients back to the arrays of a host that has its own. */
@@ -17032,46 +16800,36 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Average the model's buffers (DTRAIN_PARAM_BUFFER) over the ranks. Running averages are linear:
- * the mean of the ranks' averages is the average over all their batches. */
-static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        dtrain_work *work = NULL;
-        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p || !dtrain__has_memory(p))
-            continue;
-        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, p->value, p->value, (size_t)p->count,
-                                      DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
-    }
-    return DTRAIN_OK;
-}
-
 /* End a backward. The order of these calls matters. Ranks exchange which gradients are missing
  * after each has walked the units that its backward has stepped over and launched all buckets, and
  * an error for a missing one is returned after all buckets were waited for. So a step that fails
  * for a missing gradient has made the same collectives as one that succeeds, and the next step
  * finds all ranks at the same place. Units that were fetched ahead are waited for, because the
  * update overwrites the shards that their collectives read. */
-static dtrain_result dtrain__finish(dtrain_strategy *strategy)
+static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
-    dtrain_result missing = DTRAIN_OK;
-    const dtrain__layout *layout = &strategy->layout;
+    const size_t all = strategy->layout.bucket_count;
     const bool last = !strategy->more;
     strategy->weights += strategy->weight;
     strategy->passes++;
-    dtrain_result result = dtrain__walk_back(strategy, 0);
-    if (result == DTRAIN_OK) result = dtrain__close_buckets(strategy, layout->bucket_count);
-    if (result == DTRAIN_OK && last) result = dtrain__tally_start(strategy);
-    if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
-    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
-    if (result == DTRAIN_OK && layout->grads_on_host) result = dtrain__host_settle(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__tally_end(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__average_buffers(strategy);
-    if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
+    DTRAIN__TRY(dtrain__walk_back(strategy, 0));
+    DTRAIN__TRY(dtrain__close_buckets(strategy, all));
+    if (last) DTRAIN__TRY(dtrain__tally_start(strategy));
+    if (last) *missing = dtrain__report_missing(strategy);
+    DTRAIN__TRY(dtrain__reduce_until(strategy, all));
+    DTRAIN__TRY(dtrain__host_settle(strategy));
+    if (!last) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__tally_end(strategy));
+    DTRAIN__TRY(dtrain__return_grads(strategy));
+    DTRAIN__TRY(dtrain__settle_gathers(strategy));
+    return dtrain__average_buffers(strategy);
+}
+
+static dtrain_result dtrain__finish(dtrain_strategy *strategy)
+{
+    const bool last = !strategy->more;
+    dtrain_result missing = DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__end_backward(strategy, &missing)));
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
     dtrain__rewind(strategy, last);
     return missing;
@@ -17088,21 +16846,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
-                                                const dtrain_shard **shards, size_t *count)
-{
-    if (shards) *shards = NULL;
-    if (count) *count = 0;
-    DTRAIN__GIVEN("dtrain_strategy_shards", strategy);
-    DTRAIN__GIVEN("dtrain_strategy_shards", shards);
-    DTRAIN__GIVEN("dtrain_strategy_shards", count);
-    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
-    *shards = strategy->shards;
-    *count = strategy->shard_count;
-    return DTRAIN_OK;
-}
-
-/* ---- 5. Publish -------------------------------------------------------------------------------*/
+/* ---- 4. Publish -------------------------------------------------------------------------------*/
 
 /* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
  * are kept in shards, evict the old ones from their slots: the next gather brings the new ones. */
@@ -17115,186 +16859,129 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
     return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
 }
 
-/* ---- Gather, release, and the walk back
+/* ---- The step of DDP --------------------------------------------------------------------------*/
+
+/* Tell whether gradients travel rounded, in low_grads. */
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
+{
+    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
+}
+
+/* Set *wire to x (count elements of the bucket, from `first` on) as reduce_dtype. */
+static dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket, float *x,
+                                     int64_t first, int64_t count, void **wire)
+{
+    *wire = x;
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    *wire = bucket->low_grads + first;
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
+}
+
+/* Set x (count elements of the bucket, from `first` on) to what has arrived. */
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                float *x, int64_t first, int64_t count)
+{
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
+                           x, DTRAIN_DTYPE_F32);
+}
+
+/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 const dtrain__step *step, float *x, int64_t first,
+                                                 int64_t count)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_reduce(step->comm, wire, wire, (size_t)count,
+                             (dtrain_dtype)strategy->desc.reduce_dtype, bucket->steps->op,
+                             bucket->reduces);
+}
+
+/* ALL_REDUCE: the gradients of a bucket (with several nodes this rank's slice of them) = their
+ * mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket,
+                                                       const dtrain__step *step)
+{
+    return dtrain__reduce_all(strategy, bucket, step, bucket->grads + bucket->slice_first,
+                              bucket->slice_first, bucket->slice_count);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket,
+                                                     const dtrain__step *step)
+{
+    (void)step;
+    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->slice_first,
+                             bucket->slice_first, bucket->slice_count);
+}
+
+/* ---- The steps of shards
  *
- * Kinds that shard gradients or values walk units. A unit is gathered before its forward and before
- * its backward; its gradients, made in one of two alternating buffers, are reduced when backward
- * comes to the next unit:
+ *     gradients --(reduce_dtype)--> wire -> REDUCE_SCATTER -> result -> KEEP -> shard
  *
- *     backward       unit 3        unit 2        unit 1        unit 0        finish
- *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
- *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]    [ 0 travels ]
- *     shards                                     3             2             1, 0
- *
- * A forward inside a backward (activation checkpointing) does not say where it will end, and a rank
- * that has stepped over units cannot know how far the others have come. So on every rank the walk
- * goes to the unit behind the first one that this forward gathers: both are in their slots then. A
- * forward of more than two units needs the last of them to be gathered for backward before. */
+ * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
+ * shard in host memory, is received in this rank's part of the buffer in which the gradients were
+ * made; from there it is added to the shard, or copied (steps/offload.c). */
 
-/* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
- * backward comes to the next unit, and those of no unit in finish. If a rank launched a bucket as
- * soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
-static bool dtrain__walks(const dtrain_strategy *strategy)
+/* Return the address where the fp32 result of this backward is received. */
+DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
+                                             const dtrain__bucket *bucket)
 {
-    return strategy->layout.shards.params || strategy->layout.shards.grads;
+    if (bucket->shards_grads && (strategy->accumulated || bucket->grad_on_host))
+        return bucket->grads + bucket->shard_first;
+    return bucket->grad_shard;
 }
 
-/* Wait until the gradients of bucket b have left the buffer in which they were made: until the
- * bucket is reduced. With replicas the steps before the last are enough where the step between
- * nodes works on the shard: unless the result has yet to be added to it, rounded or copied to the
- * host. */
-static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
+/* REDUCE_SCATTER: each rank receives the mean of its shard; with ZERO3, where shards have different
+ * lengths, by one reduce an owner. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
+                                                           dtrain__bucket *bucket,
+                                                           const dtrain__step *step)
 {
-    const bool on_host = strategy->layout.grads_on_host;
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
-    const uint32_t across = strategy->layout.partial ? 3 : 2; /* the step between nodes */
-    if (!strategy->kind->replicas || on_host || dtrain__reduces_low(strategy) ||
-        (every && strategy->accumulated)) {
-        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
-        return on_host ? dtrain__host_vacate(strategy) : DTRAIN_OK;
-    }
-    for (size_t i = strategy->oldest; i <= b; i++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[i];
-        while (bucket->stage < across) DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
-    }
-    return DTRAIN_OK;
-}
-
-/* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
- * later in the model, have left it. A unit without gradients needs no buffer. */
-static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
-{
-    const dtrain__unit *units = strategy->layout.units;
-    const uint32_t before = strategy->in_buffer[unit & 1];
-    if (!strategy->layout.shards.grads || !units[unit].trainable) return DTRAIN_OK;
-    strategy->in_buffer[unit & 1] = unit;
-    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_buffer(strategy,
-                                 (size_t)(units[before].trainable - strategy->layout.buckets));
-}
-
-/* Complete and launch the gradients of units from `first` on, whose backward is over. */
-static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    size_t end = strategy->launched;
-    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
-           layout->buckets[end].unit >= first)
-        end++;
-    return dtrain__close_buckets(strategy, end);
-}
-
-/* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
- * rank, whatever gradients a rank has or lacks: the gradients of the units behind it are reduced,
- * its values gathered, those of the next one fetched. So a rank may step over units, or end early:
- * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
- * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
-static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
-{
-    uint32_t at = strategy->backward;
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
-    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
-    strategy->entered = false;
-    while (at > to) {
-        at--;
-        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
-        DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
-        strategy->backward = at;
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* of 0: UINT32_MAX, no unit */
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    void *wire, *own = dtrain__reduce_result(strategy, bucket);
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
+                                bucket->slice_first, bucket->slice_count, &wire));
+    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
+    if (!bucket->cuts)
+        return dtrain_reduce_scatter(step->comm, wire, own, (size_t)bucket->shard_count, dtype,
+                                     bucket->steps->op, bucket->reduces);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        dtrain__label(strategy, bucket, "bucket");
+        DTRAIN__TRY(dtrain_reduce(step->comm, (char *)wire + (size_t)first * unit,
+                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype,
+                                  bucket->steps->op, r, &bucket->reduces[r]));
     }
     return DTRAIN_OK;
 }
 
-/* Find the index of a unit. The search begins at the unit gathered last and its neighbours, so that
- * it takes constant time in a pass. */
-static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket,
+                                                         const dtrain__step *step)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const uint32_t count = (uint32_t)layout->unit_count;
-    const uint32_t from =
-        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
-    for (uint32_t i = 0; i < count; i++) {
-        const uint32_t at = (from + i) % count;
-        if (layout->units[at].id == id) return at;
-    }
-    return DTRAIN__NONE;
+    (void)step;
+    return dtrain__from_wire(strategy, bucket, dtrain__reduce_result(strategy, bucket),
+                             bucket->shard_first, bucket->shard_count);
 }
 
-/* Check that a unit is due. A forward begins with the first unit and goes on to the next one or, to
- * recompute activations, to an earlier one. Backward goes to earlier units, and may step over some;
- * once it has begun, no unit behind the one that it has come to is due. */
-static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
-                                         dtrain_pass pass)
+/* KEEP: add the result of a later micro-batch to the shard. */
+DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 const dtrain__step *step)
 {
-    const dtrain__unit *units = strategy->layout.units;
-    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
-    const char *const call = "dtrain_strategy_gather";
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
-    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
-                           (int)pass);
-    if (at > strategy->backward)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "%s: unit %u is not due: this backward has come to unit %u, which is "
-            "registered before it; %s",
-            call, id, units[strategy->backward].id,
-            pass == DTRAIN_PASS_BACKWARD
-                ? "call dtrain_strategy_finish between two"
-                : "to make activations of more than two units again, gather the last "
-                  "of them for backward before");
-    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
-                       "order in which their first parameters are registered",
-                       call, id, units[due].id, due ? "" : ", the first");
-}
-
-/* Tell whether a forward recomputes activations: inside a backward, or, on a rank whose backward
- * has stepped over all units so far, where it goes back to another unit than the first. */
-static bool dtrain__recomputes(const dtrain_strategy *strategy, uint32_t at)
-{
-    if (strategy->backward != DTRAIN__NONE) return true;
-    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
-}
-
-/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. */
-static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
-{
-    if (pass == DTRAIN_PASS_BACKWARD) {
-        DTRAIN__TRY(dtrain__walk_back(strategy, at));
-        strategy->entered = true;
-    } else {
-        if (!strategy->entered && dtrain__recomputes(strategy, at))
-            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
-    }
-    dtrain__show_unit(strategy, at, true);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
-                                                dtrain_pass pass)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    if (at == strategy->backward) strategy->entered = false;
-    dtrain__show_unit(strategy, at, false);
-    return DTRAIN_OK;
+    const float *result = dtrain__reduce_result(strategy, bucket);
+    const dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
+                                 bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    (void)step;
+    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    return strategy->device->ops->add(strategy->device, &add);
 }
 
 /* ==== src/strategy/weights.c ================================================================== */
@@ -17807,12 +17494,81 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
     return dtrain__strategy_keep(strategy, result);
 }
 
-/* ==== src/strategy/gather.c =================================================================== */
+/* ==== src/strategy/missing.c ================================================================== */
 
-/* Sharded values: gather, release
+/* What the end of a step does beside the gradients' reduction: missing gradients, buffers */
+
+/* Report parameters for which ready was not called in this step, at most eight by name. A warning
+ * names a parameter once; on a rank without samples nothing is missing. All buckets have been
+ * launched, so no other rank waits for this one. */
+DTRAIN__PRIVATE dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
+{
+    const char *const call = "dtrain_strategy_finish";
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
+    char names[860] = "";
+    size_t count = 0, used = 0;
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
+        dtrain__entry *entry = &strategy->layout.entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
+            continue;
+        /* frozen in this step, as the program may: its gradient is not missing */
+        if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;
+        entry->warned = true;
+        if (count++ < 8) /* 103 bytes each: there is room for them */
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%s\"",
+                                     used ? ", " : "", dtrain__short(p->name));
+    }
+    if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
+    if (count && !strict)
+        dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
+                   "%s: no gradient from this backward, zero is used%s: %s", call,
+                   strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ZERO
+                       ? ""
+                       : ", or where no rank has one the parameter is left alone",
+                   names);
+    if (!strict) return DTRAIN_OK;
+    if (count)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: no gradient from this backward: %s; mark them with "
+                             "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
+                             call, names);
+    return dtrain__agree(strategy->groups.all, result);
+}
+
+/* Average the model's buffers (DTRAIN_PARAM_BUFFER) over the ranks. Running averages are linear:
+ * the mean of the ranks' averages is the average over all their batches. */
+DTRAIN__PRIVATE dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        dtrain_work *work = NULL;
+        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p || !dtrain__has_memory(p))
+            continue;
+        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, p->value, p->value, (size_t)p->count,
+                                      DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+    return DTRAIN_OK;
+}
+
+/* ==== src/strategy/units.c ==================================================================== */
+
+/* Units come and go: gather, release, and the walk back
  *
- * The values of a unit come and go, in kinds that shard parameters (the states are drawn at
- * dtrain__unit, strategy/layout_internal.h). Two slots: one is used while the other one is filled:
+ * Kinds that shard gradients or values walk units. The values of a unit, where they are sharded,
+ * are in one of four states:
+ *
+ *                  gather, or ahead of it            gather             gather
+ *        ABSENT ----------------------> COMING ---------------> HERE ------------> SHOWN
+ *          ^     collectives start        |      they are done   | <----------------  |
+ *          |                              |                      |       release      |
+ *          '------------------------------'----------------------'--------------------'
+ *                    another unit takes the slot, or publish: values are out of date
+ *
+ * Only while a unit is SHOWN do dtrain_param.value point to its values. They are in one of two
+ * slots: one is used while the other one is filled:
  *
  *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
  *     slot 0     [ 0 SHOWN ] [ 2 COMING ][ 2 SHOWN ]. . . . . . |. . . . .  [ 2 SHOWN ][ 0 COMING ]
@@ -17820,96 +17576,226 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
  *
  * Unit u uses slot u % 2 (dtrain__lay_values), so its addresses are the same at every gather, and
  * what the tape has recorded stays right. Memory is constant: two units, however deep the model.
- * Units that are still in their slots are not gathered again (3 and 2 at the turn above).
+ * Units that are still in their slots are not gathered again (3 and 2 at the turn above). A slot
+ * may be overwritten because gather(u) comes after release(u - 1), and fetches ahead only into that
+ * unit's slot; on a device with streams a collective starts after the kernels queued before it.
  *
- * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
- * that unit's slot. On a device with streams a collective starts behind the kernels queued before.
+ * The gradients of a unit are made in one of two alternating buffers, and reduced when backward
+ * comes to the next unit:
+ *
+ *     backward       unit 3        unit 2        unit 1        unit 0        finish
+ *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
+ *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]    [ 0 travels ]
+ *     shards                                     3             2             1, 0
  *
  * Every rank has to start the same collectives in the same order: a rank that started others would
  * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
- * units; in backward, where gradients may be missing on one of them, dtrain__walk_back (road.c)
- * makes their order the same. */
+ * units; in backward, where gradients may be missing on one of them, dtrain__walk_back makes their
+ * order the same. */
 
-/* ---- One bucket -------------------------------------------------------------------------------*/
-
-/* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
- * owner broadcasts its own. With several nodes it takes two collectives: this one gathers this
- * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
- *
- * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
- * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
- * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
- * million parameters, 512 tokens a rank), which is why there is none. */
+static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit);
+static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit);
+static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown);
+static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                bool shown);
 static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                          dtrain_dtype dtype)
+                                          dtrain_dtype dtype);
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype);
+
+/* ---- Gather and release -----------------------------------------------------------------------*/
+
+/* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
+ * backward comes to the next unit, and those of no unit in finish. If a rank launched a bucket as
+ * soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
 {
-    const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->layout.node_ranks > 1;
-    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
-    char *own = whole + (size_t)bucket->shard_first * unit;
-    const void *shard = bucket->value_shard;
-    if (bucket->value_on_host) {
-        DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
-        shard = bucket->values + bucket->shard_first;
+    return strategy->layout.shards.params || strategy->layout.shards.grads;
+}
+
+/* Find the index of a unit. The search begins at the unit gathered last and its neighbours, so that
+ * it takes constant time in a pass. */
+static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t count = (uint32_t)layout->unit_count;
+    const uint32_t from =
+        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t at = (from + i) % count;
+        if (layout->units[at].id == id) return at;
     }
-    if ((low || bucket->cuts) && shard != own) {
-        DTRAIN__TRY(
-            dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
-        shard = own;
+    return DTRAIN__NONE;
+}
+
+/* Check that a unit is due. A forward begins with the first unit and goes on to the next one or, to
+ * recompute activations, to an earlier one. Backward goes to earlier units, and may step over some;
+ * once it has begun, no unit behind the one that it has come to is due. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
+                                         dtrain_pass pass)
+{
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
+    const char *const call = "dtrain_strategy_gather";
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
+    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
+                           (int)pass);
+    if (at > strategy->backward)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "%s: unit %u is not due: this backward has come to unit %u, which is "
+            "registered before it; %s",
+            call, id, units[strategy->backward].id,
+            pass == DTRAIN_PASS_BACKWARD
+                ? "call dtrain_strategy_finish between two"
+                : "to make activations of more than two units again, gather the last "
+                  "of them for backward before");
+    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
+                       "order in which their first parameters are registered",
+                       call, id, units[due].id, due ? "" : ", the first");
+}
+
+/* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
+ * parameters stays until publish. */
+static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
+{
+    dtrain__layout *layout = &strategy->layout;
+    strategy->position = at;
+    if (!layout->shards.params) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->shared));
+    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->units[at]));
+    if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
+    return dtrain__unit_fetch(strategy, &layout->units[next]);
+}
+
+/* Show unit number `at`, which has been brought, or set its pointers to NULL, so that a use after
+ * release is noticed; its values stay in the slot until another unit takes it. */
+static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
+{
+    if (!strategy->layout.shards.params) return;
+    if (shown) dtrain__unit_show(strategy, &strategy->layout.shared, true);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
+}
+
+/* Tell whether a forward recomputes activations: inside a backward, or, on a rank whose backward
+ * has stepped over all units so far, where it goes back to another unit than the first. */
+static bool dtrain__recomputes(const dtrain_strategy *strategy, uint32_t at)
+{
+    if (strategy->backward != DTRAIN__NONE) return true;
+    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
+}
+
+/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
+{
+    if (pass == DTRAIN_PASS_BACKWARD) {
+        DTRAIN__TRY(dtrain__walk_back(strategy, at));
+        strategy->entered = true;
+    } else {
+        if (!strategy->entered && dtrain__recomputes(strategy, at))
+            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
-    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
-    if (!bucket->cuts)
-        return dtrain_all_gather(nodes ? strategy->extra[DTRAIN__FETCH_ACROSS]
-                                       : strategy->groups.copy,
-                                 shard, nodes ? whole + (size_t)bucket->slice_first * unit : whole,
-                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        dtrain__label(strategy, bucket, "values of bucket");
-        DTRAIN__TRY(dtrain_broadcast(strategy->groups.copy, whole + (size_t)first * unit,
-                                     (size_t)count, dtype, r, &bucket->gathers[r]));
+    dtrain__show_unit(strategy, at, true);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
+                                                dtrain_pass pass)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    if (at == strategy->backward) strategy->entered = false;
+    dtrain__show_unit(strategy, at, false);
+    return DTRAIN_OK;
+}
+
+/* ---- The walk back
+ *
+ * A forward inside a backward (activation checkpointing) does not say where it will end, and a rank
+ * that has stepped over units cannot know how far the others have come. So on every rank the walk
+ * goes to the unit after the first one that this forward gathers: both are in their slots then. A
+ * forward of more than two units needs the last of them to be gathered for backward before. */
+
+/* Wait until the gradients of bucket b have left the buffer in which they were made. */
+static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *buckets = strategy->layout.buckets;
+    const uint32_t last = dtrain__buffer_steps(strategy, &buckets[b]);
+    if (last == DTRAIN__REDUCED) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return dtrain__host_vacate(strategy);
+    }
+    for (size_t i = strategy->oldest; i <= b; i++)
+        while (buckets[i].step <= last) DTRAIN__TRY(dtrain__advance(strategy, &buckets[i]));
+    return DTRAIN_OK;
+}
+
+/* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
+ * later in the model, have left it. A unit without gradients needs no buffer. */
+static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
+{
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t before = strategy->in_buffer[unit & 1];
+    if (!strategy->layout.shards.grads || !units[unit].trainable) return DTRAIN_OK;
+    strategy->in_buffer[unit & 1] = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    return dtrain__vacate_buffer(strategy,
+                                 (size_t)(units[before].trainable - strategy->layout.buckets));
+}
+
+/* Complete and launch the gradients of units from `first` on, whose backward is over. */
+static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    size_t end = strategy->launched;
+    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
+           layout->buckets[end].unit >= first)
+        end++;
+    return dtrain__close_buckets(strategy, end);
+}
+
+/* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
+ * rank, whatever gradients a rank has or lacks: the gradients of the units after it are reduced,
+ * its values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
+ * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
+DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
+{
+    uint32_t at = strategy->backward;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+    strategy->entered = false;
+    while (at > to) {
+        at--;
+        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
+        DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
+        strategy->backward = at;
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* of 0: UINT32_MAX, no unit */
     }
     return DTRAIN_OK;
 }
 
-/* With several nodes, wait for the first collective and start the second one. */
-static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           dtrain_dtype dtype)
-{
-    const bool low = dtype != DTRAIN_DTYPE_F32;
-    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
-    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
-    dtrain__label(strategy, bucket, "values of bucket");
-    return dtrain_all_gather(strategy->extra[DTRAIN__FETCH],
-                             whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
-                             (size_t)bucket->slice_count, dtype, bucket->gathers);
-}
+/* ---- The states of a unit ---------------------------------------------------------------------*/
 
-/* Wait until a bucket's values, as dtype, have been gathered. */
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                         dtrain_dtype dtype)
-{
-    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
-    return dtrain__wait_works(strategy, bucket->gathers);
-}
-
-/* Point the parameters of a bucket at its values, or at nothing. */
-static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket, bool shown)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    if (!bucket) return;
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
-    }
-}
-
-/* ---- One unit: the arrows of its drawing ------------------------------------------------------*/
-
-/* Return unit number u; behind the last one comes that of parameters that several units use. */
+/* Return unit number u; after the last one comes that of parameters that several units use. */
 static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -17982,31 +17868,6 @@ static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *
     return dtrain__unit_wait(strategy, unit);
 }
 
-/* ---- What the road asks for -------------------------------------------------------------------*/
-
-/* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
- * parameters stays until publish. */
-DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
-                                                 uint32_t next)
-{
-    dtrain__layout *layout = &strategy->layout;
-    strategy->position = at;
-    if (!layout->shards.params) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->shared));
-    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->units[at]));
-    if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
-    return dtrain__unit_fetch(strategy, &layout->units[next]);
-}
-
-/* Show unit number `at`, which has been brought, or set its pointers to NULL, so that a use after
- * release is noticed; its values stay in the slot until another unit takes it. */
-DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
-{
-    if (!strategy->layout.shards.params) return;
-    if (shown) dtrain__unit_show(strategy, &strategy->layout.shared, true);
-    dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
-}
-
 /* Wait for all units that are COMING. */
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 {
@@ -18039,6 +17900,82 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
     if (layout->desc->param_dtype != dtype) return false;
     *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
     return true;
+}
+
+/* ---- One bucket -------------------------------------------------------------------------------*/
+
+/* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
+ * owner broadcasts its own. With several nodes it takes two collectives: this one gathers this
+ * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
+ *
+ * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
+ * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
+ * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
+ * million parameters, 512 tokens a rank), which is why there is none. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          dtrain_dtype dtype)
+{
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->fetch[1] != NULL;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    char *own = whole + (size_t)bucket->shard_first * unit;
+    const void *shard = bucket->value_shard;
+    if (bucket->value_on_host) {
+        DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
+        shard = bucket->values + bucket->shard_first;
+    }
+    if ((low || bucket->cuts) && shard != own) {
+        DTRAIN__TRY(
+            dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
+        shard = own;
+    }
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
+    if (!bucket->cuts)
+        return dtrain_all_gather(strategy->fetch[0], shard,
+                                 whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
+                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        dtrain__label(strategy, bucket, "values of bucket");
+        DTRAIN__TRY(dtrain_broadcast(strategy->fetch[0], whole + (size_t)first * unit,
+                                     (size_t)count, dtype, r, &bucket->gathers[r]));
+    }
+    return DTRAIN_OK;
+}
+
+/* With several nodes, wait for the first collective and start the second one. */
+static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           dtrain_dtype dtype)
+{
+    const bool low = dtype != DTRAIN_DTYPE_F32;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    if (!strategy->fetch[1]) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    dtrain__label(strategy, bucket, "values of bucket");
+    return dtrain_all_gather(strategy->fetch[1],
+                             whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->slice_count, dtype, bucket->gathers);
+}
+
+/* Wait until a bucket's values, as dtype, have been gathered. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype)
+{
+    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
+    return dtrain__wait_works(strategy, bucket->gathers);
+}
+
+/* Point the parameters of a bucket at its values, or at nothing. */
+static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket, bool shown)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    if (!bucket) return;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
+        if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
+    }
 }
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
@@ -18210,10 +18147,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 {
     char kept[DTRAIN__ERROR_BYTES];
     snprintf(kept, sizeof kept, "%s", text);
-    for (int i = 0; i < DTRAIN__EXTRAS; i++) {
-        dtrain_comm *extra = strategy->extra[i];
-        if (extra) extra->ops->fail(extra, code, kept);
-    }
+    for (size_t i = 0; i < strategy->owned_count; i++)
+        if (strategy->owned[i]) strategy->owned[i]->ops->fail(strategy->owned[i], code, kept);
     const dtrain__groups *groups = &strategy->groups;
     for (size_t i = 0; i < strategy->param_count && strategy->ties; i++)
         if (strategy->ties[i]) strategy->ties[i]->ops->fail(strategy->ties[i], code, kept);
@@ -18235,119 +18170,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
     return strategy->failure;
 }
 
-/* ==== src/strategy/ways/shards.c ============================================================== */
-
-/* Steps of sharded buckets: each rank gets its shard of the mean
- *
- *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
- *
- * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
- * shard in host memory, is received in this rank's part of the buffer in which the gradients were
- * made; from there it is added to the shard, or copied. */
-
-/* ---- To the shard -----------------------------------------------------------------------------*/
-
-/* Return the address where the fp32 result of this backward is received. */
-static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    if (bucket->shards_grads && (strategy->accumulated || bucket->grad_on_host))
-        return bucket->grads + bucket->shard_first;
-    return bucket->grad_shard;
-}
-
-/* REDUCE_SCATTER: each rank receives the mean of its shard; with ZERO3, where shards have different
- * lengths, by one reduce an owner. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket)
-{
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    const dtrain_reduce_op op = dtrain__level_op(strategy, bucket);
-    const size_t unit = dtrain_dtype_bytes(dtype);
-    dtrain_work **works = bucket->reduces;
-    void *wire, *own = dtrain__reduce_target(strategy, bucket);
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
-                                bucket->slice_first, bucket->slice_count, &wire));
-    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
-    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
-    if (!bucket->cuts)
-        return dtrain_reduce_scatter(bucket->comm, wire, own, (size_t)bucket->shard_count, dtype,
-                                     op, works);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(bucket->comm, (char *)wire + (size_t)first * unit,
-                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
-                                  r, &works[r]));
-    }
-    return DTRAIN_OK;
-}
-
-/* End the way of a sharded bucket: add the result of a later micro-batch to the shard; copy any
- * result to a shard in host memory. */
-DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const float *result = dtrain__reduce_target(strategy, bucket);
-    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
-                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
-    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
-    if (bucket->grad_on_host)
-        return dtrain__host_put(strategy, bucket, result, strategy->accumulated);
-    return strategy->device->ops->add(strategy->device, &add);
-}
-
-/* With replicas the result is the sum over a node, and the next step makes the mean. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    const bool replicas = strategy->kind->replicas;
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
-                                  bucket->shard_first, bucket->shard_count, !replicas));
-    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (replicas && !(at_last && strategy->more)) return DTRAIN_OK;
-    return dtrain__shard_add(strategy, bucket);
-}
-
-/* ---- Replicas
- *
- * With HYBRID_SHARD an all-reduce between nodes follows: of the result, in every micro-batch, or of
- * the shard that has summed the results up, in the last one (DTRAIN_ACCUMULATION_SHARD_EVERY). */
-
-/* Return the device memory where this node's sum becomes that of all nodes. *at_last: it is the sum
- * over all micro-batches. */
-static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                  bool *at_last)
-{
-    *at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (*at_last && !bucket->grad_on_host) return bucket->grad_shard;
-    return dtrain__reduce_target(strategy, bucket);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket)
-{
-    bool at_last;
-    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
-    if (at_last && strategy->accumulated) {
-        DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
-        if (bucket->grad_on_host) DTRAIN__TRY(dtrain__host_get(strategy, bucket, sum));
-    }
-    return dtrain__reduce_all(strategy, bucket, strategy->extra[DTRAIN__ACROSS], sum,
-                              bucket->shard_first, bucket->shard_count);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket)
-{
-    bool at_last;
-    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
-    DTRAIN__TRY(
-        dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
-    if (!at_last) return dtrain__shard_add(strategy, bucket);
-    return bucket->grad_on_host ? dtrain__host_put(strategy, bucket, sum, false) : DTRAIN_OK;
-}
-
-/* ==== src/strategy/ways/tie.c ================================================================= */
+/* ==== src/strategy/ties.c ===================================================================== */
 
 /* The sum over the stages that a weight is tied between
  *
@@ -18356,32 +18179,94 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
  *     rank 1    head         g1 --'             '--> g0 + g1, and on along the data axis
  *
  * Each rank that uses it has a copy, and its gradient in a bucket of its own: the same elements in
- * the same shards on all of them, so that both copies take the same steps. TIE comes first on the
- * bucket's way. It travels as fp32, whatever reduce_dtype says. On one rank, where nothing has to
- * travel, a tied gradient is added to as backward goes on: another order, and other bits. */
+ * the same shards on all of them, so that both copies take the same steps. TIE is the first step of
+ * a bucket, and waits for its sum: tied buckets are the last ones, launched in finish, so there is
+ * nothing left to compute meanwhile. It travels as fp32, whatever reduce_dtype says. On one rank,
+ * where nothing has to travel, a tied gradient is added to as backward goes on: another order, and
+ * other bits. */
 
-/* TIE: a tied weight's gradient = its sum over the ranks that have a copy. A twin that counts what
- * a data axis sends has no other stages. */
-DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+/* TIE: a tied weight's gradient = its sum over the ranks that have a copy. */
+DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                const dtrain__step *step)
 {
-    dtrain_comm *comm = strategy->ties[bucket->first_param];
+    (void)step;
+    if (!bucket->tied) return DTRAIN_OK;
     if (!bucket->uses) /* all uses here are frozen ones */
         DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,
                                                 (size_t)bucket->count * sizeof(float)));
-    if (!comm) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "tied weight of bucket");
-    return dtrain_all_reduce(comm, bucket->grads, bucket->grads, (size_t)bucket->count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, bucket->reduces);
+    DTRAIN__TRY(dtrain_all_reduce(strategy->ties[bucket->first_param], bucket->grads, bucket->grads,
+                                  (size_t)bucket->count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                  bucket->reduces));
+    return dtrain__wait_works(strategy, bucket->reduces);
 }
 
-/* ==== src/strategy/ways/tensor.c ============================================================== */
+/* ---- Copies of tied weights -------------------------------------------------------------------*/
+
+/* Tell whether two storages are used by the same ranks; none: by several at all. */
+static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,
+                               const dtrain_param *b)
+{
+    for (int rank = 0; rank < map->ranks; rank++)
+        if (dtrain__stage_uses(map, a, rank) != dtrain__stage_uses(map, b, rank)) return false;
+    return true;
+}
+
+static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param *storage)
+{
+    int users = 0;
+    for (int rank = 0; rank < map->ranks; rank++) users += dtrain__stage_uses(map, storage, rank);
+    return users > 1;
+}
+
+/* Refuse what would treat copies of a weight in different ways. */
+static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
+{
+    if (!strategy->desc.compression) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_strategy_create: compression: \"%s\" is tied between stages of "
+                       "several ranks, whose copies must get the same gradient to the bit; leave "
+                       "compression or the tie out",
+                       dtrain__short(p->name));
+}
+
+/* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
+ * weights with the same ranks share one. All ranks of the axis make the same calls. */
+DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
+{
+    const dtrain__stage_map *map = &strategy->stages;
+    dtrain_comm *axis = strategy->groups.pipeline;
+    const dtrain_param *before = NULL; /* the storage before it that has copies */
+    for (size_t i = 0; i < strategy->param_count && axis; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p || !dtrain__has_copies(map, p)) continue;
+        DTRAIN__TRY(dtrain__tie_allowed(strategy, p));
+        const int color = dtrain__stage_uses(map, p, map->rank) ? 0 : -1;
+        if (before && dtrain__same_users(map, before, p))
+            strategy->ties[i] = strategy->ties[before->state.index];
+        else DTRAIN__TRY(dtrain_comm_split(axis, color, map->rank, &strategy->ties[i]));
+        before = p;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
+        dtrain_comm *comm = strategy->ties[i];
+        for (size_t k = i; k < strategy->param_count; k++)
+            if (strategy->ties[k] == comm) strategy->ties[k] = NULL;
+        if (comm) dtrain_comm_destroy(comm);
+    }
+}
+
+/* ==== src/strategy/tensor.c =================================================================== */
 
 /* The sum over the tensor axis, under sequence parallelism
  *
  * Between the layers that it shares, each rank of the tensor axis has worked on its own rows: of a
  * parameter that is whole on all of them it has a part of the gradient, of its part of a parameter
- * that is cut all. TENSOR comes first on a bucket's way, before anything travels along the data
- * axis:
+ * that is cut all. TENSOR comes before anything travels along the data axis:
  *
  *     bucket    | cut a . . . . . | b . . | cut c . . . . | d |
  *     packed    | b . . | d |  ->  sum over the ranks of the tensor axis  ->  b and d in the bucket
@@ -18441,63 +18326,32 @@ static dtrain_result dtrain__tensor_pack(dtrain_strategy *strategy, const dtrain
 
 /* TENSOR: a bucket's gradients of whole parameters = their sum over the tensor axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_begin(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket)
+                                                   dtrain__bucket *bucket, const dtrain__step *step)
 {
     if (!bucket->tensor_count) return DTRAIN_OK;
     if (bucket->tensor_packed) DTRAIN__TRY(dtrain__tensor_pack(strategy, bucket, false));
     dtrain__label(strategy, bucket, "whole parameters of bucket");
-    return dtrain_all_reduce(strategy->extra[DTRAIN__TENSOR], bucket->tensor_sum,
-                             bucket->tensor_sum, (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32,
-                             DTRAIN_REDUCE_SUM, bucket->reduces);
+    DTRAIN__TRY(dtrain_all_reduce(strategy->tensor_comm, bucket->tensor_sum, bucket->tensor_sum,
+                                  (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                  bucket->reduces));
+    if (step->comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
+    return dtrain__tensor_end(strategy, bucket, step);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 const dtrain__step *step)
 {
+    (void)step;
     return bucket->tensor_packed ? dtrain__tensor_pack(strategy, bucket, true) : DTRAIN_OK;
 }
 
-/* ==== src/strategy/ways/hierarchy.c =========================================================== */
+/* ==== src/strategy/compress.c ================================================================= */
 
-/* Steps between two levels of ranks
+/* Gradient compression: the steps that carry a hook
  *
- * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
- * that each rank exchanges only its slice with the ranks of other nodes that have the same slice:
- *
- *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
- *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
- *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
- *     NODE_GATHER       both slices               |  both slices                 inside a node
- *
- * Sharded buckets end in a reduce-scatter of the slice, and their values are gathered in the same
- * two levels. HYBRID_SHARD has levels of its own: ways/shards.c. */
-
-/* NODE_SCATTER: this rank's slice of a bucket's gradients = its sum over this node. */
-DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(strategy->extra[DTRAIN__NODE], bucket->grads,
-                                 bucket->grads + bucket->slice_first, (size_t)bucket->slice_count,
-                                 DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
-                                 bucket->reduces);
-}
-
-/* NODE_GATHER: all slices of this node to all its ranks. */
-DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket)
-{
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(strategy->extra[DTRAIN__BACK], bucket->grads + bucket->slice_first,
-                             bucket->grads, (size_t)bucket->slice_count, DTRAIN_DTYPE_F32,
-                             bucket->reduces);
-}
-
-/* ==== src/strategy/ways/compression.c ========================================================= */
-
-/* Gradient compression: how hooks travel on the road
- *
- * The one or two rounds of a hook (strategy/hook.h) take the place of a whole bucket's all-reduce
- * (dtrain__choose_ways). A rank compresses its slice of a bucket: with several nodes a part of it,
+ * The one or two rounds of a hook (strategy/hook.h) take the place of a whole bucket's all-reduce,
+ * from the step compressed_from on. A rank compresses its slice of a bucket: with several nodes a part of it,
  * otherwise all. Each tensor, the part of one parameter in the slice, is compressed by itself, so
  * that on one level the result does not depend on how parameters are put into buckets:
  *
@@ -18702,14 +18556,20 @@ static dtrain_result dtrain__pack_dense(dtrain_strategy *strategy, dtrain__bucke
     return DTRAIN_OK;
 }
 
+/* Tell whether this step compresses: warm-up steps all-reduce as without compression. */
+static bool dtrain__compresses(const dtrain_strategy *strategy)
+{
+    return strategy->sync_count >= strategy->compressed_from;
+}
+
 /* Compress a bucket and start its exchange. */
 static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                        uint32_t round)
+                                        dtrain_comm *comm, uint32_t round)
 {
     const dtrain_compression_desc *how = strategy->layout.compression;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
-    hook->comm = round == 0 ? bucket->comm : strategy->extra[DTRAIN__SECOND];
+    hook->comm = comm;
     hook->step = strategy->sync_count - strategy->compressed_from;
     if (!dtrain__is_planned(strategy)) DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
@@ -18732,26 +18592,33 @@ static void *dtrain__averaged(const dtrain__compressed *c)
 
 /* Begin the first round, and send dense tensors and what the hook wants averaged. */
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket)
+                                                    dtrain__bucket *bucket,
+                                                    const dtrain__step *step)
 {
     const dtrain__compressed *c = bucket->compressed;
     const dtrain_hook_bucket *hook = &c->hook;
     const int64_t count = c->dense_count + hook->averaged_count;
+    if (!dtrain__compresses(strategy)) return dtrain__all_reduce_begin(strategy, bucket, step);
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
-    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, 0));
+    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
     if (hook->dtype != DTRAIN_DTYPE_F32)
         DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, hook->averaged,
                                     DTRAIN_DTYPE_F32, dtrain__averaged(c), hook->dtype));
     if (count == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(bucket->comm, c->packed, c->packed, (size_t)count, hook->dtype,
-                             dtrain__level_op(strategy, bucket), &bucket->reduces[1]);
+    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)count, hook->dtype,
+                             bucket->steps->op, &bucket->reduces[1]);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  const dtrain__step *step)
 {
     const dtrain__compressed *c = bucket->compressed;
     const dtrain_hook_bucket *hook = &c->hook;
+    if (!dtrain__compresses(strategy)) {
+        DTRAIN__TRY(dtrain__all_reduce_end(strategy, bucket, step));
+        return dtrain__scale_begin(strategy, bucket, step);
+    }
     if (hook->dtype != DTRAIN_DTYPE_F32)
         DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, dtrain__averaged(c),
                                     hook->dtype, hook->averaged, DTRAIN_DTYPE_F32));
@@ -18761,17 +18628,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtr
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__round_2_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket)
+                                                    dtrain__bucket *bucket,
+                                                    const dtrain__step *step)
 {
-    return dtrain__hook_begin(strategy, bucket, 1);
+    if (!dtrain__compresses(strategy)) return DTRAIN_OK;
+    return dtrain__hook_begin(strategy, bucket, step->comm, 1);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  const dtrain__step *step)
 {
-    return dtrain__hook_end(strategy, bucket, 1);
+    (void)step;
+    return dtrain__compresses(strategy) ? dtrain__hook_end(strategy, bucket, 1) : DTRAIN_OK;
 }
 
-/* ==== src/strategy/ways/topk.c ================================================================ */
+/* ==== src/strategy/topk.c ===================================================================== */
 
 /* Top-k: a hook that selects the largest elements, all-gathers them and adds them up
  *
@@ -19051,7 +18922,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
     return &hook;
 }
 
-/* ==== src/strategy/ways/powersgd.c ============================================================ */
+/* ==== src/strategy/powersgd.c ================================================================= */
 
 /* PowerSGD: a hook that sends two factors of every matrix
  *
@@ -19241,113 +19112,213 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void)
     return &hook;
 }
 
-/* ==== src/strategy/ways.c ===================================================================== */
+/* ==== src/strategy/steps.c ==================================================================== */
 
-/* The ways of a bucket
+/* The lists of steps
  *
- * The only file that knows all steps (strategy/road.c, ways/): it chooses those that a bucket takes
- * from gradients to their mean. */
+ * The only file that knows all steps: at create it makes the lists that buckets go through, and the
+ * communicators of the steps. A step that is not listed here does not exist. */
 
-/* Begin and end of each step, and its flags. */
-static const dtrain__step dtrain__by_nothing = {NULL, NULL, 0}; /* one rank has its mean */
-static const dtrain__step dtrain__by_shard_alone = {NULL, dtrain__shard_add, 0};
-static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
-                                                   0};
-static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
-                                                       dtrain__reduce_scatter_end, 0};
-static const dtrain__step dtrain__by_replicas[] = {
-    {dtrain__replicas_begin, dtrain__replicas_end, 0},
-    {dtrain__replicas_begin, dtrain__replicas_end, DTRAIN__LAST_ONLY}, /* at last */
-};
-static const dtrain__step dtrain__by_tie = {dtrain__tie_begin, NULL, 0};
-static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end,
-                                               DTRAIN__BRIEF};
-static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, 0};
-static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, 0};
-static const dtrain__step dtrain__by_hook[] = {
-    {dtrain__round_1_begin, dtrain__round_1_end, 0},
-    {dtrain__round_2_begin, dtrain__round_2_end, 0},
-};
+/* Ranks of the data axis that exchange something, as colors of a split: all, those of this rank's
+ * node, those of other nodes that have the same place in theirs. */
+typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
 
-/* Choose the ways, and the ranks that exchange each bucket:
+/* Make a communicator of this strategy's own. The color alone says which ranks are meant, for
+ * comm/counting.c: a place within the node is below the node's size, and the number of a node is
+ * added to it. */
+static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
+                                      dtrain__among among, dtrain_comm **out)
+{
+    const int rank = parent->rank;
+    const int size = strategy->desc.node_size ? (int)strategy->desc.node_size : 1;
+    const int color = among == DTRAIN__NODE     ? size + rank / size
+                      : among == DTRAIN__ACROSS ? rank % size
+                                                : 0;
+    DTRAIN__TRY(dtrain_comm_split(parent, color, rank, out));
+    if (*out) strategy->owned[strategy->owned_count++] = *out;
+    return DTRAIN_OK;
+}
+
+static void dtrain__step_add(dtrain__step_list *steps, dtrain__step_fn *begin, dtrain__step_fn *end,
+                             dtrain_comm *comm)
+{
+    const dtrain__step step = {begin, end, comm};
+    steps->list[steps->count++] = step;
+    steps->early_count = steps->count;
+    if (comm) steps->collectives++;
+}
+
+/* Add a step with a communicator of its own. */
+static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_list *steps,
+                                        dtrain__step_fn *begin, dtrain__step_fn *end,
+                                        dtrain__among among)
+{
+    dtrain_comm *comm;
+    DTRAIN__TRY(dtrain__own_comm(strategy, strategy->groups.data, among, &comm));
+    dtrain__step_add(steps, begin, end, comm);
+    return DTRAIN_OK;
+}
+
+/* The steps that come before anything travels along the data axis. Where operations run in the
+ * order of their start, TENSOR waits for its few bytes, so that the next step, which has many, goes
+ * on under what backward computes next. */
+static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
+{
+    const bool waits = strategy->groups.data->ops->launch_ordered;
+    if (strategy->groups.pipeline) dtrain__step_add(steps, dtrain__tie_begin, NULL, NULL);
+    if (strategy->tensor_comm)
+        dtrain__step_add(steps, dtrain__tensor_begin, dtrain__tensor_end,
+                         waits ? NULL : strategy->tensor_comm);
+}
+
+/* Whole buckets:
  *
- *                    whole buckets                           sharded buckets
- *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
- *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
- *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
+ *     one level    ALL_REDUCE, or what compression has
+ *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
- * Under sequence parallelism the sum over the tensor axis comes first, and the step that would have
- * been the first, on a communicator that gathers of values use too, gets one of its own. All ways
- * have TIE in front, which tied buckets alone do not leave out (road.c). */
-static void dtrain__choose_ways(dtrain_strategy *strategy)
+ * A step that is the first with many bytes shares the communicator of the data axis with gathers of
+ * values: ranks start both in the same order. */
+static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
+{
+    dtrain__step_list *steps = &strategy->whole;
+    const dtrain_compression_desc *how = strategy->desc.compression;
+    const bool compressed = how != NULL;
+    dtrain__step_fn *const begin = compressed ? dtrain__round_1_begin : dtrain__all_reduce_begin;
+    dtrain__step_fn *const end = compressed ? dtrain__round_1_end : dtrain__all_reduce_end;
+    const dtrain__among among = nodes ? DTRAIN__ACROSS : DTRAIN__EVERYONE;
+    dtrain__list_model(strategy, steps);
+    if (dtrain_comm_size(strategy->groups.data) == 1) return DTRAIN_OK;
+    if (nodes)
+        DTRAIN__TRY(
+            dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
+    if (nodes || strategy->tensor_comm)
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, begin, end, among));
+    else dtrain__step_add(steps, begin, end, strategy->groups.data);
+    if (compressed && dtrain__hook_of(how)->rounds == 2)
+        DTRAIN__TRY(
+            dtrain__step_among(strategy, steps, dtrain__round_2_begin, dtrain__round_2_end, among));
+    if (!nodes) return DTRAIN_OK;
+    if (!compressed) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
+    return dtrain__step_among(strategy, steps, dtrain__node_gather_begin, NULL, DTRAIN__NODE);
+}
+
+/* Sharded buckets:
+ *
+ *     one level    REDUCE_SCATTER, KEEP
+ *     nodes        NODE_SCATTER, REDUCE_SCATTER, SCALE, KEEP
+ *     replicas     REDUCE_SCATTER, REPLICAS, KEEP; or (SHARD_EVERY) REDUCE_SCATTER, KEEP, and in
+ *                  the last micro-batch REPLICAS
+ *
+ * With shards in host memory KEEP is PUT, and REPLICAS of these GET, REPLICAS, RETURN. */
+static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
+{
+    dtrain__step_list *steps = &strategy->sharded;
+    const bool replicas = strategy->kind->replicas;
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    const bool on_host = (strategy->desc.offload & DTRAIN_OFFLOAD_GRADS) != 0;
+    dtrain__step_fn *const keep = on_host ? dtrain__host_put_begin : dtrain__keep_begin;
+    const bool alone = dtrain_comm_size(strategy->groups.data) == 1;
+    dtrain__list_model(strategy, steps);
+    if (nodes)
+        DTRAIN__TRY(
+            dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
+    if (nodes || (strategy->tensor_comm && !alone))
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__reduce_scatter_begin,
+                                       dtrain__reduce_scatter_end,
+                                       nodes      ? DTRAIN__ACROSS
+                                       : replicas ? DTRAIN__NODE
+                                                  : DTRAIN__EVERYONE));
+    else if (!alone)
+        dtrain__step_add(steps, dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end,
+                         strategy->groups.copy);
+    if (nodes) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
+    if (replicas && !at_last && !alone)
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__replicas_begin,
+                                       dtrain__replicas_end, DTRAIN__ACROSS));
+    dtrain__step_add(steps, keep, NULL, NULL);
+    if (!replicas || !at_last || alone) return DTRAIN_OK;
+    const uint32_t early = steps->count;
+    if (on_host) dtrain__step_add(steps, dtrain__host_get_begin, NULL, NULL);
+    DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__replicas_begin, dtrain__replicas_end,
+                                   DTRAIN__ACROSS));
+    if (on_host) dtrain__step_add(steps, dtrain__host_return_begin, NULL, NULL);
+    steps->early_count = early;
+    return DTRAIN_OK;
+}
+
+/* Make the lists and their communicators, and decide which ranks share one copy of the model.
+ * Collective, before the layout. */
+DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
+{
+    dtrain__groups *groups = &strategy->groups;
+    dtrain_strategy_desc *desc = &strategy->desc;
+    const int ranks = dtrain_comm_size(groups->data);
+    const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
+    if (groups->sequence_parallel) /* before anything that a data axis may refuse alone */
+        DTRAIN__TRY(
+            dtrain__own_comm(strategy, groups->tensor, DTRAIN__EVERYONE, &strategy->tensor_comm));
+    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
+    dtrain__resolve_levels(desc, ranks);
+    const bool nodes = desc->hierarchical && desc->node_size > 1 && (int)desc->node_size < ranks;
+    const bool in_fp16 = desc->reduce_dtype == DTRAIN_DTYPE_F16;
+    if (replicas)
+        DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &groups->copy));
+    else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
+        groups->copy = groups->data;
+    strategy->whole.op = nodes && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+    strategy->sharded.op = (nodes || replicas) && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+    const int sharers = replicas ? (int)desc->node_size : ranks;
+    if (!sharded || sharers == 1 || desc->whole_below)
+        DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
+    if (sharded) DTRAIN__TRY(dtrain__list_sharded(strategy, nodes));
+    strategy->lockstep = groups->data->ops->launch_ordered &&
+                         (strategy->whole.collectives > 1 || strategy->sharded.collectives > 1);
+    strategy->fetch[0] = groups->copy;
+    if (!nodes || !sharded) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__ACROSS, &strategy->fetch[0]));
+    return dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &strategy->fetch[1]);
+}
+
+/* Give each bucket its list, and initialise what compression keeps. */
+DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const dtrain__step **whole = strategy->ways[DTRAIN__WHOLE];
-    const dtrain__step **compressed = strategy->ways[DTRAIN__COMPRESSED];
-    const dtrain__step **sharded = strategy->ways[DTRAIN__SHARDED];
     const dtrain_compression_desc *how = layout->compression;
-    const bool nodes = layout->node_ranks > 1, partial = strategy->groups.sequence_parallel;
-    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    strategy->compressed_from = !how                                          ? UINT64_MAX
-                                : how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0
-                                                                              : how->dense_steps;
+    strategy->compressed_from =
+        how && how->dense_steps != DTRAIN_DENSE_STEPS_NONE ? how->dense_steps : 0;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
-        strategy->tied |= bucket->tied;
-        const bool inside = bucket->sharded && strategy->kind->replicas;
-        bucket->comm = nodes     ? strategy->extra[DTRAIN__ACROSS]
-                       : partial ? strategy->extra[inside ? DTRAIN__AFTER_NODE : DTRAIN__AFTER]
-                       : bucket->sharded ? strategy->groups.copy
-                                         : strategy->groups.data;
+        bucket->steps = bucket->sharded ? &strategy->sharded : &strategy->whole;
     }
-    *whole++ = *compressed++ = *sharded++ = &dtrain__by_tie;
-    if (partial) *whole++ = *compressed++ = *sharded++ = &dtrain__by_tensor;
-    if (layout->all == 1) {
-        if (!partial) *whole = &dtrain__by_nothing;
-        *sharded = &dtrain__by_shard_alone;
-        return;
-    }
-    if (nodes) *whole++ = *compressed++ = *sharded++ = &dtrain__by_node_scatter;
-    *whole++ = &dtrain__by_all_reduce;
-    for (uint32_t round = 0; how && round < dtrain__hook_of(how)->rounds; round++)
-        *compressed++ = &dtrain__by_hook[round];
-    if (nodes) *whole++ = *compressed++ = &dtrain__by_node_gather;
-    *sharded++ = &dtrain__by_reduce_scatter;
-    if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
+    return how ? dtrain__compression_open(strategy) : DTRAIN_OK;
 }
 
-/* Choose the ways and initialise what they keep. */
-DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
-{
-    dtrain__choose_ways(strategy);
-    return strategy->layout.compression ? dtrain__compression_open(strategy) : DTRAIN_OK;
-}
+/* ---- What steps add to a layout ---------------------------------------------------------------*/
 
-/* ---- What ways add to a layout ----------------------------------------------------------------*/
-
-/* Lay out all memory, that of its ways too. */
-DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
+/* Lay out all memory, that of its steps too. */
+DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
     dtrain__lay_tensor_sums(layout);
     if (layout->compression) dtrain__lay_hooks(layout);
 }
 
-/* Make a layout with the tables of its ways, and count its memory; dtrain__ways_free frees it, also
+/* Make a layout with the tables of its steps, and count its memory; dtrain__steps_layout_free frees it, also
  * after an error. params and *desc are resolved. */
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank)
+DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
+                                                   const dtrain_allocator *a,
+                                                   const dtrain_param *params, size_t count,
+                                                   const dtrain_strategy_desc *desc, int ranks,
+                                                   int rank)
 {
     DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
     if (layout->compression) DTRAIN__TRY(dtrain__layout_hooks(layout, a));
-    dtrain__ways_memory(layout);
+    dtrain__steps_memory(layout);
     return DTRAIN_OK;
 }
 
-/* Free a layout with the tables of its ways. */
-DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a)
+/* Free a layout with the tables of its steps. */
+DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
     dtrain__hooks_free(layout, a);
     dtrain__layout_free(layout, a);
@@ -19419,8 +19390,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
 
 /* Offload: shards in host memory
  *
- * Five calls serve road.c, gather.c and ways/: host_put and host_get copy a gradient shard to and
- * from host memory, host_vacate and host_settle wait for copies to it, host_bring copies a value
+ * PUT, GET and RETURN are steps of sharded buckets (steps.c): they copy a gradient shard to and
+ * from host memory. host_vacate and host_settle wait for copies to it; host_bring copies a value
  * shard to the device.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
@@ -19479,8 +19450,8 @@ static dtrain_result dtrain__bounce_add(dtrain_strategy *strategy, uint32_t i)
 }
 
 /* Queue grad_shard = result (device memory), or += with add. */
-DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                               const float *result, bool add)
+static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                      const float *result, bool add)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
@@ -19498,20 +19469,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain
     return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
-/* Queue a copy of grad_shard, with everything that was put there, to sum (device memory). */
-DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                               float *sum)
+/* PUT: copy the result of a backward to the shard in host memory, or add it there. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_put_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket,
+                                                     const dtrain__step *step)
 {
+    if (!bucket->grad_on_host) return dtrain__keep_begin(strategy, bucket, step);
+    return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket),
+                            strategy->accumulated);
+}
+
+/* GET: queue a copy of the shard, with everything that was put there, back to the result. After the
+ * only micro-batch of a step it is there. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket,
+                                                     const dtrain__step *step)
+{
+    (void)step;
+    if (!bucket->grad_on_host || !strategy->accumulated) return DTRAIN_OK;
     for (uint32_t i = 0; i < 2; i++)
         if (strategy->offload.bounced[i] == bucket) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
-    return strategy->device->ops->copy_async(strategy->device, sum, bucket->grad_shard,
-                                             (size_t)bucket->shard_count * sizeof(float),
-                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+    return strategy->device->ops->copy_async(
+        strategy->device, dtrain__reduce_result(strategy, bucket), bucket->grad_shard,
+        (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+/* RETURN: copy what became of the result to the shard. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strategy,
+                                                        dtrain__bucket *bucket,
+                                                        const dtrain__step *step)
+{
+    (void)step;
+    if (!bucket->grad_on_host) return DTRAIN_OK;
+    return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket), false);
 }
 
 /* Make kernels queued from now on wait until the copies queued so far have read their buffers. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
 {
+    if (!strategy->layout.grads_on_host) return DTRAIN_OK;
     return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
@@ -19521,6 +19517,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
+    if (!strategy->layout.grads_on_host) return DTRAIN_OK;
     for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
     DTRAIN__TRY(dtrain__host_vacate(strategy));
     if (strategy->more) return DTRAIN_OK;
@@ -19635,7 +19632,21 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
 
 /* ==== src/strategy/levels.c =================================================================== */
 
-/* Levels of ranks: which ranks share a copy of the model, and which communicators that takes */
+/* Two levels of ranks
+ *
+ * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
+ * that each rank exchanges only its slice with the ranks of other nodes that have the same slice:
+ *
+ *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
+ *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
+ *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
+ *     NODE_GATHER       both slices               |  both slices                 inside a node
+ *
+ * Sharded buckets end in a reduce-scatter of the slice, and their values are gathered in the same
+ * two levels. HYBRID_SHARD has the first level alone for shards: REDUCE_SCATTER makes the sum over
+ * a node, and REPLICAS adds up the nodes' shards. */
+
+/* ---- Which ranks are a node -------------------------------------------------------------------*/
 
 /* With hierarchical and one node, drop the lossy settings: they apply between nodes. */
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
@@ -19672,7 +19683,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
 
 /* Resolve node_size, the number of consecutive ranks that are a node. With hierarchical one node,
  * or nodes of one rank, are allowed: a program that is started on fewer machines uses one level. */
-static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
     dtrain_strategy_desc *desc = &strategy->desc;
     const char *const call = "dtrain_strategy_create";
@@ -19701,47 +19712,98 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
                        call, desc->node_size, ranks);
 }
 
-/* Decide who shares one copy of the model, and make the extra communicators. The color alone says
- * which ranks are meant, for comm/counting.c: a place within the node is below the node's size, and
- * the number of a node is added to it. */
-DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
+/* ---- Steps between levels ---------------------------------------------------------------------*/
+
+/* NODE_SCATTER: this rank's slice of a bucket's gradients = its sum over this node. */
+DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket,
+                                                         const dtrain__step *step)
 {
-    const int ranks = dtrain_comm_size(strategy->groups.data),
-              rank = dtrain_comm_rank(strategy->groups.data);
-    const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
-    dtrain_strategy_desc *desc = &strategy->desc;
-    if (strategy->groups.sequence_parallel) /* before anything that a data axis may refuse alone */
-        DTRAIN__TRY(dtrain_comm_split(strategy->groups.tensor, 0, strategy->groups.tensor_rank,
-                                      &strategy->extra[DTRAIN__TENSOR]));
-    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
-    dtrain__resolve_levels(desc, ranks);
-    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
-    const bool nodes = !replicas && size > 1 && size < ranks;
-    const bool two_rounds = desc->compression && dtrain__hook_of(desc->compression)->rounds == 2;
-    const bool partial = strategy->groups.sequence_parallel && ranks > 1;
-    const int across = rank % size, inside = size + rank / size, everyone = 0;
-    const struct {
-        int which;
-        bool wanted;
-        int color;
-    } extras[] = {
-        {DTRAIN__NODE, nodes || replicas, inside},
-        {DTRAIN__ACROSS, nodes || replicas, across},
-        {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), inside},
-        {DTRAIN__FETCH_ACROSS, nodes && sharded, across},
-        {DTRAIN__FETCH, nodes && sharded, inside},
-        {DTRAIN__SECOND, two_rounds && ranks > 1, across},
-        {DTRAIN__AFTER, partial && !nodes, everyone},
-        {DTRAIN__AFTER_NODE, partial && replicas, inside},
-    };
-    for (size_t i = 0; i < sizeof extras / sizeof extras[0]; i++)
-        if (extras[i].wanted)
-            DTRAIN__TRY(dtrain_comm_split(strategy->groups.data, extras[i].color, rank,
-                                          &strategy->extra[extras[i].which]));
-    if (replicas) strategy->groups.copy = strategy->extra[DTRAIN__NODE];
-    else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
-        strategy->groups.copy = strategy->groups.data;
-    return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_reduce_scatter(step->comm, bucket->grads, bucket->grads + bucket->slice_first,
+                                 (size_t)bucket->slice_count, DTRAIN_DTYPE_F32, bucket->steps->op,
+                                 bucket->reduces);
+}
+
+/* NODE_GATHER: all slices of this node to all its ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
+                                                        dtrain__bucket *bucket,
+                                                        const dtrain__step *step)
+{
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_gather(step->comm, bucket->grads + bucket->slice_first, bucket->grads,
+                             (size_t)bucket->slice_count, DTRAIN_DTYPE_F32, bucket->reduces);
+}
+
+/* Multiply x, a sum over all ranks (count elements of the bucket), by 1/N. In fp16 a sum may
+ * overflow where the mean does not: there each collective makes a mean, and nothing is left. */
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count)
+{
+    dtrain_axpby_args mean;
+    if (count == 0 || bucket->steps->op != DTRAIN_REDUCE_SUM) return DTRAIN_OK;
+    memset(&mean, 0, sizeof mean);
+    mean.count = count;
+    mean.a = 1.0f / (float)strategy->layout.all;
+    mean.x = mean.y = x;
+    mean.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &mean);
+}
+
+/* SCALE: the sum over all nodes becomes the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  const dtrain__step *step)
+{
+    (void)step;
+    if (bucket->sharded)
+        return dtrain__scale(strategy, bucket, dtrain__reduce_result(strategy, bucket),
+                             bucket->shard_count);
+    return dtrain__scale(strategy, bucket, bucket->grads + bucket->slice_first,
+                         bucket->slice_count);
+}
+
+/* ---- Replicas
+ *
+ * With HYBRID_SHARD an all-reduce between nodes follows: of the result, in every micro-batch, or of
+ * the shard that has summed the results up, in the last one (DTRAIN_ACCUMULATION_SHARD_EVERY). */
+
+/* Return the device memory where this node's sum becomes that of all nodes. */
+static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (at_last && !bucket->grad_on_host) return bucket->grad_shard;
+    return dtrain__reduce_result(strategy, bucket);
+}
+
+/* REPLICAS: a shard of the sum over this node = the mean over all nodes. */
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket,
+                                                     const dtrain__step *step)
+{
+    return dtrain__reduce_all(strategy, bucket, step, dtrain__replica_sum(strategy, bucket),
+                              bucket->shard_first, bucket->shard_count);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket, const dtrain__step *step)
+{
+    float *sum = dtrain__replica_sum(strategy, bucket);
+    (void)step;
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count));
+    return dtrain__scale(strategy, bucket, sum, bucket->shard_count);
+}
+
+/* Return the number of the last step that uses the buffer in which a bucket's gradients were made.
+ * REPLICAS and what follows it do not where they work on the shard, unrounded. */
+DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
+                                              const dtrain__bucket *bucket)
+{
+    const dtrain__step_list *steps = bucket->steps;
+    for (uint32_t i = 0; i < steps->count; i++)
+        if (steps->list[i].begin == dtrain__replicas_begin && !dtrain__reduces_low(strategy) &&
+            dtrain__replica_sum(strategy, bucket) == bucket->grad_shard)
+            return i;
+    return DTRAIN__REDUCED;
 }
 
 /* ==== src/strategy/compare.c ================================================================== */
@@ -20442,9 +20504,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
     void *memory;
-    DTRAIN__TRY(dtrain__ways_layout(layout, a, strategy->params, count, &strategy->desc,
-                                    dtrain_comm_size(strategy->groups.data),
-                                    dtrain_comm_rank(strategy->groups.data)));
+    DTRAIN__TRY(dtrain__steps_layout(layout, a, strategy->params, count, &strategy->desc,
+                                     dtrain_comm_size(strategy->groups.data),
+                                     dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     const size_t tally = 1 + count;
     strategy->works_per_bucket = each;
@@ -20473,9 +20535,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
     strategy->sum_squares = (double *)memory;
     strategy->tally = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
-    dtrain__ways_memory(layout);
+    dtrain__steps_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
-    DTRAIN__TRY(dtrain__ways_open(strategy));
+    DTRAIN__TRY(dtrain__steps_open(strategy));
     dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
@@ -20538,7 +20600,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
-    dtrain_result result = dtrain__split_levels(strategy);
+    dtrain_result result = dtrain__steps_make(strategy);
     if (result == DTRAIN_OK) result = dtrain__split_ties(strategy);
     if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
     DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
@@ -20621,12 +20683,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
-    dtrain__ways_free(layout, &a);
+    dtrain__steps_layout_free(layout, &a);
     dtrain__close_ties(strategy);
     dtrain__free(&a, strategy->ties, count, sizeof *strategy->ties);
     dtrain__stage_map_free(&strategy->stages, &a);
-    for (int i = 0; i < DTRAIN__EXTRAS; i++)
-        if (strategy->extra[i]) dtrain_comm_destroy(strategy->extra[i]);
+    for (size_t i = 0; i < strategy->owned_count; i++) dtrain_comm_destroy(strategy->owned[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
 }
 
@@ -20636,7 +20697,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
  *
  * There is no formula: a twin of the strategy takes steps on the plan device, where kernels do
  * nothing, with a counting communicator (comm/counting.c), whose counters are read. So the answer
- * follows every change of the road. What a mesh sends along other axes than that of data is not in
+ * follows every change of the steps. What a mesh sends along other axes than that of data is not in
  * it: the twin has this rank's part of each parameter, and a data axis alone. It doubles the time
  * of creation: 9 ms become 18 for a model of 1000 parameters, 16 become 47 where tensors have
  * owners. */
@@ -20793,6 +20854,20 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->sync_count = strategy->sync_count;
 }
 
+DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
+                                                const dtrain_shard **shards, size_t *count)
+{
+    if (shards) *shards = NULL;
+    if (count) *count = 0;
+    DTRAIN__GIVEN("dtrain_strategy_shards", strategy);
+    DTRAIN__GIVEN("dtrain_strategy_shards", shards);
+    DTRAIN__GIVEN("dtrain_strategy_shards", count);
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
+    *shards = strategy->shards;
+    *count = strategy->shard_count;
+    return DTRAIN_OK;
+}
+
 /* Add the counters of a communicator; NULL has none. */
 static void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
 {
@@ -20814,15 +20889,15 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info)
 {
     dtrain_comm_query(strategy->groups.data, info);
-    for (int i = 0; i < DTRAIN__EXTRAS; i++)
-        if (i != DTRAIN__TENSOR) dtrain__add_comm(info, strategy->extra[i]);
+    for (size_t i = 0; i < strategy->owned_count; i++)
+        if (strategy->owned[i] != strategy->tensor_comm) dtrain__add_comm(info, strategy->owned[i]);
 }
 
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info)
 {
     dtrain_comm_query(strategy->groups.tensor, info);
-    dtrain__add_comm(info, strategy->extra[DTRAIN__TENSOR]);
+    dtrain__add_comm(info, strategy->tensor_comm);
 }
 
 DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
@@ -21045,7 +21120,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     dtrain__layout layout;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    dtrain_result result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, 0);
+    dtrain_result result = dtrain__steps_layout(&layout, a, params, count, &desc, ranks, 0);
     /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
      * states and compression's states of a slice do not. */
     const int differ = desc.compression                          ? ranks
@@ -21055,14 +21130,14 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         dtrain__plan_count(&layout, memory);
         if (rank == differ) break;
         if (desc.compression) {
-            dtrain__ways_free(&layout, a);
-            result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, rank);
+            dtrain__steps_layout_free(&layout, a);
+            result = dtrain__steps_layout(&layout, a, params, count, &desc, ranks, rank);
         } else {
             dtrain__layout_turn(&layout, rank);
-            dtrain__ways_memory(&layout);
+            dtrain__steps_memory(&layout);
         }
     }
-    dtrain__ways_free(&layout, a);
+    dtrain__steps_layout_free(&layout, a);
     return result;
 }
 
@@ -21294,7 +21369,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
         DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         plan->needs = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__ways_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
+        return dtrain__steps_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
     DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
@@ -21333,7 +21408,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
 DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
 {
     if (!plan->planned) return;
-    dtrain__ways_free(&plan->planned->layout, &world->allocator);
+    dtrain__steps_layout_free(&plan->planned->layout, &world->allocator);
     dtrain__stage_map_free(&plan->planned->stages, &world->allocator);
     dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }

@@ -24,14 +24,14 @@ device/cuda|The kernels for NVIDIA GPUs: dtrain_cuda.cu.'
 # The folders as src/dtrain.h includes their files, and those of the two companions.
 rooms() {
     sed -n 's/^#include "\(.*\)\/[^/]*\.c"$/\1/p' src/dtrain.h | awk '
-        $0 ~ /\/(ways|kernels)$/ || seen[$0]++ { next }
+        $0 ~ /\/kernels$/ || seen[$0]++ { next }
         { print }
         $0 == "comm" { print "comm/nccl" }
         $0 == "device/cpu" { print "device/cuda" }'
 }
 for room in $(rooms); do
     printf 'purpose %s %s\n' "$room" "$(echo "$purpose" | sed -n "s,^$room|,,p")"
-    for file in src/$room/*.c src/$room/*.h src/$room/*.cuh src/$room/kernels/*.h src/$room/ways/*.c; do
+    for file in src/$room/*.c src/$room/*.h src/$room/*.cuh src/$room/kernels/*.h; do
         [ -f "$file" ] && echo "file $room $file"
     done
 done | awk '
@@ -39,7 +39,7 @@ function text(x, y, class, s) {
     gsub(/&/, "\\&amp;", s); gsub(/</, "\\&lt;", s)
     printf "<text x=\"%d\" y=\"%d\" class=\"%s\">%s</text>\n", x, y, class, s
 }
-function room_of(path) { sub(/\/[^\/]*$/, "", path); sub(/\/(kernels|ways)$/, "", path); return path }
+function room_of(path) { sub(/\/[^\/]*$/, "", path); sub(/\/kernels$/, "", path); return path }
 function thousands(n) { return n < 1000 ? n : sprintf("%d,%03d", n / 1000, n % 1000) }
 $1 == "purpose" {
     room = $2; name[++rooms] = room

@@ -90,10 +90,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 {
     char kept[DTRAIN__ERROR_BYTES];
     snprintf(kept, sizeof kept, "%s", text);
-    for (int i = 0; i < DTRAIN__EXTRAS; i++) {
-        dtrain_comm *extra = strategy->extra[i];
-        if (extra) extra->ops->fail(extra, code, kept);
-    }
+    for (size_t i = 0; i < strategy->owned_count; i++)
+        if (strategy->owned[i]) strategy->owned[i]->ops->fail(strategy->owned[i], code, kept);
     const dtrain__groups *groups = &strategy->groups;
     for (size_t i = 0; i < strategy->param_count && strategy->ties; i++)
         if (strategy->ties[i]) strategy->ties[i]->ops->fail(strategy->ties[i], code, kept);

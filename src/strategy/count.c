@@ -2,7 +2,7 @@
  *
  * There is no formula: a twin of the strategy takes steps on the plan device, where kernels do
  * nothing, with a counting communicator (comm/counting.c), whose counters are read. So the answer
- * follows every change of the road. What a mesh sends along other axes than that of data is not in
+ * follows every change of the steps. What a mesh sends along other axes than that of data is not in
  * it: the twin has this rank's part of each parameter, and a data axis alone. It doubles the time
  * of creation: 9 ms become 18 for a model of 1000 parameters, 16 become 47 where tensors have
  * owners. */

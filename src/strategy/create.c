@@ -209,9 +209,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
     void *memory;
-    DTRAIN__TRY(dtrain__ways_layout(layout, a, strategy->params, count, &strategy->desc,
-                                    dtrain_comm_size(strategy->groups.data),
-                                    dtrain_comm_rank(strategy->groups.data)));
+    DTRAIN__TRY(dtrain__steps_layout(layout, a, strategy->params, count, &strategy->desc,
+                                     dtrain_comm_size(strategy->groups.data),
+                                     dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     const size_t tally = 1 + count;
     strategy->works_per_bucket = each;
@@ -240,9 +240,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
     strategy->sum_squares = (double *)memory;
     strategy->tally = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
-    dtrain__ways_memory(layout);
+    dtrain__steps_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
-    DTRAIN__TRY(dtrain__ways_open(strategy));
+    DTRAIN__TRY(dtrain__steps_open(strategy));
     dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
@@ -305,7 +305,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
-    dtrain_result result = dtrain__split_levels(strategy);
+    dtrain_result result = dtrain__steps_make(strategy);
     if (result == DTRAIN_OK) result = dtrain__split_ties(strategy);
     if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
     DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
@@ -388,11 +388,10 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
-    dtrain__ways_free(layout, &a);
+    dtrain__steps_layout_free(layout, &a);
     dtrain__close_ties(strategy);
     dtrain__free(&a, strategy->ties, count, sizeof *strategy->ties);
     dtrain__stage_map_free(&strategy->stages, &a);
-    for (int i = 0; i < DTRAIN__EXTRAS; i++)
-        if (strategy->extra[i]) dtrain_comm_destroy(strategy->extra[i]);
+    for (size_t i = 0; i < strategy->owned_count; i++) dtrain_comm_destroy(strategy->owned[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
 }

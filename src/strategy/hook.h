@@ -1,7 +1,7 @@
 /* Communication hooks: how the gradients of a bucket travel, in a way of one's own
  *
  * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook; the built-in
- * ones (ways/topk.c, ways/powersgd.c) are made of the same, and examples/sign_sgd.c is a complete
+ * ones (topk.c, powersgd.c) are made of the same, and examples/sign_sgd.c is a complete
  * program. PyTorch's DDP has them by the same name. A hook has one or two rounds; the library calls
  *
  *     plan         when memory is laid out, on every rank, also for forecasts, which have no memory

@@ -67,13 +67,13 @@ typedef struct dtrain__bucket {
     int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
     int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
                                          them, or with several nodes its slice (bucket_close) */
-    dtrain_comm *comm;                /* the ranks that exchange its gradients: ways.c */
     uint32_t first_param, last_param; /* range of indices that contains every member */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
-    uint32_t stage;                   /* how far its gradients are: DTRAIN__REDUCE_IDLE ... */
-    dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
-    struct dtrain__compressed *compressed; /* what compression keeps (ways_internal.h), or NULL */
+    const struct dtrain__step_list *steps; /* what its gradients go through: steps.c */
+    uint32_t step; /* how far they are: 0, the number of the step under way, or DTRAIN__REDUCED */
+    dtrain_work **reduces, **gathers;      /* (works_per_bucket) collectives under way, or NULL */
+    struct dtrain__compressed *compressed; /* what compression keeps (steps_internal.h), or NULL */
     float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
     int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
     bool tensor_packed;
@@ -83,17 +83,7 @@ typedef struct dtrain__bucket {
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
 
-/* The values of a unit, where they are sharded. A unit has a slot that it shares with every second
- * other unit (unit u has slot u % 2), or memory of its own.
- *
- *                  gather, or ahead of it            gather             gather
- *        ABSENT ----------------------> COMING ---------------> HERE ------------> SHOWN
- *          ^     collectives start        |      they are done   | <----------------  |
- *          |                              |                      |       release      |
- *          '------------------------------'----------------------'--------------------'
- *                    another unit takes the slot, or publish: values are out of date
- *
- * Only while it is SHOWN do dtrain_param.value point to them. */
+/* Where the values of a unit are: the drawing is in units.c. */
 typedef enum dtrain__unit_state {
     DTRAIN__UNIT_ABSENT,
     DTRAIN__UNIT_COMING,
@@ -107,7 +97,7 @@ typedef struct dtrain__unit {
     dtrain__bucket *trainable, *frozen; /* its buckets, or NULL */
     bool own_memory;                    /* no slot: stays from its first gather to publish */
     dtrain__unit_state state;
-    dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
+    dtrain__unit_state before; /* to restore after a read, which borrows slots */
 } dtrain__unit;
 
 /* Two buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
@@ -153,9 +143,6 @@ typedef struct dtrain__layout {
     uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
-/* strategy/kinds.c */
-DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
-
 /* strategy/params.c */
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
@@ -168,6 +155,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
 #define DTRAIN__STAGING_COUNT 1024 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */
+DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int all,

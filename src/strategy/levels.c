@@ -1,7 +1,22 @@
-/* Levels of ranks: which ranks share a copy of the model, and which communicators that takes */
+/* Two levels of ranks
+ *
+ * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
+ * that each rank exchanges only its slice with the ranks of other nodes that have the same slice:
+ *
+ *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
+ *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
+ *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
+ *     NODE_GATHER       both slices               |  both slices                 inside a node
+ *
+ * Sharded buckets end in a reduce-scatter of the slice, and their values are gathered in the same
+ * two levels. HYBRID_SHARD has the first level alone for shards: REDUCE_SCATTER makes the sum over
+ * a node, and REPLICAS adds up the nodes' shards. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "strategy/steps_internal.h"
+
+/* ---- Which ranks are a node -------------------------------------------------------------------*/
 
 /* With hierarchical and one node, drop the lossy settings: they apply between nodes. */
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
@@ -38,7 +53,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
 
 /* Resolve node_size, the number of consecutive ranks that are a node. With hierarchical one node,
  * or nodes of one rank, are allowed: a program that is started on fewer machines uses one level. */
-static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
     dtrain_strategy_desc *desc = &strategy->desc;
     const char *const call = "dtrain_strategy_create";
@@ -67,45 +82,96 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
                        call, desc->node_size, ranks);
 }
 
-/* Decide who shares one copy of the model, and make the extra communicators. The color alone says
- * which ranks are meant, for comm/counting.c: a place within the node is below the node's size, and
- * the number of a node is added to it. */
-DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
+/* ---- Steps between levels ---------------------------------------------------------------------*/
+
+/* NODE_SCATTER: this rank's slice of a bucket's gradients = its sum over this node. */
+DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket,
+                                                         const dtrain__step *step)
 {
-    const int ranks = dtrain_comm_size(strategy->groups.data),
-              rank = dtrain_comm_rank(strategy->groups.data);
-    const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
-    dtrain_strategy_desc *desc = &strategy->desc;
-    if (strategy->groups.sequence_parallel) /* before anything that a data axis may refuse alone */
-        DTRAIN__TRY(dtrain_comm_split(strategy->groups.tensor, 0, strategy->groups.tensor_rank,
-                                      &strategy->extra[DTRAIN__TENSOR]));
-    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
-    dtrain__resolve_levels(desc, ranks);
-    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
-    const bool nodes = !replicas && size > 1 && size < ranks;
-    const bool two_rounds = desc->compression && dtrain__hook_of(desc->compression)->rounds == 2;
-    const bool partial = strategy->groups.sequence_parallel && ranks > 1;
-    const int across = rank % size, inside = size + rank / size, everyone = 0;
-    const struct {
-        int which;
-        bool wanted;
-        int color;
-    } extras[] = {
-        {DTRAIN__NODE, nodes || replicas, inside},
-        {DTRAIN__ACROSS, nodes || replicas, across},
-        {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), inside},
-        {DTRAIN__FETCH_ACROSS, nodes && sharded, across},
-        {DTRAIN__FETCH, nodes && sharded, inside},
-        {DTRAIN__SECOND, two_rounds && ranks > 1, across},
-        {DTRAIN__AFTER, partial && !nodes, everyone},
-        {DTRAIN__AFTER_NODE, partial && replicas, inside},
-    };
-    for (size_t i = 0; i < sizeof extras / sizeof extras[0]; i++)
-        if (extras[i].wanted)
-            DTRAIN__TRY(dtrain_comm_split(strategy->groups.data, extras[i].color, rank,
-                                          &strategy->extra[extras[i].which]));
-    if (replicas) strategy->groups.copy = strategy->extra[DTRAIN__NODE];
-    else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
-        strategy->groups.copy = strategy->groups.data;
-    return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_reduce_scatter(step->comm, bucket->grads, bucket->grads + bucket->slice_first,
+                                 (size_t)bucket->slice_count, DTRAIN_DTYPE_F32, bucket->steps->op,
+                                 bucket->reduces);
+}
+
+/* NODE_GATHER: all slices of this node to all its ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
+                                                        dtrain__bucket *bucket,
+                                                        const dtrain__step *step)
+{
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_gather(step->comm, bucket->grads + bucket->slice_first, bucket->grads,
+                             (size_t)bucket->slice_count, DTRAIN_DTYPE_F32, bucket->reduces);
+}
+
+/* Multiply x, a sum over all ranks (count elements of the bucket), by 1/N. In fp16 a sum may
+ * overflow where the mean does not: there each collective makes a mean, and nothing is left. */
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count)
+{
+    dtrain_axpby_args mean;
+    if (count == 0 || bucket->steps->op != DTRAIN_REDUCE_SUM) return DTRAIN_OK;
+    memset(&mean, 0, sizeof mean);
+    mean.count = count;
+    mean.a = 1.0f / (float)strategy->layout.all;
+    mean.x = mean.y = x;
+    mean.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &mean);
+}
+
+/* SCALE: the sum over all nodes becomes the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  const dtrain__step *step)
+{
+    (void)step;
+    if (bucket->sharded)
+        return dtrain__scale(strategy, bucket, dtrain__reduce_result(strategy, bucket),
+                             bucket->shard_count);
+    return dtrain__scale(strategy, bucket, bucket->grads + bucket->slice_first,
+                         bucket->slice_count);
+}
+
+/* ---- Replicas
+ *
+ * With HYBRID_SHARD an all-reduce between nodes follows: of the result, in every micro-batch, or of
+ * the shard that has summed the results up, in the last one (DTRAIN_ACCUMULATION_SHARD_EVERY). */
+
+/* Return the device memory where this node's sum becomes that of all nodes. */
+static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (at_last && !bucket->grad_on_host) return bucket->grad_shard;
+    return dtrain__reduce_result(strategy, bucket);
+}
+
+/* REPLICAS: a shard of the sum over this node = the mean over all nodes. */
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket,
+                                                     const dtrain__step *step)
+{
+    return dtrain__reduce_all(strategy, bucket, step, dtrain__replica_sum(strategy, bucket),
+                              bucket->shard_first, bucket->shard_count);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket, const dtrain__step *step)
+{
+    float *sum = dtrain__replica_sum(strategy, bucket);
+    (void)step;
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count));
+    return dtrain__scale(strategy, bucket, sum, bucket->shard_count);
+}
+
+/* Return the number of the last step that uses the buffer in which a bucket's gradients were made.
+ * REPLICAS and what follows it do not where they work on the shard, unrounded. */
+DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
+                                              const dtrain__bucket *bucket)
+{
+    const dtrain__step_list *steps = bucket->steps;
+    for (uint32_t i = 0; i < steps->count; i++)
+        if (steps->list[i].begin == dtrain__replicas_begin && !dtrain__reduces_low(strategy) &&
+            dtrain__replica_sum(strategy, bucket) == bucket->grad_shard)
+            return i;
+    return DTRAIN__REDUCED;
 }

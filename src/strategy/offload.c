@@ -1,7 +1,7 @@
 /* Offload: shards in host memory
  *
- * Five calls serve road.c, gather.c and ways/: host_put and host_get copy a gradient shard to and
- * from host memory, host_vacate and host_settle wait for copies to it, host_bring copies a value
+ * PUT, GET and RETURN are steps of sharded buckets (steps.c): they copy a gradient shard to and
+ * from host memory. host_vacate and host_settle wait for copies to it; host_bring copies a value
  * shard to the device.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
@@ -17,6 +17,7 @@
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
 #include "strategy/strategy_internal.h"
+#include "strategy/steps_internal.h"
 
 /* Order two streams: work queued on `later` from now on comes after all that is queued on
  * `earlier` so far. */
@@ -64,8 +65,8 @@ static dtrain_result dtrain__bounce_add(dtrain_strategy *strategy, uint32_t i)
 }
 
 /* Queue grad_shard = result (device memory), or += with add. */
-DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                               const float *result, bool add)
+static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                      const float *result, bool add)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
@@ -83,20 +84,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain
     return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
-/* Queue a copy of grad_shard, with everything that was put there, to sum (device memory). */
-DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                               float *sum)
+/* PUT: copy the result of a backward to the shard in host memory, or add it there. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_put_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket,
+                                                     const dtrain__step *step)
 {
+    if (!bucket->grad_on_host) return dtrain__keep_begin(strategy, bucket, step);
+    return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket),
+                            strategy->accumulated);
+}
+
+/* GET: queue a copy of the shard, with everything that was put there, back to the result. After the
+ * only micro-batch of a step it is there. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket,
+                                                     const dtrain__step *step)
+{
+    (void)step;
+    if (!bucket->grad_on_host || !strategy->accumulated) return DTRAIN_OK;
     for (uint32_t i = 0; i < 2; i++)
         if (strategy->offload.bounced[i] == bucket) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
-    return strategy->device->ops->copy_async(strategy->device, sum, bucket->grad_shard,
-                                             (size_t)bucket->shard_count * sizeof(float),
-                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+    return strategy->device->ops->copy_async(
+        strategy->device, dtrain__reduce_result(strategy, bucket), bucket->grad_shard,
+        (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+/* RETURN: copy what became of the result to the shard. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strategy,
+                                                        dtrain__bucket *bucket,
+                                                        const dtrain__step *step)
+{
+    (void)step;
+    if (!bucket->grad_on_host) return DTRAIN_OK;
+    return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket), false);
 }
 
 /* Make kernels queued from now on wait until the copies queued so far have read their buffers. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
 {
+    if (!strategy->layout.grads_on_host) return DTRAIN_OK;
     return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
@@ -106,6 +132,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
+    if (!strategy->layout.grads_on_host) return DTRAIN_OK;
     for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
     DTRAIN__TRY(dtrain__host_vacate(strategy));
     if (strategy->more) return DTRAIN_OK;

@@ -59,7 +59,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     dtrain__layout layout;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    dtrain_result result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, 0);
+    dtrain_result result = dtrain__steps_layout(&layout, a, params, count, &desc, ranks, 0);
     /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
      * states and compression's states of a slice do not. */
     const int differ = desc.compression                          ? ranks
@@ -69,14 +69,14 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         dtrain__plan_count(&layout, memory);
         if (rank == differ) break;
         if (desc.compression) {
-            dtrain__ways_free(&layout, a);
-            result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, rank);
+            dtrain__steps_layout_free(&layout, a);
+            result = dtrain__steps_layout(&layout, a, params, count, &desc, ranks, rank);
         } else {
             dtrain__layout_turn(&layout, rank);
-            dtrain__ways_memory(&layout);
+            dtrain__steps_memory(&layout);
         }
     }
-    dtrain__ways_free(&layout, a);
+    dtrain__steps_layout_free(&layout, a);
     return result;
 }
 
@@ -308,7 +308,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
         DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         plan->needs = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__ways_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
+        return dtrain__steps_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
     DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
@@ -347,7 +347,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
 DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
 {
     if (!plan->planned) return;
-    dtrain__ways_free(&plan->planned->layout, &world->allocator);
+    dtrain__steps_layout_free(&plan->planned->layout, &world->allocator);
     dtrain__stage_map_free(&plan->planned->stages, &world->allocator);
     dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }

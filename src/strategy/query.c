@@ -12,6 +12,20 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->sync_count = strategy->sync_count;
 }
 
+DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
+                                                const dtrain_shard **shards, size_t *count)
+{
+    if (shards) *shards = NULL;
+    if (count) *count = 0;
+    DTRAIN__GIVEN("dtrain_strategy_shards", strategy);
+    DTRAIN__GIVEN("dtrain_strategy_shards", shards);
+    DTRAIN__GIVEN("dtrain_strategy_shards", count);
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
+    *shards = strategy->shards;
+    *count = strategy->shard_count;
+    return DTRAIN_OK;
+}
+
 /* Add the counters of a communicator; NULL has none. */
 static void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
 {
@@ -33,15 +47,15 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info)
 {
     dtrain_comm_query(strategy->groups.data, info);
-    for (int i = 0; i < DTRAIN__EXTRAS; i++)
-        if (i != DTRAIN__TENSOR) dtrain__add_comm(info, strategy->extra[i]);
+    for (size_t i = 0; i < strategy->owned_count; i++)
+        if (strategy->owned[i] != strategy->tensor_comm) dtrain__add_comm(info, strategy->owned[i]);
 }
 
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info)
 {
     dtrain_comm_query(strategy->groups.tensor, info);
-    dtrain__add_comm(info, strategy->extra[DTRAIN__TENSOR]);
+    dtrain__add_comm(info, strategy->tensor_comm);
 }
 
 DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,

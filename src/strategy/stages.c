@@ -10,7 +10,7 @@
  *     rank, ZBV                  0     |  1  |  1  |  0
  *
  * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
- * stream of one index, so that they are equal from the start; TIE (ways/tie.c) adds their gradients
+ * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients
  * up before anything else is done with them, and so they stay equal. The first rank counts it where
  * something of the model counts once. */
 
@@ -119,7 +119,8 @@ DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain
 /* ---- Parameters -------------------------------------------------------------------------------*/
 
 /* Tell whether a rank of the axis uses a storage, by any of its entries. */
-static bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage, int rank)
+DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage,
+                                        int rank)
 {
     const dtrain_param *p = storage;
     do {
@@ -164,63 +165,4 @@ DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t 
     int rank = 0;
     while (!dtrain__stage_uses(&strategy->stages, storage, rank)) rank++;
     return rank;
-}
-
-/* ---- Copies of tied weights -------------------------------------------------------------------*/
-
-/* Tell whether two storages are used by the same ranks; none: by several at all. */
-static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,
-                               const dtrain_param *b)
-{
-    for (int rank = 0; rank < map->ranks; rank++)
-        if (dtrain__stage_uses(map, a, rank) != dtrain__stage_uses(map, b, rank)) return false;
-    return true;
-}
-
-static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param *storage)
-{
-    int users = 0;
-    for (int rank = 0; rank < map->ranks; rank++) users += dtrain__stage_uses(map, storage, rank);
-    return users > 1;
-}
-
-/* Refuse what would treat copies of a weight in different ways. */
-static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
-{
-    if (!strategy->desc.compression) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_strategy_create: compression: \"%s\" is tied between stages of "
-                       "several ranks, whose copies must get the same gradient to the bit; leave "
-                       "compression or the tie out",
-                       dtrain__short(p->name));
-}
-
-/* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
- * weights with the same ranks share one. All ranks of the axis make the same calls. */
-DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
-{
-    const dtrain__stage_map *map = &strategy->stages;
-    dtrain_comm *axis = strategy->groups.pipeline;
-    const dtrain_param *before = NULL; /* the storage before it that has copies */
-    for (size_t i = 0; i < strategy->param_count && axis; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || !dtrain__has_copies(map, p)) continue;
-        DTRAIN__TRY(dtrain__tie_allowed(strategy, p));
-        const int color = dtrain__stage_uses(map, p, map->rank) ? 0 : -1;
-        if (before && dtrain__same_users(map, before, p))
-            strategy->ties[i] = strategy->ties[before->state.index];
-        else DTRAIN__TRY(dtrain_comm_split(axis, color, map->rank, &strategy->ties[i]));
-        before = p;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
-        dtrain_comm *comm = strategy->ties[i];
-        for (size_t k = i; k < strategy->param_count; k++)
-            if (strategy->ties[k] == comm) strategy->ties[k] = NULL;
-        if (comm) dtrain_comm_destroy(comm);
-    }
 }

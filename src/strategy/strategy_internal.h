@@ -1,25 +1,24 @@
 /* The strategy, and what its files call of one another
  *
  * Every file of the room includes it, and with it the interfaces of core, world, communicator and
- * device that they share.
+ * device that they share. DDP is read in three files and shards in two more:
  *
- * The order of reading is that of a gradient. Each file calls those before it, and those in
- * brackets:
+ *     layout.c       the table of kinds; who keeps what, in which memory
+ *     reduce.c       from ready to publish, with the steps of DDP and of shards
+ *     units.c        sharded values: gather, release, the walk back
+ *     steps.c        the lists of steps; the only file that knows all of them
+ *     create.c       making one, and its end
  *
- *     params.c, kinds.c       what the host registers; what each kind shards
- *     stages.c                which part of the model a rank of a pipeline has
- *     layout.c                who keeps what, in which memory
- *     road.c                  DDP from ready to publish [weights.c, gather.c, offload.c, calls.c]
+ * Beside that road, a file a topic:
+ *
+ *     params.c, stages.c      what the host registers; which part of it a rank of a pipeline has
  *     weights.c, norm.c       the mean over samples; the norm of gradients
- *     gather.c, offload.c     sharded values; shards in host memory
+ *     missing.c, join.c       gradients that a rank lacks; passes without samples
+ *     ties.c, tensor.c, levels.c, compress.c, topk.c, powersgd.c, offload.c    further steps
+ *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
- *     ways/                   one file a step that replaces or follows the all-reduce
- *     ways.c                  chooses the steps; the only file that knows all of them
- *     join.c                  passes without samples
- *     levels.c, settings.c    who shares a copy of the model; checks of the desc
- *     compare.c               have all ranks registered the same, and have they the same values?
- *     create.c, count.c       making one; dtrain_strategy_create, which counts what a step sends
- *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
+ *     query.c, view.c         answers to the host, to the rooms above
+ *     count.c, plan.c         what a step sends; what a strategy needs, before it is made */
 
 #pragma once
 
@@ -41,42 +40,32 @@
 /* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
 #define DTRAIN__SQUARES 2
 
-/* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
-enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
+typedef struct dtrain__step dtrain__step;
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                      const dtrain__step *step);
 
-typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
-
-/* Flags of a step. BRIEF: few bytes; in lockstep they are waited for at once, so that the next
- * step, which has many, goes on under what backward computes next. */
-enum { DTRAIN__LAST_ONLY = 1, DTRAIN__BRIEF = 2 };
-
-/* One step of a bucket's way from gradients to their mean: begin prepares and starts one
- * collective, or a few at once; end is called when they are done. NULL: nothing to do. LAST_ONLY:
- * in the last micro-batch, on the shard that holds the sum of all. */
-typedef struct dtrain__step {
-    dtrain__step_fn *begin, *end;
-    uint32_t flags;
-} dtrain__step;
-
-#define DTRAIN__STEPS 7 /* the longest way: 6, and a NULL */
-
-/* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
-enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
-
-/* Extra communicators. A step that starts when an earlier one completes must not share a
- * communicator with it: ranks could start the two in different orders. */
-enum {
-    DTRAIN__NODE,         /* ranks of this node: the first step between levels */
-    DTRAIN__ACROSS,       /* ranks of other nodes with the same slice, or (HYBRID_SHARD) shard */
-    DTRAIN__BACK,         /* the ranks of NODE, for node_gather */
-    DTRAIN__FETCH_ACROSS, /* the ranks of ACROSS, to gather values ... */
-    DTRAIN__FETCH,        /* ... and those of NODE, for the second collective of a gather */
-    DTRAIN__SECOND,       /* the ranks that exchange compressed gradients, for a second round */
-    DTRAIN__TENSOR,       /* the tensor axis, for the sum of whole parameters' gradients ... */
-    DTRAIN__AFTER,        /* ... and for the step after it the data axis, or (HYBRID_SHARD) ... */
-    DTRAIN__AFTER_NODE,   /* ... of sharded buckets the ranks of NODE */
-    DTRAIN__EXTRAS
+/* One step of a bucket from its gradients to their mean. begin prepares and starts collectives on
+ * the step's own communicator; when they are done end is called, and the next step begins. Without
+ * a communicator the step is done when begin returns. */
+struct dtrain__step {
+    dtrain__step_fn *begin, *end; /* end may be NULL */
+    dtrain_comm *comm;
 };
+
+#define DTRAIN__STEPS 8  /* the most steps of a list ... */
+#define DTRAIN__COMMS 12 /* ... and communicators of two lists and of gathers */
+
+/* dtrain__bucket.step: 0 before the first step, the number of the step under way, or this. */
+#define DTRAIN__REDUCED 99u
+
+/* The steps of whole, or of sharded buckets, in their order (steps.c). */
+typedef struct dtrain__step_list {
+    dtrain__step list[DTRAIN__STEPS];
+    uint32_t count, early_count; /* steps in a step's last backward, and in those before it */
+    uint32_t collectives;        /* steps that have a communicator */
+    dtrain_reduce_op op;         /* SUM where two collectives in a row make the mean, as sums that
+                                    are multiplied by 1/N once; in fp16 they are means */
+} dtrain__step_list;
 
 /* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
  * in the bounce buffers, those of an update in the optimizer's stages. */
@@ -94,9 +83,12 @@ struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
     dtrain_device *device;
-    dtrain__groups groups;               /* of create; the kind decides which ranks are `copy` */
-    dtrain_comm *extra[DTRAIN__EXTRAS];  /* NULL: not needed */
-    dtrain_strategy_desc desc;           /* resolved */
+    dtrain__groups groups;             /* of create; the kind decides which ranks are `copy` */
+    dtrain_comm *owned[DTRAIN__COMMS]; /* (owned_count) communicators of steps and gathers */
+    size_t owned_count;
+    dtrain_comm *tensor_comm;  /* of the tensor axis, for sums of whole parameters' gradients */
+    dtrain_comm *fetch[2];     /* those of gathers of values: one, or with several nodes two */
+    dtrain_strategy_desc desc; /* resolved */
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
@@ -107,8 +99,12 @@ struct dtrain_strategy {
                            of it, or NULL; those of the same ranks share one */
 
     /* The step under way. */
-    const dtrain__step *ways[DTRAIN__WAYS][DTRAIN__STEPS];
-    uint64_t compressed_from; /* sync_count of the first step in which COMPRESSED is taken */
+    dtrain__step_list whole, sharded; /* the steps of buckets */
+    bool lockstep; /* second collectives start only at launches and in finish, which come in the
+                      same order on every rank. NCCL runs collectives in the order in which they were
+                      started: if ranks started a step whenever the one before is done, their orders
+                      would differ, and they would wait for each other in a circle */
+    uint64_t compressed_from; /* sync_count of the first step with compression */
     size_t launched, oldest;  /* buckets below launched are started, those below oldest reduced */
     size_t marked_count;      /* calls of ready in this backward */
     bool more;                /* micro-batches of this step follow */
@@ -124,7 +120,6 @@ struct dtrain_strategy {
     bool sums_agreed[2];
     bool evaluates;        /* the trainer's evaluation is under way */
     bool several;          /* one backward covers several micro-batches (pipeline) */
-    bool tied;             /* there are weights with copies on other stages */
     bool taped;            /* a tape was made for this strategy */
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     bool empty;            /* the last step had no samples */
@@ -158,21 +153,14 @@ struct dtrain_strategy {
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
 
-/* strategy/road.c */
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              float *x, int64_t first, int64_t count, void **wire);
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                float *x, int64_t first, int64_t count, bool last);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 dtrain_comm *comm, float *x, int64_t first,
-                                                 int64_t count);
-DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
-                                        const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
-                                                  const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                            float *x, int64_t count);
+/* strategy/reduce.c */
+DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
+
+/* strategy/missing.c */
+DTRAIN__PRIVATE dtrain_result dtrain__report_missing(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__average_buffers(dtrain_strategy *strategy);
 
 /* strategy/calls.c */
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
@@ -189,32 +177,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 /* strategy/stages.c */
 DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
                                           size_t count);
+DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage,
+                                        int rank);
+
+/* strategy/ties.c */
 DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy);
 
-/* strategy/ways/compression.c */
+/* strategy/compress.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
 
-/* strategy/ways/tensor.c */
+/* strategy/tensor.c */
 DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout);
 
-/* strategy/ways.c */
-DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank);
-DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
+/* strategy/steps.c */
+DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
+                                                   const dtrain_allocator *a,
+                                                   const dtrain_param *params, size_t count,
+                                                   const dtrain_strategy_desc *desc, int ranks,
+                                                   int rank);
+DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 
-/* strategy/gather.c */
-DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
-                                                 uint32_t next);
-DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown);
+/* strategy/units.c */
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
@@ -229,13 +222,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
                                                  const dtrain__groups *groups,
                                                  uint32_t *node_ranks);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
-DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks);
+DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
+                                              const dtrain__bucket *bucket);
 
 /* strategy/offload.c */
-DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                               const float *result, bool add);
-DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                               float *sum);
 DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket);

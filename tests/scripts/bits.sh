@@ -45,3 +45,22 @@ row hierarchical 4 --hierarchical --node-size 2
 row hierarchical/topk 4 --hierarchical --node-size 2 --compression topk --topk-ratio 0.05 --dense-steps 1 --dense-below 64
 row hierarchical/zero1 4 --hierarchical --node-size 2 --strategy zero1 --reduce-dtype bf16
 row emulated 4 --emulate 2x2:10:5 --hierarchical
+# Steps of several levels, and those before the data axis.
+for strategy in ddp zero1 shard_grad_op full_shard; do
+    row $strategy/nodes 4 --strategy $strategy --hierarchical --node-size 2
+    row $strategy/nodes/fp16 4 --strategy $strategy --hierarchical --node-size 2 --reduce-dtype fp16 --accum 2
+    row $strategy/nodes/bf16 8 --strategy $strategy --hierarchical --node-size 4 --reduce-dtype bf16
+    row $strategy/rows 4 --strategy $strategy --tensor 2 --sequence-parallel --accum 2
+done
+for strategy in ddp zero1; do
+    row $strategy/stages 4 --strategy $strategy --pipeline 2 --accum 4
+    row $strategy/rows/stages 8 --strategy $strategy --tensor 2 --sequence-parallel --pipeline 2 --accum 4
+done
+row full_shard/recompute 4 --strategy full_shard --activation-checkpointing 1 --accum 2 --accum-mode every
+for flags in "" "--accum 3" "--accum 3 --accum-mode shard_every" "--reduce-dtype bf16 --accum 2 --accum-mode shard_every" "--reduce-dtype fp16"; do
+    row "hybrid_shard $flags" 4 --strategy hybrid_shard --node-size 2 $flags
+done
+row hybrid_shard/rows 8 --strategy hybrid_shard --node-size 2 --tensor 2 --sequence-parallel
+for flags in "" "--hierarchical --node-size 2" "--reduce-dtype bf16" "--accum 2"; do
+    row "topk $flags" 4 --compression topk --dense-steps 2 $flags
+done

@@ -2,8 +2,7 @@
  *
  * Between the layers that it shares, each rank of the tensor axis has worked on its own rows: of a
  * parameter that is whole on all of them it has a part of the gradient, of its part of a parameter
- * that is cut all. TENSOR comes first on a bucket's way, before anything travels along the data
- * axis:
+ * that is cut all. TENSOR comes before anything travels along the data axis:
  *
  *     bucket    | cut a . . . . . | b . . | cut c . . . . | d |
  *     packed    | b . . | d |  ->  sum over the ranks of the tensor axis  ->  b and d in the bucket
@@ -14,7 +13,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
-#include "strategy/ways_internal.h"
+#include "strategy/steps_internal.h"
 
 /* Tell whether parameter i is summed in this bucket. */
 static bool dtrain__is_summed(const dtrain__layout *layout, const dtrain__bucket *bucket, size_t i)
@@ -67,17 +66,22 @@ static dtrain_result dtrain__tensor_pack(dtrain_strategy *strategy, const dtrain
 
 /* TENSOR: a bucket's gradients of whole parameters = their sum over the tensor axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_begin(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket)
+                                                   dtrain__bucket *bucket, const dtrain__step *step)
 {
     if (!bucket->tensor_count) return DTRAIN_OK;
     if (bucket->tensor_packed) DTRAIN__TRY(dtrain__tensor_pack(strategy, bucket, false));
     dtrain__label(strategy, bucket, "whole parameters of bucket");
-    return dtrain_all_reduce(strategy->extra[DTRAIN__TENSOR], bucket->tensor_sum,
-                             bucket->tensor_sum, (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32,
-                             DTRAIN_REDUCE_SUM, bucket->reduces);
+    DTRAIN__TRY(dtrain_all_reduce(strategy->tensor_comm, bucket->tensor_sum, bucket->tensor_sum,
+                                  (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                  bucket->reduces));
+    if (step->comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
+    return dtrain__tensor_end(strategy, bucket, step);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 const dtrain__step *step)
 {
+    (void)step;
     return bucket->tensor_packed ? dtrain__tensor_pack(strategy, bucket, true) : DTRAIN_OK;
 }

@@ -15,7 +15,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
-#include "strategy/ways_internal.h"
+#include "strategy/steps_internal.h"
 #include "device/device_internal.h"
 
 #define DTRAIN__TRACE 1e-20f

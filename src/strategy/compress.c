@@ -1,7 +1,7 @@
-/* Gradient compression: how hooks travel on the road
+/* Gradient compression: the steps that carry a hook
  *
- * The one or two rounds of a hook (strategy/hook.h) take the place of a whole bucket's all-reduce
- * (dtrain__choose_ways). A rank compresses its slice of a bucket: with several nodes a part of it,
+ * The one or two rounds of a hook (strategy/hook.h) take the place of a whole bucket's all-reduce,
+ * from the step compressed_from on. A rank compresses its slice of a bucket: with several nodes a part of it,
  * otherwise all. Each tensor, the part of one parameter in the slice, is compressed by itself, so
  * that on one level the result does not depend on how parameters are put into buckets:
  *
@@ -22,7 +22,7 @@
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
 #include "strategy/strategy_internal.h"
-#include "strategy/ways_internal.h"
+#include "strategy/steps_internal.h"
 
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how)
 {
@@ -211,14 +211,20 @@ static dtrain_result dtrain__pack_dense(dtrain_strategy *strategy, dtrain__bucke
     return DTRAIN_OK;
 }
 
+/* Tell whether this step compresses: warm-up steps all-reduce as without compression. */
+static bool dtrain__compresses(const dtrain_strategy *strategy)
+{
+    return strategy->sync_count >= strategy->compressed_from;
+}
+
 /* Compress a bucket and start its exchange. */
 static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                        uint32_t round)
+                                        dtrain_comm *comm, uint32_t round)
 {
     const dtrain_compression_desc *how = strategy->layout.compression;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
-    hook->comm = round == 0 ? bucket->comm : strategy->extra[DTRAIN__SECOND];
+    hook->comm = comm;
     hook->step = strategy->sync_count - strategy->compressed_from;
     if (!dtrain__is_planned(strategy)) DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
@@ -241,26 +247,33 @@ static void *dtrain__averaged(const dtrain__compressed *c)
 
 /* Begin the first round, and send dense tensors and what the hook wants averaged. */
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket)
+                                                    dtrain__bucket *bucket,
+                                                    const dtrain__step *step)
 {
     const dtrain__compressed *c = bucket->compressed;
     const dtrain_hook_bucket *hook = &c->hook;
     const int64_t count = c->dense_count + hook->averaged_count;
+    if (!dtrain__compresses(strategy)) return dtrain__all_reduce_begin(strategy, bucket, step);
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
-    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, 0));
+    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
     if (hook->dtype != DTRAIN_DTYPE_F32)
         DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, hook->averaged,
                                     DTRAIN_DTYPE_F32, dtrain__averaged(c), hook->dtype));
     if (count == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(bucket->comm, c->packed, c->packed, (size_t)count, hook->dtype,
-                             dtrain__level_op(strategy, bucket), &bucket->reduces[1]);
+    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)count, hook->dtype,
+                             bucket->steps->op, &bucket->reduces[1]);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  const dtrain__step *step)
 {
     const dtrain__compressed *c = bucket->compressed;
     const dtrain_hook_bucket *hook = &c->hook;
+    if (!dtrain__compresses(strategy)) {
+        DTRAIN__TRY(dtrain__all_reduce_end(strategy, bucket, step));
+        return dtrain__scale_begin(strategy, bucket, step);
+    }
     if (hook->dtype != DTRAIN_DTYPE_F32)
         DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, dtrain__averaged(c),
                                     hook->dtype, hook->averaged, DTRAIN_DTYPE_F32));
@@ -270,12 +283,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtr
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__round_2_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket)
+                                                    dtrain__bucket *bucket,
+                                                    const dtrain__step *step)
 {
-    return dtrain__hook_begin(strategy, bucket, 1);
+    if (!dtrain__compresses(strategy)) return DTRAIN_OK;
+    return dtrain__hook_begin(strategy, bucket, step->comm, 1);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  const dtrain__step *step)
 {
-    return dtrain__hook_end(strategy, bucket, 1);
+    (void)step;
+    return dtrain__compresses(strategy) ? dtrain__hook_end(strategy, bucket, 1) : DTRAIN_OK;
 }

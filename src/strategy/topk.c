@@ -11,7 +11,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
-#include "strategy/ways_internal.h"
+#include "strategy/steps_internal.h"
 
 /* The exchange of one bucket in one step. */
 typedef struct dtrain__topk {

@@ -1,0 +1,501 @@
+/* How gradients become their mean: ready, bucket, steps, finish, publish
+ *
+ * DDP is the worked example: the numbers of the drawing are those of the sections below.
+ *
+ *       the tape or the host        on this rank                         among the ranks
+ *
+ *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
+ *     2                             dtrain__launch_bucket: a bucket whose       all-reduce of the bucket,
+ *                                   gradients are all marked begins      under way from here on
+ *                                   the first of its steps
+ *       backward of the next layer
+ *       dtrain_strategy_ready(q)    dtrain__progress: where a step is    all-reduce done
+ *                                   done, end it and begin the next
+ *     3 dtrain_strategy_finish      dtrain__close_buckets: fill what
+ *                                   was not marked, launch the rest
+ *                                   dtrain__reduce_until: wait           gradients are the mean
+ *                                   weights.c: of samples, not of ranks  all-reduce of weights
+ *       clipping, optimizer         on what dtrain_strategy_shards lists
+ *     4 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
+ *
+ * A bucket goes through its list of steps, which was made at create (steps.c). The list of DDP has
+ * one, ALL_REDUCE; kinds that shard have REDUCE_SCATTER and KEEP. Both are at the end of this file;
+ * a step of another feature is in a file of its own in steps/, which nothing here names. Values
+ * that are sharded come and go in units.c.
+ *
+ * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
+ * 0, 1, 2, ..., whatever the order in which it calls ready, and starting one never waits. A bucket
+ * that is complete early waits for those before it. A second step starts when the first is done, at
+ * a moment that differs between ranks: so each step has a communicator of its own, on which all
+ * buckets go in their order.
+ *
+ * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
+ * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
+ * the order is another: HYBRID_SHARD and hierarchical have bits of their own.) */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+#include "strategy/steps_internal.h"
+
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
+static dtrain_result dtrain__progress(dtrain_strategy *strategy);
+
+/* ---- Before a backward ------------------------------------------------------------------------*/
+
+/* Prepare a new backward, or (step_done) a new step. `pending`, of each gradient and each bucket,
+ * is the number of calls of ready to come; dtrain__mark counts it down. grad_written tells the next
+ * backward to add to a gradient: it is cleared in every backward where the reduced shard is kept
+ * elsewhere, and for whole gradients when the step ends. */
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
+{
+    dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &layout->entries[i];
+        entry->marked = false;
+        entry->seen = entry->seen && !step_done;
+        entry->pending = entry->uses;
+        if (step_done || (entry->bucket && entry->bucket->shards_grads))
+            strategy->params[i].state.grad_written = false;
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].pending = layout->buckets[b].uses;
+        layout->buckets[b].step = 0;
+    }
+    strategy->launched = strategy->oldest = strategy->marked_count = 0;
+    strategy->in_buffer[0] = strategy->in_buffer[1] = strategy->backward = DTRAIN__NONE;
+    strategy->accumulated = !step_done;
+    strategy->entered = false;
+    strategy->weight = 1;
+    if (!step_done) return;
+    strategy->weights = 0;
+    strategy->passes = 0;
+    strategy->sums_known = 0;
+}
+
+/* ---- 1. Ready ---------------------------------------------------------------------------------*/
+
+/* Tell whether a bucket is reduced in this backward. Whole gradients add up on each rank until the
+ * last micro-batch of a step; gradients of which a rank keeps only a shard are reduced in every
+ * backward. */
+static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    return bucket->trainable && (bucket->shards_grads || !strategy->more);
+}
+
+/* Copy a gradient from an array of the host's own into its bucket, or back. One that lives in the
+ * bucket stays there. */
+static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
+                                       bool back)
+{
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
+    float *inside = entry->bucket->grads + entry->offset;
+    const size_t bytes = (size_t)storage->count * sizeof(float);
+    if (storage->grad == inside || bytes == 0) return DTRAIN_OK;
+    return dtrain_device_copy(strategy->device, back ? storage->grad : inside,
+                              back ? inside : storage->grad, bytes);
+}
+
+/* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
+ * have too come last and wait for finish: a stage that began their sum in the middle of a schedule
+ * would, where collectives run in the order of their start, wait for a stage that waits for a
+ * message from it. */
+static size_t dtrain__untied(const dtrain__layout *layout)
+{
+    size_t count = layout->bucket_count;
+    while (count > 0 && layout->buckets[count - 1].tied) count--;
+    return count;
+}
+
+/* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
+ * that share it is marked; then every bucket that is complete may be launched. */
+static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
+{
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_param *storage = strategy->params[index].state.storage;
+    dtrain__entry *shared = &layout->entries[storage->state.index];
+    dtrain__bucket *bucket = shared->bucket;
+    layout->entries[index].marked = true;
+    strategy->marked_count++;
+    bucket->pending--;
+    if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
+        DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
+    if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, dtrain__untied(layout)));
+    return dtrain__progress(strategy);
+}
+
+/* Refuse a second mark in one backward, and one while the gradient has no memory: the gradients of
+ * a unit that is walked have theirs from its gather to the gather of another unit. */
+static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
+{
+    const dtrain__entry *entry = &strategy->layout.entries[index];
+    const dtrain__bucket *bucket = entry->bucket;
+    const char *why = NULL;
+    if (!entry->here)
+        why = "belongs to a stage of another rank of the pipeline axis, which alone marks it";
+    else if (!entry->trainable) why = "is frozen";
+    else if (entry->marked)
+        why = "is marked twice in one backward; call dtrain_strategy_finish between two";
+    else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
+             bucket->unit != strategy->backward)
+        why = "is marked outside its unit's backward, which begins with dtrain_strategy_gather for "
+              "DTRAIN_PASS_BACKWARD and ends with that of another unit";
+    if (!why) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%s\") %s",
+                       index, dtrain__short(strategy->params[index].name), why);
+}
+
+/* Set grad_written for a host with its own backward; the tape has set it at its first write. */
+DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
+{
+    const char *const call = "dtrain_strategy_ready";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (index >= strategy->param_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: index %zu, there are %zu parameters", call,
+                           index, strategy->param_count);
+    DTRAIN__TRY(dtrain__check_mark(strategy, index));
+    strategy->layout.entries[index].seen = true;
+    dtrain__set_grad_written(strategy->params[index].state.storage, true);
+    return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
+{
+    const char *const call = "dtrain_strategy_accumulate";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (more != strategy->more) DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    strategy->more = more;
+    return DTRAIN_OK;
+}
+
+/* ---- 2. Launch, and the steps of a bucket -----------------------------------------------------*/
+
+/* Count the steps that a bucket takes in this backward. */
+static uint32_t dtrain__step_count(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    return strategy->more ? bucket->steps->early_count : bucket->steps->count;
+}
+
+/* Tell whether collectives follow the step under way. */
+static bool dtrain__has_next(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    for (uint32_t i = bucket->step; i < dtrain__step_count(strategy, bucket); i++)
+        if (bucket->steps->list[i].comm) return true;
+    return false;
+}
+
+/* Begin the next steps, up to the first one that has collectives under way. */
+static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    while (bucket->step < dtrain__step_count(strategy, bucket)) {
+        const dtrain__step *step = &bucket->steps->list[bucket->step++];
+        DTRAIN__TRY(step->begin(strategy, bucket, step));
+        if (step->comm) return DTRAIN_OK;
+    }
+    bucket->step = DTRAIN__REDUCED;
+    return DTRAIN_OK;
+}
+
+/* Wait for the step under way, end it, and begin the next. In DDP: wait for the all-reduce. */
+DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    if (bucket->step == DTRAIN__REDUCED) return DTRAIN_OK;
+    const dtrain__step *step = &bucket->steps->list[bucket->step - 1];
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
+    if (step->end) DTRAIN__TRY(step->end(strategy, bucket, step));
+    return dtrain__begin_next(strategy, bucket);
+}
+
+/* Begin the steps of a bucket. In lockstep (strategy_internal.h) the buckets under way go one step
+ * further first; those at their last collective do not: that would make what backward computes next
+ * wait for it. */
+static dtrain_result dtrain__launch_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++) {
+        dtrain__bucket *before = &strategy->layout.buckets[b];
+        if (before->step != DTRAIN__REDUCED && dtrain__has_next(strategy, before))
+            DTRAIN__TRY(dtrain__advance(strategy, before));
+    }
+    bucket->step = 0;
+    return dtrain__begin_next(strategy, bucket);
+}
+
+/* Launch buckets below `end` in their order, up to the first that is not complete. */
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
+{
+    for (; strategy->launched < end; strategy->launched++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
+        if (bucket->pending) break;
+        bucket->step = DTRAIN__REDUCED;
+        if (dtrain__travels(strategy, bucket)) DTRAIN__TRY(dtrain__launch_bucket(strategy, bucket));
+    }
+    return DTRAIN_OK;
+}
+
+/* Take every bucket under way as far as it can go without waiting. There is no progress thread:
+ * collectives move only in such calls, one at every ready, which are a layer's backward apart; each
+ * reads the clock twice and one cache line per rank. A bucket begins a step only after all buckets
+ * before it have. */
+static dtrain_result dtrain__progress(dtrain_strategy *strategy)
+{
+    uint32_t slowest = DTRAIN__REDUCED; /* the smallest step of the buckets so far */
+    for (size_t b = strategy->oldest; b < strategy->launched && !strategy->lockstep; b++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        bool done = true;
+        while (bucket->step != DTRAIN__REDUCED && done) {
+            if (bucket->step >= slowest && dtrain__has_next(strategy, bucket)) break;
+            for (size_t i = 0; i < strategy->works_per_bucket && done; i++)
+                DTRAIN__TRY(dtrain_work_test(bucket->reduces[i], &done));
+            if (done) DTRAIN__TRY(dtrain__advance(strategy, bucket));
+        }
+        if (bucket->step < slowest) slowest = bucket->step;
+        if (b == strategy->oldest && bucket->step == DTRAIN__REDUCED) strategy->oldest++;
+        if (!done && bucket->steps->collectives == 1) break; /* later buckets come after it */
+    }
+    return DTRAIN_OK;
+}
+
+/* Wait until all buckets below `end` are reduced, one after another, while later ones go on; in
+ * lockstep all of them step by step. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
+{
+    dtrain__bucket *buckets = strategy->layout.buckets;
+    while (strategy->oldest < end) {
+        DTRAIN__TRY(dtrain__progress(strategy));
+        for (size_t b = strategy->oldest; b < end; b++) {
+            DTRAIN__TRY(dtrain__advance(strategy, &buckets[b]));
+            if (!strategy->lockstep) break;
+        }
+        while (strategy->oldest < end && buckets[strategy->oldest].step == DTRAIN__REDUCED)
+            strategy->oldest++;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- 3. Finish --------------------------------------------------------------------------------*/
+
+/* Complete a bucket in which not all gradients were marked: one that an earlier micro-batch or
+ * another use has written counts as it is, any other one is zero. */
+static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    dtrain__layout *layout = &strategy->layout;
+    const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
+    bucket->pending = 0;
+    for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
+        const dtrain__entry *entry = &layout->entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->pending || entry->bucket != bucket) continue;
+        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        else
+            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
+                                                    (size_t)p->count * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
+
+/* Complete and launch the buckets below `end`, one by one: two buckets may share a buffer, which
+ * may be zeroed for the second only after the first has been launched. */
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
+{
+    while (strategy->launched < end) {
+        DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, end));
+    }
+    return DTRAIN_OK;
+}
+
+/* Copy whole gradients back to the arrays of a host that has its own. */
+static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_param *p = strategy->shards[i].param;
+        if (dtrain__shard_bucket(layout, p->state.index)) continue;
+        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
+    }
+    return DTRAIN_OK;
+}
+
+/* End a backward. The order of these calls matters. Ranks exchange which gradients are missing
+ * after each has walked the units that its backward has stepped over and launched all buckets, and
+ * an error for a missing one is returned after all buckets were waited for. So a step that fails
+ * for a missing gradient has made the same collectives as one that succeeds, and the next step
+ * finds all ranks at the same place. Units that were fetched ahead are waited for, because the
+ * update overwrites the shards that their collectives read. */
+static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
+{
+    const size_t all = strategy->layout.bucket_count;
+    const bool last = !strategy->more;
+    strategy->weights += strategy->weight;
+    strategy->passes++;
+    DTRAIN__TRY(dtrain__walk_back(strategy, 0));
+    DTRAIN__TRY(dtrain__close_buckets(strategy, all));
+    if (last) DTRAIN__TRY(dtrain__tally_start(strategy));
+    if (last) *missing = dtrain__report_missing(strategy);
+    DTRAIN__TRY(dtrain__reduce_until(strategy, all));
+    DTRAIN__TRY(dtrain__host_settle(strategy));
+    if (!last) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__tally_end(strategy));
+    DTRAIN__TRY(dtrain__return_grads(strategy));
+    DTRAIN__TRY(dtrain__settle_gathers(strategy));
+    return dtrain__average_buffers(strategy);
+}
+
+static dtrain_result dtrain__finish(dtrain_strategy *strategy)
+{
+    const bool last = !strategy->more;
+    dtrain_result missing = DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__end_backward(strategy, &missing)));
+    if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    dtrain__rewind(strategy, last);
+    return missing;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__finish(strategy);
+    dtrain__span_end(world, span);
+    return result;
+}
+
+/* ---- 4. Publish -------------------------------------------------------------------------------*/
+
+/* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
+ * are kept in shards, evict the old ones from their slots: the next gather brings the new ones. */
+DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
+    if (!strategy->layout.shards.state) return DTRAIN_OK;
+    if (!strategy->layout.shards.params)
+        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
+}
+
+/* ---- The step of DDP --------------------------------------------------------------------------*/
+
+/* Tell whether gradients travel rounded, in low_grads. */
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
+{
+    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
+}
+
+/* Set *wire to x (count elements of the bucket, from `first` on) as reduce_dtype. */
+static dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket, float *x,
+                                     int64_t first, int64_t count, void **wire)
+{
+    *wire = x;
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    *wire = bucket->low_grads + first;
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
+}
+
+/* Set x (count elements of the bucket, from `first` on) to what has arrived. */
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                float *x, int64_t first, int64_t count)
+{
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
+                           x, DTRAIN_DTYPE_F32);
+}
+
+/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 const dtrain__step *step, float *x, int64_t first,
+                                                 int64_t count)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_reduce(step->comm, wire, wire, (size_t)count,
+                             (dtrain_dtype)strategy->desc.reduce_dtype, bucket->steps->op,
+                             bucket->reduces);
+}
+
+/* ALL_REDUCE: the gradients of a bucket (with several nodes this rank's slice of them) = their
+ * mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket,
+                                                       const dtrain__step *step)
+{
+    return dtrain__reduce_all(strategy, bucket, step, bucket->grads + bucket->slice_first,
+                              bucket->slice_first, bucket->slice_count);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket,
+                                                     const dtrain__step *step)
+{
+    (void)step;
+    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->slice_first,
+                             bucket->slice_first, bucket->slice_count);
+}
+
+/* ---- The steps of shards
+ *
+ *     gradients --(reduce_dtype)--> wire -> REDUCE_SCATTER -> result -> KEEP -> shard
+ *
+ * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
+ * shard in host memory, is received in this rank's part of the buffer in which the gradients were
+ * made; from there it is added to the shard, or copied (steps/offload.c). */
+
+/* Return the address where the fp32 result of this backward is received. */
+DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
+                                             const dtrain__bucket *bucket)
+{
+    if (bucket->shards_grads && (strategy->accumulated || bucket->grad_on_host))
+        return bucket->grads + bucket->shard_first;
+    return bucket->grad_shard;
+}
+
+/* REDUCE_SCATTER: each rank receives the mean of its shard; with ZERO3, where shards have different
+ * lengths, by one reduce an owner. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
+                                                           dtrain__bucket *bucket,
+                                                           const dtrain__step *step)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    void *wire, *own = dtrain__reduce_result(strategy, bucket);
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
+                                bucket->slice_first, bucket->slice_count, &wire));
+    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
+    if (!bucket->cuts)
+        return dtrain_reduce_scatter(step->comm, wire, own, (size_t)bucket->shard_count, dtype,
+                                     bucket->steps->op, bucket->reduces);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        dtrain__label(strategy, bucket, "bucket");
+        DTRAIN__TRY(dtrain_reduce(step->comm, (char *)wire + (size_t)first * unit,
+                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype,
+                                  bucket->steps->op, r, &bucket->reduces[r]));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket,
+                                                         const dtrain__step *step)
+{
+    (void)step;
+    return dtrain__from_wire(strategy, bucket, dtrain__reduce_result(strategy, bucket),
+                             bucket->shard_first, bucket->shard_count);
+}
+
+/* KEEP: add the result of a later micro-batch to the shard. */
+DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 const dtrain__step *step)
+{
+    const float *result = dtrain__reduce_result(strategy, bucket);
+    const dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
+                                 bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    (void)step;
+    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    return strategy->device->ops->add(strategy->device, &add);
+}

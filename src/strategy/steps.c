@@ -1,0 +1,213 @@
+/* The lists of steps
+ *
+ * The only file that knows all steps: at create it makes the lists that buckets go through, and the
+ * communicators of the steps. A step that is not listed here does not exist. */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+#include "strategy/steps_internal.h"
+
+/* Ranks of the data axis that exchange something, as colors of a split: all, those of this rank's
+ * node, those of other nodes that have the same place in theirs. */
+typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
+
+/* Make a communicator of this strategy's own. The color alone says which ranks are meant, for
+ * comm/counting.c: a place within the node is below the node's size, and the number of a node is
+ * added to it. */
+static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
+                                      dtrain__among among, dtrain_comm **out)
+{
+    const int rank = parent->rank;
+    const int size = strategy->desc.node_size ? (int)strategy->desc.node_size : 1;
+    const int color = among == DTRAIN__NODE     ? size + rank / size
+                      : among == DTRAIN__ACROSS ? rank % size
+                                                : 0;
+    DTRAIN__TRY(dtrain_comm_split(parent, color, rank, out));
+    if (*out) strategy->owned[strategy->owned_count++] = *out;
+    return DTRAIN_OK;
+}
+
+static void dtrain__step_add(dtrain__step_list *steps, dtrain__step_fn *begin, dtrain__step_fn *end,
+                             dtrain_comm *comm)
+{
+    const dtrain__step step = {begin, end, comm};
+    steps->list[steps->count++] = step;
+    steps->early_count = steps->count;
+    if (comm) steps->collectives++;
+}
+
+/* Add a step with a communicator of its own. */
+static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_list *steps,
+                                        dtrain__step_fn *begin, dtrain__step_fn *end,
+                                        dtrain__among among)
+{
+    dtrain_comm *comm;
+    DTRAIN__TRY(dtrain__own_comm(strategy, strategy->groups.data, among, &comm));
+    dtrain__step_add(steps, begin, end, comm);
+    return DTRAIN_OK;
+}
+
+/* The steps that come before anything travels along the data axis. Where operations run in the
+ * order of their start, TENSOR waits for its few bytes, so that the next step, which has many, goes
+ * on under what backward computes next. */
+static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
+{
+    const bool waits = strategy->groups.data->ops->launch_ordered;
+    if (strategy->groups.pipeline) dtrain__step_add(steps, dtrain__tie_begin, NULL, NULL);
+    if (strategy->tensor_comm)
+        dtrain__step_add(steps, dtrain__tensor_begin, dtrain__tensor_end,
+                         waits ? NULL : strategy->tensor_comm);
+}
+
+/* Whole buckets:
+ *
+ *     one level    ALL_REDUCE, or what compression has
+ *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
+ *
+ * A step that is the first with many bytes shares the communicator of the data axis with gathers of
+ * values: ranks start both in the same order. */
+static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
+{
+    dtrain__step_list *steps = &strategy->whole;
+    const dtrain_compression_desc *how = strategy->desc.compression;
+    const bool compressed = how != NULL;
+    dtrain__step_fn *const begin = compressed ? dtrain__round_1_begin : dtrain__all_reduce_begin;
+    dtrain__step_fn *const end = compressed ? dtrain__round_1_end : dtrain__all_reduce_end;
+    const dtrain__among among = nodes ? DTRAIN__ACROSS : DTRAIN__EVERYONE;
+    dtrain__list_model(strategy, steps);
+    if (dtrain_comm_size(strategy->groups.data) == 1) return DTRAIN_OK;
+    if (nodes)
+        DTRAIN__TRY(
+            dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
+    if (nodes || strategy->tensor_comm)
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, begin, end, among));
+    else dtrain__step_add(steps, begin, end, strategy->groups.data);
+    if (compressed && dtrain__hook_of(how)->rounds == 2)
+        DTRAIN__TRY(
+            dtrain__step_among(strategy, steps, dtrain__round_2_begin, dtrain__round_2_end, among));
+    if (!nodes) return DTRAIN_OK;
+    if (!compressed) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
+    return dtrain__step_among(strategy, steps, dtrain__node_gather_begin, NULL, DTRAIN__NODE);
+}
+
+/* Sharded buckets:
+ *
+ *     one level    REDUCE_SCATTER, KEEP
+ *     nodes        NODE_SCATTER, REDUCE_SCATTER, SCALE, KEEP
+ *     replicas     REDUCE_SCATTER, REPLICAS, KEEP; or (SHARD_EVERY) REDUCE_SCATTER, KEEP, and in
+ *                  the last micro-batch REPLICAS
+ *
+ * With shards in host memory KEEP is PUT, and REPLICAS of these GET, REPLICAS, RETURN. */
+static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
+{
+    dtrain__step_list *steps = &strategy->sharded;
+    const bool replicas = strategy->kind->replicas;
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    const bool on_host = (strategy->desc.offload & DTRAIN_OFFLOAD_GRADS) != 0;
+    dtrain__step_fn *const keep = on_host ? dtrain__host_put_begin : dtrain__keep_begin;
+    const bool alone = dtrain_comm_size(strategy->groups.data) == 1;
+    dtrain__list_model(strategy, steps);
+    if (nodes)
+        DTRAIN__TRY(
+            dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
+    if (nodes || (strategy->tensor_comm && !alone))
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__reduce_scatter_begin,
+                                       dtrain__reduce_scatter_end,
+                                       nodes      ? DTRAIN__ACROSS
+                                       : replicas ? DTRAIN__NODE
+                                                  : DTRAIN__EVERYONE));
+    else if (!alone)
+        dtrain__step_add(steps, dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end,
+                         strategy->groups.copy);
+    if (nodes) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
+    if (replicas && !at_last && !alone)
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__replicas_begin,
+                                       dtrain__replicas_end, DTRAIN__ACROSS));
+    dtrain__step_add(steps, keep, NULL, NULL);
+    if (!replicas || !at_last || alone) return DTRAIN_OK;
+    const uint32_t early = steps->count;
+    if (on_host) dtrain__step_add(steps, dtrain__host_get_begin, NULL, NULL);
+    DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__replicas_begin, dtrain__replicas_end,
+                                   DTRAIN__ACROSS));
+    if (on_host) dtrain__step_add(steps, dtrain__host_return_begin, NULL, NULL);
+    steps->early_count = early;
+    return DTRAIN_OK;
+}
+
+/* Make the lists and their communicators, and decide which ranks share one copy of the model.
+ * Collective, before the layout. */
+DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
+{
+    dtrain__groups *groups = &strategy->groups;
+    dtrain_strategy_desc *desc = &strategy->desc;
+    const int ranks = dtrain_comm_size(groups->data);
+    const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
+    if (groups->sequence_parallel) /* before anything that a data axis may refuse alone */
+        DTRAIN__TRY(
+            dtrain__own_comm(strategy, groups->tensor, DTRAIN__EVERYONE, &strategy->tensor_comm));
+    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
+    dtrain__resolve_levels(desc, ranks);
+    const bool nodes = desc->hierarchical && desc->node_size > 1 && (int)desc->node_size < ranks;
+    const bool in_fp16 = desc->reduce_dtype == DTRAIN_DTYPE_F16;
+    if (replicas)
+        DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &groups->copy));
+    else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
+        groups->copy = groups->data;
+    strategy->whole.op = nodes && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+    strategy->sharded.op = (nodes || replicas) && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+    const int sharers = replicas ? (int)desc->node_size : ranks;
+    if (!sharded || sharers == 1 || desc->whole_below)
+        DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
+    if (sharded) DTRAIN__TRY(dtrain__list_sharded(strategy, nodes));
+    strategy->lockstep = groups->data->ops->launch_ordered &&
+                         (strategy->whole.collectives > 1 || strategy->sharded.collectives > 1);
+    strategy->fetch[0] = groups->copy;
+    if (!nodes || !sharded) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__ACROSS, &strategy->fetch[0]));
+    return dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &strategy->fetch[1]);
+}
+
+/* Give each bucket its list, and initialise what compression keeps. */
+DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain_compression_desc *how = layout->compression;
+    strategy->compressed_from =
+        how && how->dense_steps != DTRAIN_DENSE_STEPS_NONE ? how->dense_steps : 0;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        bucket->steps = bucket->sharded ? &strategy->sharded : &strategy->whole;
+    }
+    return how ? dtrain__compression_open(strategy) : DTRAIN_OK;
+}
+
+/* ---- What steps add to a layout ---------------------------------------------------------------*/
+
+/* Lay out all memory, that of its steps too. */
+DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
+{
+    dtrain__lay_memory(layout);
+    dtrain__lay_tensor_sums(layout);
+    if (layout->compression) dtrain__lay_hooks(layout);
+}
+
+/* Make a layout with the tables of its steps, and count its memory; dtrain__steps_layout_free frees it, also
+ * after an error. params and *desc are resolved. */
+DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
+                                                   const dtrain_allocator *a,
+                                                   const dtrain_param *params, size_t count,
+                                                   const dtrain_strategy_desc *desc, int ranks,
+                                                   int rank)
+{
+    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
+    if (layout->compression) DTRAIN__TRY(dtrain__layout_hooks(layout, a));
+    dtrain__steps_memory(layout);
+    return DTRAIN_OK;
+}
+
+/* Free a layout with the tables of its steps. */
+DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    dtrain__hooks_free(layout, a);
+    dtrain__layout_free(layout, a);
+}

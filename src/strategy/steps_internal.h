@@ -1,0 +1,49 @@
+/* The steps of buckets, for strategy/steps.c, which makes the lists; and what their files share */
+
+#pragma once
+
+#include "strategy/strategy_internal.h"
+
+/* What compression keeps of a bucket. */
+typedef struct dtrain__compressed {
+    dtrain_hook_bucket hook;
+    size_t tensor_count; /* in hook.tensors, the dense ones behind the others */
+    int64_t dense_count; /* elements of dense tensors */
+    float *packed;       /* (dense_count + hook.averaged_count) of reduce_dtype */
+    char label[48];      /* of its collectives in traces */
+} dtrain__compressed;
+
+/* In reduce.c: */
+DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__keep_begin;
+/* In the files of their features: */
+DTRAIN__PRIVATE dtrain__step_fn dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
+    dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__scale_begin,
+    dtrain__replicas_begin, dtrain__replicas_end, dtrain__round_1_begin, dtrain__round_1_end,
+    dtrain__round_2_begin, dtrain__round_2_end, dtrain__host_put_begin, dtrain__host_get_begin,
+    dtrain__host_return_begin;
+
+/* strategy/reduce.c */
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                float *x, int64_t first, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 const dtrain__step *step, float *x, int64_t first,
+                                                 int64_t count);
+DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
+                                             const dtrain__bucket *bucket);
+
+/* strategy/levels.c */
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count);
+
+/* strategy/compress.c */
+DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
+                                                   const dtrain_allocator *a);
+DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout);
+DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a);
+DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
+
+/* strategy/topk.c, powersgd.c */
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void);
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void);

@@ -1,0 +1,92 @@
+/* The sum over the stages that a weight is tied between
+ *
+ *     rank 0    embedding    g0 --.             .--> g0 + g1, and on along the data axis
+ *                                  > all-reduce <
+ *     rank 1    head         g1 --'             '--> g0 + g1, and on along the data axis
+ *
+ * Each rank that uses it has a copy, and its gradient in a bucket of its own: the same elements in
+ * the same shards on all of them, so that both copies take the same steps. TIE is the first step of
+ * a bucket, and waits for its sum: tied buckets are the last ones, launched in finish, so there is
+ * nothing left to compute meanwhile. It travels as fp32, whatever reduce_dtype says. On one rank,
+ * where nothing has to travel, a tied gradient is added to as backward goes on: another order, and
+ * other bits. */
+
+#include "core/platform_internal.h"
+#include "comm/comm_internal.h"
+#include "strategy/strategy_internal.h"
+#include "strategy/steps_internal.h"
+
+/* TIE: a tied weight's gradient = its sum over the ranks that have a copy. */
+DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                const dtrain__step *step)
+{
+    (void)step;
+    if (!bucket->tied) return DTRAIN_OK;
+    if (!bucket->uses) /* all uses here are frozen ones */
+        DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,
+                                                (size_t)bucket->count * sizeof(float)));
+    dtrain__label(strategy, bucket, "tied weight of bucket");
+    DTRAIN__TRY(dtrain_all_reduce(strategy->ties[bucket->first_param], bucket->grads, bucket->grads,
+                                  (size_t)bucket->count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                  bucket->reduces));
+    return dtrain__wait_works(strategy, bucket->reduces);
+}
+
+/* ---- Copies of tied weights -------------------------------------------------------------------*/
+
+/* Tell whether two storages are used by the same ranks; none: by several at all. */
+static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,
+                               const dtrain_param *b)
+{
+    for (int rank = 0; rank < map->ranks; rank++)
+        if (dtrain__stage_uses(map, a, rank) != dtrain__stage_uses(map, b, rank)) return false;
+    return true;
+}
+
+static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param *storage)
+{
+    int users = 0;
+    for (int rank = 0; rank < map->ranks; rank++) users += dtrain__stage_uses(map, storage, rank);
+    return users > 1;
+}
+
+/* Refuse what would treat copies of a weight in different ways. */
+static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
+{
+    if (!strategy->desc.compression) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_strategy_create: compression: \"%s\" is tied between stages of "
+                       "several ranks, whose copies must get the same gradient to the bit; leave "
+                       "compression or the tie out",
+                       dtrain__short(p->name));
+}
+
+/* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
+ * weights with the same ranks share one. All ranks of the axis make the same calls. */
+DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
+{
+    const dtrain__stage_map *map = &strategy->stages;
+    dtrain_comm *axis = strategy->groups.pipeline;
+    const dtrain_param *before = NULL; /* the storage before it that has copies */
+    for (size_t i = 0; i < strategy->param_count && axis; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p || !dtrain__has_copies(map, p)) continue;
+        DTRAIN__TRY(dtrain__tie_allowed(strategy, p));
+        const int color = dtrain__stage_uses(map, p, map->rank) ? 0 : -1;
+        if (before && dtrain__same_users(map, before, p))
+            strategy->ties[i] = strategy->ties[before->state.index];
+        else DTRAIN__TRY(dtrain_comm_split(axis, color, map->rank, &strategy->ties[i]));
+        before = p;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
+        dtrain_comm *comm = strategy->ties[i];
+        for (size_t k = i; k < strategy->param_count; k++)
+            if (strategy->ties[k] == comm) strategy->ties[k] = NULL;
+        if (comm) dtrain_comm_destroy(comm);
+    }
+}

@@ -1,0 +1,503 @@
+/* Units come and go: gather, release, and the walk back
+ *
+ * Kinds that shard gradients or values walk units. The values of a unit, where they are sharded,
+ * are in one of four states:
+ *
+ *                  gather, or ahead of it            gather             gather
+ *        ABSENT ----------------------> COMING ---------------> HERE ------------> SHOWN
+ *          ^     collectives start        |      they are done   | <----------------  |
+ *          |                              |                      |       release      |
+ *          '------------------------------'----------------------'--------------------'
+ *                    another unit takes the slot, or publish: values are out of date
+ *
+ * Only while a unit is SHOWN do dtrain_param.value point to its values. They are in one of two
+ * slots: one is used while the other one is filled:
+ *
+ *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
+ *     slot 0     [ 0 SHOWN ] [ 2 COMING ][ 2 SHOWN ]. . . . . . |. . . . .  [ 2 SHOWN ][ 0 COMING ]
+ *     slot 1     [ 1 COMING ][ 1 SHOWN ] [ 3 COMING ][ 3 SHOWN .| . . . ]   [ 1 COMING][ 1 SHOWN ]
+ *
+ * Unit u uses slot u % 2 (dtrain__lay_values), so its addresses are the same at every gather, and
+ * what the tape has recorded stays right. Memory is constant: two units, however deep the model.
+ * Units that are still in their slots are not gathered again (3 and 2 at the turn above). A slot
+ * may be overwritten because gather(u) comes after release(u - 1), and fetches ahead only into that
+ * unit's slot; on a device with streams a collective starts after the kernels queued before it.
+ *
+ * The gradients of a unit are made in one of two alternating buffers, and reduced when backward
+ * comes to the next unit:
+ *
+ *     backward       unit 3        unit 2        unit 1        unit 0        finish
+ *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
+ *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]    [ 0 travels ]
+ *     shards                                     3             2             1, 0
+ *
+ * Every rank has to start the same collectives in the same order: a rank that started others would
+ * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
+ * units; in backward, where gradients may be missing on one of them, dtrain__walk_back makes their
+ * order the same. */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+
+static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit);
+static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit);
+static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown);
+static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                bool shown);
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          dtrain_dtype dtype);
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype);
+
+/* ---- Gather and release -----------------------------------------------------------------------*/
+
+/* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
+ * backward comes to the next unit, and those of no unit in finish. If a rank launched a bucket as
+ * soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
+{
+    return strategy->layout.shards.params || strategy->layout.shards.grads;
+}
+
+/* Find the index of a unit. The search begins at the unit gathered last and its neighbours, so that
+ * it takes constant time in a pass. */
+static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t count = (uint32_t)layout->unit_count;
+    const uint32_t from =
+        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t at = (from + i) % count;
+        if (layout->units[at].id == id) return at;
+    }
+    return DTRAIN__NONE;
+}
+
+/* Check that a unit is due. A forward begins with the first unit and goes on to the next one or, to
+ * recompute activations, to an earlier one. Backward goes to earlier units, and may step over some;
+ * once it has begun, no unit behind the one that it has come to is due. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
+                                         dtrain_pass pass)
+{
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
+    const char *const call = "dtrain_strategy_gather";
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
+    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
+                           (int)pass);
+    if (at > strategy->backward)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "%s: unit %u is not due: this backward has come to unit %u, which is "
+            "registered before it; %s",
+            call, id, units[strategy->backward].id,
+            pass == DTRAIN_PASS_BACKWARD
+                ? "call dtrain_strategy_finish between two"
+                : "to make activations of more than two units again, gather the last "
+                  "of them for backward before");
+    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
+                       "order in which their first parameters are registered",
+                       call, id, units[due].id, due ? "" : ", the first");
+}
+
+/* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
+ * parameters stays until publish. */
+static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
+{
+    dtrain__layout *layout = &strategy->layout;
+    strategy->position = at;
+    if (!layout->shards.params) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->shared));
+    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->units[at]));
+    if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
+    return dtrain__unit_fetch(strategy, &layout->units[next]);
+}
+
+/* Show unit number `at`, which has been brought, or set its pointers to NULL, so that a use after
+ * release is noticed; its values stay in the slot until another unit takes it. */
+static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
+{
+    if (!strategy->layout.shards.params) return;
+    if (shown) dtrain__unit_show(strategy, &strategy->layout.shared, true);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
+}
+
+/* Tell whether a forward recomputes activations: inside a backward, or, on a rank whose backward
+ * has stepped over all units so far, where it goes back to another unit than the first. */
+static bool dtrain__recomputes(const dtrain_strategy *strategy, uint32_t at)
+{
+    if (strategy->backward != DTRAIN__NONE) return true;
+    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
+}
+
+/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
+{
+    if (pass == DTRAIN_PASS_BACKWARD) {
+        DTRAIN__TRY(dtrain__walk_back(strategy, at));
+        strategy->entered = true;
+    } else {
+        if (!strategy->entered && dtrain__recomputes(strategy, at))
+            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
+    }
+    dtrain__show_unit(strategy, at, true);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
+                                                dtrain_pass pass)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    if (at == strategy->backward) strategy->entered = false;
+    dtrain__show_unit(strategy, at, false);
+    return DTRAIN_OK;
+}
+
+/* ---- The walk back
+ *
+ * A forward inside a backward (activation checkpointing) does not say where it will end, and a rank
+ * that has stepped over units cannot know how far the others have come. So on every rank the walk
+ * goes to the unit after the first one that this forward gathers: both are in their slots then. A
+ * forward of more than two units needs the last of them to be gathered for backward before. */
+
+/* Wait until the gradients of bucket b have left the buffer in which they were made. */
+static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *buckets = strategy->layout.buckets;
+    const uint32_t last = dtrain__buffer_steps(strategy, &buckets[b]);
+    if (last == DTRAIN__REDUCED) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return dtrain__host_vacate(strategy);
+    }
+    for (size_t i = strategy->oldest; i <= b; i++)
+        while (buckets[i].step <= last) DTRAIN__TRY(dtrain__advance(strategy, &buckets[i]));
+    return DTRAIN_OK;
+}
+
+/* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
+ * later in the model, have left it. A unit without gradients needs no buffer. */
+static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
+{
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t before = strategy->in_buffer[unit & 1];
+    if (!strategy->layout.shards.grads || !units[unit].trainable) return DTRAIN_OK;
+    strategy->in_buffer[unit & 1] = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    return dtrain__vacate_buffer(strategy,
+                                 (size_t)(units[before].trainable - strategy->layout.buckets));
+}
+
+/* Complete and launch the gradients of units from `first` on, whose backward is over. */
+static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    size_t end = strategy->launched;
+    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
+           layout->buckets[end].unit >= first)
+        end++;
+    return dtrain__close_buckets(strategy, end);
+}
+
+/* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
+ * rank, whatever gradients a rank has or lacks: the gradients of the units after it are reduced,
+ * its values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
+ * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
+DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
+{
+    uint32_t at = strategy->backward;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+    strategy->entered = false;
+    while (at > to) {
+        at--;
+        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
+        DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
+        strategy->backward = at;
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* of 0: UINT32_MAX, no unit */
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- The states of a unit ---------------------------------------------------------------------*/
+
+/* Return unit number u; after the last one comes that of parameters that several units use. */
+static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
+{
+    dtrain__layout *layout = &strategy->layout;
+    return u < layout->unit_count ? &layout->units[u] : &layout->shared;
+}
+
+/* COMING -> HERE: wait for the collectives, and convert what travelled rounded. */
+static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    dtrain__bucket *const buckets[] = {unit->trainable, unit->frozen};
+    if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        dtrain__bucket *bucket = buckets[i];
+        if (!bucket) continue;
+        DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
+        if (dtype != DTRAIN_DTYPE_F32)
+            DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
+                                        bucket->values, DTRAIN_DTYPE_F32));
+    }
+    unit->state = DTRAIN__UNIT_HERE;
+    return DTRAIN_OK;
+}
+
+/* HERE -> SHOWN, or back: set the parameters' pointers. */
+static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
+{
+    dtrain__show_values(strategy, unit->trainable, shown);
+    dtrain__show_values(strategy, unit->frozen, shown);
+    if (unit->state >= DTRAIN__UNIT_HERE)
+        unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_HERE;
+}
+
+/* Any state -> ABSENT, after the collectives under way. */
+static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
+    dtrain__unit_show(strategy, unit, false);
+    unit->state = DTRAIN__UNIT_ABSENT;
+    return DTRAIN_OK;
+}
+
+/* Make the slot of a unit, if it has one, free: evict the unit that is there. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__unit *unit)
+{
+    if (unit->own_memory) return DTRAIN_OK;
+    const uint32_t at = (uint32_t)(unit - strategy->layout.units);
+    const uint32_t before = strategy->slots[at & 1];
+    strategy->slots[at & 1] = at;
+    if (before == at || before == DTRAIN__NONE) return DTRAIN_OK;
+    return dtrain__unit_evict(strategy, &strategy->layout.units[before]);
+}
+
+/* ABSENT -> COMING: start the collectives. A unit without sharded values takes no slot. */
+static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    if (unit->state != DTRAIN__UNIT_ABSENT) return DTRAIN_OK;
+    if (!unit->trainable && !unit->frozen) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
+    unit->state = DTRAIN__UNIT_COMING;
+    if (unit->trainable) DTRAIN__TRY(dtrain__gather_start(strategy, unit->trainable, dtype));
+    return unit->frozen ? dtrain__gather_start(strategy, unit->frozen, dtype) : DTRAIN_OK;
+}
+
+/* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */
+static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__unit_fetch(strategy, unit));
+    return dtrain__unit_wait(strategy, unit);
+}
+
+/* Wait for all units that are COMING. */
+DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        DTRAIN__TRY(dtrain__unit_wait(strategy, dtrain__unit_at(strategy, u)));
+    return DTRAIN_OK;
+}
+
+/* Evict all units, because their shards have been updated. */
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        DTRAIN__TRY(dtrain__unit_evict(strategy, dtrain__unit_at(strategy, u)));
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    return DTRAIN_OK;
+}
+
+/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
+ * plan). *passing: the value is there only while its unit is gathered. */
+DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
+                                         uint32_t dtype, const void **low, bool *passing)
+{
+    const size_t i = storage->state.index;
+    *passing = false;
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
+        return false;
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    if (!bucket) return false;
+    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
+    if (layout->desc->param_dtype != dtype) return false;
+    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
+    return true;
+}
+
+/* ---- One bucket -------------------------------------------------------------------------------*/
+
+/* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
+ * owner broadcasts its own. With several nodes it takes two collectives: this one gathers this
+ * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
+ *
+ * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
+ * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
+ * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
+ * million parameters, 512 tokens a rank), which is why there is none. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          dtrain_dtype dtype)
+{
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->fetch[1] != NULL;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    char *own = whole + (size_t)bucket->shard_first * unit;
+    const void *shard = bucket->value_shard;
+    if (bucket->value_on_host) {
+        DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
+        shard = bucket->values + bucket->shard_first;
+    }
+    if ((low || bucket->cuts) && shard != own) {
+        DTRAIN__TRY(
+            dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
+        shard = own;
+    }
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
+    if (!bucket->cuts)
+        return dtrain_all_gather(strategy->fetch[0], shard,
+                                 whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
+                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        dtrain__label(strategy, bucket, "values of bucket");
+        DTRAIN__TRY(dtrain_broadcast(strategy->fetch[0], whole + (size_t)first * unit,
+                                     (size_t)count, dtype, r, &bucket->gathers[r]));
+    }
+    return DTRAIN_OK;
+}
+
+/* With several nodes, wait for the first collective and start the second one. */
+static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           dtrain_dtype dtype)
+{
+    const bool low = dtype != DTRAIN_DTYPE_F32;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    if (!strategy->fetch[1]) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    dtrain__label(strategy, bucket, "values of bucket");
+    return dtrain_all_gather(strategy->fetch[1],
+                             whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->slice_count, dtype, bucket->gathers);
+}
+
+/* Wait until a bucket's values, as dtype, have been gathered. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype)
+{
+    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
+    return dtrain__wait_works(strategy, bucket->gathers);
+}
+
+/* Point the parameters of a bucket at its values, or at nothing. */
+static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket, bool shown)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    if (!bucket) return;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
+        if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
+    }
+}
+
+/* ---- Whole values, updated by shards ----------------------------------------------------------*/
+
+/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
+ * own. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+        if (p->state.storage != p || entry->lends_value || !bucket) continue;
+        float *place = bucket->values + entry->offset;
+        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
+                                       to_host ? place : p->value,
+                                       (size_t)p->count * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
+
+/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+ * buckets are under way before one is waited for. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
+{
+    dtrain__bucket *const first = strategy->layout.buckets;
+    dtrain__bucket *const end = first + strategy->layout.bucket_count;
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
+    return dtrain__copy_host_values(strategy, true);
+}
+
+/* ---- Whole parameters -------------------------------------------------------------------------*/
+
+/* Make *whole storage i with its value whole, with the bits that the shards have; it is valid until
+ * the next call. Where units are gathered rounded, a slot does not have those: then the parameter's
+ * bucket is gathered in fp32 into the slot, and its unit counts as ABSENT. */
+DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
+                                                  dtrain_param *whole)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    *whole = strategy->params[i];
+    if (!layout->shards.params || !bucket) return DTRAIN_OK;
+    dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
+    whole->value = bucket->values + layout->entries[i].offset;
+    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) return dtrain__unit_need(strategy, unit);
+    DTRAIN__TRY(dtrain__unit_evict(strategy, unit));
+    DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
+    DTRAIN__TRY(dtrain__gather_start(strategy, bucket, DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, bucket, DTRAIN_DTYPE_F32);
+}
+
+/* Note the states of all units before whole parameters are read. */
+DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        unit->before = unit->state;
+    }
+}
+
+/* Bring back the units that reading has displaced: a tape or a host that has gathered a unit counts
+ * on its values. */
+DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        if (unit->before == DTRAIN__UNIT_ABSENT) continue;
+        DTRAIN__TRY(dtrain__unit_need(strategy, unit));
+        if (unit->before == DTRAIN__UNIT_SHOWN) dtrain__unit_show(strategy, unit, true);
+    }
+    return DTRAIN_OK;
+}
