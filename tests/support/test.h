@@ -18,6 +18,10 @@
  * behind in its process group is killed and counts as a failure. The counters are in shared
  * memory, so that CHECK works in ranks that are processes and in ranks that are threads.
  *
+ * RUN_BESIDE starts a test that waits for deadlines most of the time and shares nothing with other tests, and does not
+ * wait for it: the tests after it run meanwhile, and test_summary prints how it ended. test_cases does the same with
+ * the cases of one test.
+ *
  * A program that uses what dtrain.h declares includes this first of all and is linked with dtrain.a; one
  * that looks inside defines DTRAIN_IMPLEMENTATION, and includes this behind it. */
 #ifndef DTRAIN_TEST_H
@@ -59,10 +63,21 @@
 
 typedef struct test_counters {
     long checks, failed_checks;
+    double end;       /* of the test's function; 0: it has not returned */
     char cannot[256]; /* why this test cannot run here; empty: it can */
 } test_counters;
 
-static test_counters *test_shared; /* mapped before any fork */
+enum { TEST_AT_ONCE = 33 }; /* tests of RUN_BESIDE, and one of RUN */
+typedef struct test_running {
+    const char *name;
+    pid_t child;
+    double start;
+} test_running;
+
+static test_counters *test_pages;  /* (TEST_AT_ONCE) mapped before any fork */
+static test_counters *test_shared; /* that of the test that runs */
+static test_running test_beside[TEST_AT_ONCE];
+static int test_beside_count;
 static const char *test_filter = "";
 static int test_passed, test_failed, test_skipped;
 
@@ -74,6 +89,7 @@ static int test_passed, test_failed, test_skipped;
                "%s = %.9g, expected %s = %.9g within %g", #a, (double)(a), #b, (double)(b),   \
                (double)(tolerance))
 #define RUN(test) test_run(#test, test)
+#define RUN_BESIDE(test) test_run_beside(#test, test)
 #define SKIP(test, reason) test_skip(#test, reason)
 #define RUN_NUMBERS(test)                                                               \
     do {                                                                                \
@@ -164,12 +180,13 @@ static inline void test_begin(int argc, char **argv)
 {
     test_default_signals();
     if (argc > 1) test_filter = argv[1];
-    test_shared = (test_counters *)mmap(NULL, sizeof *test_shared, PROT_READ | PROT_WRITE,
-                                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (test_shared == MAP_FAILED) {
+    test_pages = (test_counters *)mmap(NULL, TEST_AT_ONCE * sizeof *test_pages,
+                                       PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (test_pages == MAP_FAILED) {
         fprintf(stderr, "no shared memory for the test counters: %s\n", strerror(errno));
         exit(1);
     }
+    test_shared = test_pages;
     setvbuf(stdout, NULL, _IOLBF, 0);
 #ifdef __linux__
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); /* orphans come to us: they can be seen and reaped */
@@ -235,49 +252,99 @@ static inline void test_skip(const char *name, const char *reason)
     printf("  skip %-44s %s\n", name, reason);
 }
 
-static inline void test_run(const char *name, void (*test)(void))
+/* Starts a test whose counters are those at `place`. */
+static inline test_running test_start(const char *name, void (*test)(void), int place)
 {
-    const char *limit_text = getenv("DTRAIN_TEST_TIMEOUT");
-    double limit = limit_text ? atof(limit_text) : 240, start = test_seconds();
-    int status = 0, ended, leftover;
-    const char *verdict;
-    pid_t child;
-    if (!strstr(name, test_filter)) return;
+    test_running t;
+    t.name = name;
+    t.start = test_seconds();
+    test_shared = &test_pages[place];
     memset(test_shared, 0, sizeof *test_shared);
     fflush(NULL);
-    child = fork();
-    if (child == 0) {
+    t.child = fork();
+    if (t.child == 0) {
         setpgid(0, 0);
         test();
+        test_shared->end = test_seconds();
         fflush(NULL);
         exit(0); /* and not _exit: leak checkers work at exit */
     }
-    if (child < 0) {
-        printf("  FAIL %-44s fork: %s\n", name, strerror(errno));
+    if (t.child > 0) setpgid(t.child, t.child);
+    return t;
+}
+
+/* Waits for a test and prints how it ended. */
+static inline void test_finish(test_running t, int place)
+{
+    const char *limit_text = getenv("DTRAIN_TEST_TIMEOUT"), *verdict;
+    double limit = limit_text ? atof(limit_text) : 240;
+    int status = 0, ended, leftover;
+    test_shared = &test_pages[place];
+    if (t.child < 0) {
+        printf("  FAIL %-44s it could not be started: no process for it\n", t.name);
         test_failed++;
         return;
     }
-    setpgid(child, child);
-    ended = test_wait(child, limit, &status);
+    ended = test_wait(t.child, limit, &status);
     if (!ended) {
-        kill(-child, SIGKILL);
-        waitpid(child, &status, 0);
+        kill(-t.child, SIGKILL);
+        waitpid(t.child, &status, 0);
     }
-    leftover = test_sweep(child);
+    leftover = test_sweep(t.child);
     verdict = test_verdict(ended, status, leftover);
     if (!verdict && test_shared->cannot[0]) {
-        test_skip(name, test_shared->cannot);
+        test_skip(t.name, test_shared->cannot);
         return;
     }
     if (verdict) test_failed++;
     else test_passed++;
-    printf("  %s %-44s %6.2f s  %7ld checks%s%s\n", verdict ? "FAIL" : "ok  ", name,
-           test_seconds() - start, test_shared->checks, verdict ? ": " : "",
-           verdict ? verdict : "");
+    printf("  %s %-44s %6.2f s  %7ld checks%s%s\n", verdict ? "FAIL" : "ok  ", t.name,
+           (test_shared->end > 0 ? test_shared->end : test_seconds()) - t.start,
+           test_shared->checks, verdict ? ": " : "", verdict ? verdict : "");
+}
+
+static inline void test_run(const char *name, void (*test)(void))
+{
+    if (strstr(name, test_filter)) test_finish(test_start(name, test, 0), 0);
+}
+
+static inline void test_finish_beside(void)
+{
+    int i;
+    for (i = 0; i < test_beside_count; i++) test_finish(test_beside[i], 1 + i);
+    test_beside_count = 0;
+}
+
+static inline void test_run_beside(const char *name, void (*test)(void))
+{
+    if (!strstr(name, test_filter)) return;
+    if (test_beside_count == TEST_AT_ONCE - 1) test_finish_beside();
+    test_beside[test_beside_count] = test_start(name, test, 1 + test_beside_count);
+    test_beside_count++;
+}
+
+/* Runs the cases 0 to count - 1 of a test beside one another, each in a process of its own. */
+static inline void test_cases(int count, void (*one)(int number))
+{
+    int i, status;
+    fflush(NULL);
+    for (i = 0; i < count; i++) {
+        const pid_t child = fork();
+        if (child == 0) {
+            one(i);
+            fflush(NULL);
+            exit(0);
+        }
+        CHECK(child > 0);
+    }
+    while (wait(&status) > 0)
+        CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a case ended with status %x",
+                  (unsigned)status);
 }
 
 static inline int test_summary(void)
 {
+    test_finish_beside();
     if (test_passed + test_failed + test_skipped == 0) {
         printf("  FAIL no test has \"%s\" in its name\n", test_filter);
         test_failed++;

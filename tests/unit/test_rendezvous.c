@@ -874,35 +874,34 @@ static void test_false_rank_1(void)
 
 /* What listens where rank 0 should be, knows the protocol and not the key: it lets in all that call,
  * or asks them to wait first, or refuses them, and nobody takes it for rank 0. */
-static void test_false_welcome(void)
+static void false_welcome(int how)
 {
     static const int results[] = {DTRAIN_OK, DTRAIN__REPLY_WAIT, DTRAIN_ERROR_PEER};
-    int how, i;
-    for (how = 0; how < 3; how++) {
-        crew c = make_crew(2, rank_never_runs, NULL);
-        const int fd = listen_instead(c.port);
-        dtrain__hello hello;
-        dtrain__reply reply;
-        int callers = 0, status;
-        memset(&reply, 0, sizeof reply);
-        c.timeout_ms = RANKS_SHORT_MS;
-        crew_start(&c, 0, 1);
-        for (i = 0; i < 20000 && !test_wait(c.pids[0], 0, &status); i++, ranks_sleep_us(1000)) {
-            const int socket = accept(fd, NULL, NULL);
-            if (socket < 0) continue;
-            callers += recv(socket, &hello, sizeof hello, MSG_WAITALL) == sizeof hello;
-            reply.result = results[how];
-            (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
-            reply.result = DTRAIN_OK;
-            (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
-            close(socket);
-        }
-        close(fd);
-        CHECK_MSG(callers > 0, "nobody called");
-        CHECK_MSG(c.ends[0].done && c.ends[0].exit_code != 0, "%s", c.ends[0].error);
-        crew_check(&c, 0, 1, DTRAIN_ERROR_MISMATCH, "DTRAIN_JOB_KEY", "127.0.0.1");
+    crew c = make_crew(2, rank_never_runs, NULL);
+    const int fd = listen_instead(c.port);
+    dtrain__hello hello;
+    dtrain__reply reply;
+    int callers = 0, status, i;
+    memset(&reply, 0, sizeof reply);
+    c.timeout_ms = RANKS_SHORT_MS;
+    crew_start(&c, 0, 1);
+    for (i = 0; i < 20000 && !test_wait(c.pids[0], 0, &status); i++, ranks_sleep_us(1000)) {
+        const int socket = accept(fd, NULL, NULL);
+        if (socket < 0) continue;
+        callers += recv(socket, &hello, sizeof hello, MSG_WAITALL) == sizeof hello;
+        reply.result = results[how];
+        (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
+        reply.result = DTRAIN_OK;
+        (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
+        close(socket);
     }
+    close(fd);
+    CHECK_MSG(callers > 0, "nobody called");
+    CHECK_MSG(c.ends[0].done && c.ends[0].exit_code != 0, "%s", c.ends[0].error);
+    crew_check(&c, 0, 1, DTRAIN_ERROR_MISMATCH, "DTRAIN_JOB_KEY", "127.0.0.1");
 }
+
+static void test_false_welcome(void) { test_cases(3, false_welcome); }
 
 /* What calls itself rank 0 and is not. */
 static void test_false_rank_0(void)
@@ -1350,15 +1349,16 @@ static int rank_falls_silent(dtrain_world *world, void *user)
     return !ranks_await(&s->over, size - 1);
 }
 
-static void test_silence(void)
+static void silent_rank(int number)
 {
-    for (int i = 0; i < 9; i++) {
-        silence *s = (silence *)ranks_shared(sizeof *s);
-        s->victim = i % 3;
-        s->step = i / 3;
-        if (s->step < 2 || s->victim == 0) apart_run(3, rank_falls_silent, s);
-    }
+    silence *s = (silence *)ranks_shared(sizeof *s);
+    s->victim = number % 3;
+    s->step = number / 3;
+    apart_run(3, rank_falls_silent, s);
 }
+
+/* Each victim in the first two steps, and rank 0 in the third. */
+static void test_silence(void) { test_cases(7, silent_rank); }
 
 /* The same by SIGSTOP at any moment of launch and run: the others end, and blame the rank that was stopped. */
 static int rank_keeps_meeting(dtrain_world *world, void *user)
@@ -1374,28 +1374,35 @@ static int rank_keeps_meeting(dtrain_world *world, void *user)
     return result != DTRAIN_OK;
 }
 
+static void stopped_rank(int round)
+{
+    crew c = make_crew(3, rank_keeps_meeting, NULL);
+    uint64_t seed = 16 + (uint64_t)round;
+    const int victim = round % 3;
+    const long us = (long)ranks_random(&seed, 40000);
+    c.timeout_ms = RANKS_SHORT_MS;
+    crew_start_all(&c);
+    ranks_sleep_us(us);
+    kill(c.pids[victim], SIGSTOP);
+    for (int i = 0; i < 3; i++) {
+        const outcome *end = &c.ends[i];
+        if (i == victim) continue;
+        CHECK_MSG(ranks_await(&c.ends[i].done, 1), "rank %d does not end", i);
+        CHECK_MSG(end->result != DTRAIN_OK && blames(end->error, victim),
+                  "rank %d was stopped after %ld us; rank %d: %s", victim, us, i, end->error);
+    }
+    kill(c.pids[victim], SIGKILL);
+    crew_wait(&c);
+}
+
+static int rounds_before;
+static void next_stopped_rank(int number) { stopped_rank(rounds_before + number); }
+
 static void test_stopped_at_any_moment(void)
 {
-    const int rounds = (int)test_draws(6, 20, 1000);
-    uint64_t seed = 16;
-    for (int round = 0; round < rounds; round++) {
-        crew c = make_crew(3, rank_keeps_meeting, NULL);
-        const int victim = round % 3;
-        const long us = (long)ranks_random(&seed, 40000);
-        c.timeout_ms = RANKS_SHORT_MS;
-        crew_start_all(&c);
-        ranks_sleep_us(us);
-        kill(c.pids[victim], SIGSTOP);
-        for (int i = 0; i < 3; i++) {
-            const outcome *end = &c.ends[i];
-            if (i == victim) continue;
-            CHECK_MSG(ranks_await(&c.ends[i].done, 1), "rank %d does not end", i);
-            CHECK_MSG(end->result != DTRAIN_OK && blames(end->error, victim),
-                      "rank %d was stopped after %ld us; rank %d: %s", victim, us, i, end->error);
-        }
-        kill(c.pids[victim], SIGKILL);
-        crew_wait(&c);
-    }
+    enum { AT_ONCE = 5 };
+    const int rounds = (int)test_draws(10, 20, 1000);
+    for (; rounds_before < rounds; rounds_before += AT_ONCE) test_cases(AT_ONCE, next_stopped_rank);
 }
 
 /* ---- several hosts ---- */
@@ -1879,22 +1886,22 @@ int main(int argc, char **argv)
     RUN(test_same_bits_as_forked);
     RUN(test_other_sizes);
     RUN(test_same_rank_twice);
-    RUN(test_rank_0_twice);
-    RUN(test_other_key);
-    RUN(test_keys);
-    RUN(test_other_key_goes_away);
-    RUN(test_missing_rank);
-    RUN(test_rank_leaves_early);
-    RUN(test_late_rank_0);
+    RUN_BESIDE(test_rank_0_twice);
+    RUN_BESIDE(test_other_key);
+    RUN_BESIDE(test_keys);
+    RUN_BESIDE(test_other_key_goes_away);
+    RUN_BESIDE(test_missing_rank);
+    RUN_BESIDE(test_rank_leaves_early);
+    RUN_BESIDE(test_late_rank_0);
     RUN(test_one_port_again);
     RUN(test_addresses);
-    RUN(test_no_such_host);
-    RUN(test_port_in_use);
+    RUN_BESIDE(test_no_such_host);
+    RUN_BESIDE(test_port_in_use);
     RUN(test_strangers);
     RUN(test_silent_strangers);
     RUN(test_false_rank_1);
-    RUN(test_false_rank_0);
-    RUN(test_false_welcome);
+    RUN_BESIDE(test_false_rank_0);
+    RUN_BESIDE(test_false_welcome);
     RUN(test_deaths);
     RUN(test_exit_records);
     RUN(test_rank_0_stays);
@@ -1902,9 +1909,9 @@ int main(int argc, char **argv)
     RUN(test_deaths_apart);
     RUN(test_mad_rank);
     RUN(test_lies);
-    RUN(test_deaf_rank);
-    RUN(test_silence);
-    RUN(test_stopped_at_any_moment);
+    RUN_BESIDE(test_deaf_rank);
+    RUN_BESIDE(test_silence);
+    RUN_BESIDE(test_stopped_at_any_moment);
     if (can_be_a_host()) {
         RUN(test_several_hosts);
         RUN(test_across_hosts);
@@ -1920,10 +1927,10 @@ int main(int argc, char **argv)
         RUN(test_region_elsewhere);
         RUN(test_region_impossible);
     }
-    RUN(test_few_files);
+    RUN_BESIDE(test_few_files);
     RUN(test_no_streams);
     RUN(test_default_threads);
-    RUN(test_no_memory);
+    RUN_BESIDE(test_no_memory);
     RUN(test_desc_against_launcher);
     RUN(test_progress_file);
     RUN(test_error_file);
