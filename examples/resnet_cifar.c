@@ -35,6 +35,7 @@
 #include "dtrain.h"
 
 #include "tools/run/run.h"
+#include "tools/plan/plan.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -385,8 +386,9 @@ cleanup:
     return result;
 }
 
-static void show_start(dtrain_world *world, const run_job *j)
+static dtrain_result show_start(dtrain_world *world, const run_job *j)
 {
+    if (dtrain_world_rank(world)) return DTRAIN_OK;
     const model *m = j->own;
     const int ranks = dtrain_world_size(world);
     dtrain_dataset_info images;
@@ -400,6 +402,7 @@ static void show_start(dtrain_world *world, const run_job *j)
     show_resumed(j, ranks);
     show_strategy(j, ranks);
     printf("epoch   steps      lr  training loss  test accuracy  images/s\n");
+    return DTRAIN_OK;
 }
 
 /* End an epoch, or the run, with a test and a line of the table. */
@@ -454,7 +457,7 @@ static const run_program program = {.things = "images",
                                     .next_batch = next_batch,
                                     .open_data = open_data,
                                     .validate = validate,
-                                    .show_start = show_start,
+                                    .start = show_start,
                                     .close = close_model};
 
 /* ---- flags ---- */
@@ -512,5 +515,5 @@ int main(int argc, char **argv)
     if (s->init_seed < 0) s->init_seed = s->seed;
     s->command = join_words(argc, argv);
     apply_rates(s, 0.001);
-    return run_training(s, &program);
+    return plans(s) ? plan_run(s, &program) : run_training(s, &program);
 }

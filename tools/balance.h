@@ -1,4 +1,5 @@
-/* balance.h: divides the units of a model among the stages of a pipeline, by what they cost.
+/* balance.h: divides the units of a model among the stages of a pipeline, by what they cost: balance_model, and
+ * balance_units for costs that are known.
  *
  * The slowest stage sets the pace of a pipeline, so its cost is made as small as it can be. Many
  * partitions share that cost; of these the one with the least sum of squares is taken, which is the
@@ -198,6 +199,25 @@ static inline dtrain_result balance_units(const dtrain_pipeline_costs *costs, si
     if (result == DTRAIN_OK && schedule->chunks > 1)
         result = balance_division_improve(costs, schedule, out);
     dtrain_pipeline_destroy(schedule);
+    return result;
+}
+
+/* Divide the units of a model among the stages of a pipeline by what dtrain_trainer_unit_costs counts: out[ranks *
+ * chunks] as above. trainer is the desc that the run will have, before there is a strategy. Local: ranks whose batches
+ * have the same shape find the same. */
+static inline dtrain_result balance_model(dtrain_world *world, const dtrain_trainer_desc *trainer,
+                                          const dtrain_param *params, size_t param_count,
+                                          const dtrain_pipeline_desc *desc, int ranks,
+                                          uint32_t *out)
+{
+    const int micro_batches = trainer->micro_batches ? (int)trainer->micro_batches : 1;
+    size_t units;
+    dtrain_pipeline_costs *costs = (dtrain_pipeline_costs *)calloc(param_count, sizeof *costs);
+    if (!costs) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the costs of units");
+    dtrain_result result =
+        dtrain_trainer_unit_costs(world, trainer, params, param_count, costs, NULL, &units);
+    if (result == DTRAIN_OK) result = balance_units(costs, units, desc, ranks, micro_batches, out);
+    free(costs);
     return result;
 }
 

@@ -111,6 +111,7 @@ bad "other layers" '--import: .* does not fit this model: .*' "$gpt" $to_none --
 bad "fp16" 'llm.c has fp32 and bf16' "$gpt" $to_none --import "$tmp/a.bin" --export-dtype fp16
 bad "a directory that cannot be made" '--export /proc/nowhere/x.bin cannot be written' "$gpt" --steps 0 --import "$tmp/a.bin" --export /proc/nowhere/x.bin
 bad "nothing to do" 'without --export does nothing' "$gpt" --steps 0 --import "$tmp/a.bin"
+bad "a probe without training" "--probe-links does nothing with --steps 0" "$gpt" --steps 0 --probe-links --import "$tmp/a.bin" --export "$tmp/none.bin"
 bad "no model" 'needs a model' "$gpt" --generate 5
 [ ! -e "$tmp/none.bin" ]; result "nothing is written after errors" $?
 

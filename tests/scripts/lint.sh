@@ -142,6 +142,9 @@ for file in $SOURCES; do
 done
 awk 'length > 100 { n++; if (n < 4) print FILENAME ":" FNR } END { exit n > 0 }' src/*.h src/*/*.[ch] src/*/*/*.[ch] || complain "src/ has lines over 100 columns"
 
+# Who reads a training program meets no forecast.
+grep -n -E '#include "tools/(plan|simulate)/' tools/run/*.h && complain "tools/run needs nothing of tools/plan and tools/simulate"
+
 # A function above 80 lines is a question to its author.
 awk '/^[a-zA-Z].*\)$/ || /^[a-zA-Z].*[a-zA-Z0-9_*]\($/ { name = $0 } /^\{/ { start = FNR }
      /^\}/ && start { if (FNR - start > 80) { print FILENAME ":" start ": " FNR - start " lines: " name; bad = 1 } start = 0 }

@@ -260,18 +260,15 @@ static dtrain_result balance(dtrain_world *world, const dtrain_trainer_desc *tra
                              local *l, dtrain_pipeline_desc *line, uint32_t of_stage[UNITS])
 {
     const spec *s = &r->s;
-    dtrain_pipeline_costs costs[PARAMS];
-    uint64_t kept[PARAMS];
-    size_t units = 0;
+    uint32_t units = 0;
     const bool chunked =
         s->schedule == DTRAIN_PIPELINE_INTERLEAVED || s->schedule == DTRAIN_PIPELINE_ZBV;
     const int stages = s->pipeline * (int)(s->chunks ? s->chunks : chunked ? 2 : 1);
     if (s->pipeline == 1 || s->of_stage[0] || s->seed % 2 == 0) return DTRAIN_OK;
     dtrain_result result =
-        dtrain_trainer_unit_costs(world, trainer, l->params, (size_t)l->count, costs, kept, &units);
+        balance_model(world, trainer, l->params, (size_t)l->count, line, s->pipeline, of_stage);
+    for (int stage = 0; stage < stages; stage++) units += of_stage[stage];
     CHECK((int)units == s->units);
-    if (result == DTRAIN_OK)
-        result = balance_units(costs, units, line, s->pipeline, (int)s->micro_batches, of_stage);
     for (int stage = 0; stage < stages && result == DTRAIN_OK; stage++) {
         int32_t range[2] = {(int32_t)of_stage[stage], -(int32_t)of_stage[stage]};
         result = dtrain_all_reduce(dtrain_world_comm(world), range, range, 2, DTRAIN_DTYPE_I32,

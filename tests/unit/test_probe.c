@@ -109,7 +109,7 @@ static dtrain_result model_all_reduce(dtrain_comm *comm, const void *in, void *o
 #define dtrain_recv model_recv
 #define dtrain_all_reduce model_all_reduce
 #define dtrain_world_all_gather model_all_gather
-#include "tools/run/probe.h"
+#include "tools/plan/probe.h"
 #undef dtrain_seconds
 #undef dtrain_send
 #undef dtrain_recv

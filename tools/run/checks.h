@@ -6,7 +6,7 @@
 #include "tools/run/layout.h"
 
 /* Refuse flags of compression that would do nothing, and what compression cannot go with. What a
- * strategy cannot do, check_memory finds. */
+ * strategy cannot do, check_strategy finds. */
 static int check_compression(const run_settings *s)
 {
     static const struct {
@@ -130,10 +130,6 @@ static int read_stage_units(run_settings *s)
 /* Refuse what does not go with a pipeline. */
 static int check_pipeline(run_settings *s, const run_program *program)
 {
-    static const struct {
-        const char *flag, *why;
-    } without[] = {{"--tune", "trials of layouts with stages are not made"},
-                   {"--graph", "a recorded step has one micro-batch under way"}};
     const long p = s->pipeline, all = p * s->tensor;
     s->line.kind = (uint32_t)s->pipeline_schedule;
     s->line.chunks = (uint32_t)s->chunks;
@@ -147,9 +143,8 @@ static int check_pipeline(run_settings *s, const run_program *program)
         return BAD("--pipeline %ld: this program runs passes of the whole model of its own; leave "
                    "--pipeline out",
                    p);
-    for (int i = 0; i < COUNT(without); i++)
-        if (given(without[i].flag))
-            return BAD("%s with --pipeline %ld: %s", without[i].flag, p, without[i].why);
+    if (s->graph)
+        return BAD("--graph with --pipeline %ld: a recorded step has one micro-batch under way", p);
     if (s->ranks && s->ranks % all)
         return BAD("--tensor %ld x --pipeline %ld are %ld ranks, which do not divide --ranks %ld",
                    s->tensor, p, all, s->ranks);
@@ -219,36 +214,41 @@ static void go_on_with_fewer(run_settings *s, const run_program *program)
     adapt_layout(s, program, &place);
 }
 
-/* Refuse memory that a rank does not have, and what a strategy cannot do. */
-static int check_memory(const run_settings *s, const run_program *program, bool trains)
+/* Refuse what a strategy cannot do. *memory: what a rank needs, and *here: how many ranks share this machine. */
+static int check_strategy(const run_settings *s, const run_program *program, bool trains,
+                          dtrain_memory *memory, int *here)
 {
-    const bool cpu = strcmp(s->device, "cpu") == 0;
-    const double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     dtrain_launch_place place;
-    dtrain_memory memory;
     if (place_ranks(s, trains, &place)) return 2;
-    const int ranks = place.rank_count, /* here: at least those that this process starts */
-        here = place.host_rank_count ? place.host_rank_count : place.started_count;
+    const int ranks = place.rank_count; /* *here: at least those that this process starts */
+    *here = place.host_rank_count ? place.host_rank_count : place.started_count;
     if (ranks % (int)model_ranks(s))
         return BAD("--tensor %ld x --pipeline %ld are %ld ranks, which do not divide the %d there "
                    "are",
                    s->tensor, s->pipeline, model_ranks(s), ranks);
-    const dtrain_result planned = plan_memory(s, program, ranks, &memory);
+    const dtrain_result planned = plan_memory(s, program, ranks, memory);
     if (planned != DTRAIN_OK) {
         if (strncmp(dtrain_last_error(), "--", 2) != 0)
             name_error(planned, "--strategy", strategies[s->strategy]);
         return BAD("%s", dtrain_last_error());
     }
-    if (s->dry_run || s->tune) return 0; /* they tell what fits */
-    if (cpu && (double)memory.total * here > have)
+    return 0;
+}
+
+/* Refuse a run that needs more memory than there is. */
+static int check_memory(const run_settings *s, const dtrain_memory *memory, int here)
+{
+    const bool cpu = strcmp(s->device, "cpu") == 0;
+    const double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    if (cpu && (double)memory->total * here > have)
         return BAD("%d ranks need %.1f GiB each for parameters, gradients, optimizer and buffers; "
                    "this machine has %.1f GiB: use another --strategy, fewer --ranks or a smaller "
                    "model",
-                   here, mib(memory.total) / 1024, have / 1073741824.0);
-    if (s->memory_limit && mib(memory.total) > (double)s->memory_limit)
+                   here, mib(memory->total) / 1024, have / 1073741824.0);
+    if (s->memory_limit && mib(memory->total) > (double)s->memory_limit)
         return BAD("--memory-limit is %ld MiB and --strategy %s needs %.1f MiB a rank before any "
                    "activation: use one that shards more (full_shard, zero3, auto) or more --ranks",
-                   s->memory_limit, strategies[s->strategy], mib(memory.total));
+                   s->memory_limit, strategies[s->strategy], mib(memory->total));
     return 0;
 }
 
@@ -321,14 +321,24 @@ static int check_outputs(const run_settings *s, const run_program *program, bool
     return program->check_outputs ? program->check_outputs() : 0;
 }
 
-/* Refuse what no run of any program can be. */
-static int check_run(run_settings *s, const run_program *program, bool trains)
+/* Refuse switches that contradict each other, and what no strategy can do; *memory, *here as above. */
+static int check_switches(run_settings *s, const run_program *program, bool trains,
+                          dtrain_memory *memory, int *here)
 {
     if (trains && (check_optimizer(s) || check_compression(s))) return 2;
     if (read_emulation(s) || check_tensor(s, program) || check_devices(s)) return 2;
     if (trains) go_on_with_fewer(s, program);
-    if (check_memory(s, program, trains)) return 2;
+    if (check_strategy(s, program, trains, memory, here)) return 2;
     return check_checkpoints(s);
+}
+
+/* Refuse what no run of any program can be. */
+static int check_run(run_settings *s, const run_program *program, bool trains)
+{
+    dtrain_memory memory;
+    int here;
+    if (check_switches(s, program, trains, &memory, &here)) return 2;
+    return check_memory(s, &memory, here);
 }
 
 #endif /* RUN_CHECKS_H */

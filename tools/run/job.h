@@ -5,7 +5,6 @@
 
 #include "tools/balance.h"
 #include "tools/run/monitor.h"
-#include "tools/run/probe.h"
 #include "tools/run/recorded.h"
 #include "tools/run/settings.h"
 #include "tools/run/split.h"
@@ -37,8 +36,9 @@ typedef struct run_program {
     /* Validate behind a step if it is time to, and put the loss into the record; `done` steps are made. */
     dtrain_result (*validate)(dtrain_world *world, run_job *j, int64_t done, bool stopping,
                               dtrain_step_record *record);
-    void (*show_start)(dtrain_world *world, const run_job *j); /* rank 0 */
-    dtrain_result (*finish)(dtrain_world *world, run_job *j);  /* behind the summary; or NULL */
+    /* Before the first step, on every rank; rank 0 says what the run is. */
+    dtrain_result (*start)(dtrain_world *world, const run_job *j);
+    dtrain_result (*finish)(dtrain_world *world, run_job *j); /* behind the summary; or NULL */
     void (*close)(run_job *j);
     int (*check_outputs)(
         void);      /* probe the files that finish will write, as checks.h does; or NULL */
@@ -58,9 +58,8 @@ struct run_job {
     const char *const
         *model; /* open_model's: what no shape shows, for dtrain_state_desc; or NULL */
     run_record record;
-    dtrain_comm *comm;     /* NULL: the world's; a forecast has one without peers */
-    dtrain_mesh *mesh;     /* of --tensor and --pipeline; NULL: all ranks are data-parallel */
-    uint64_t memory_limit; /* of a forecast, whose device has none; 0: the device's */
+    dtrain_comm *comm; /* NULL: the world's */
+    dtrain_mesh *mesh; /* of --tensor and --pipeline; NULL: all ranks are data-parallel */
     uint32_t batch, accum;
     dtrain_pipeline_desc line; /* of a pipeline: the settings', with units in stages */
     uint32_t *stage_units;     /* (stages) by cost; NULL: listed, or no pipeline */
@@ -79,7 +78,6 @@ struct run_job {
     bool refused;                  /* its directory of checkpoints is another run's */
     dtrain_memory memory;          /* its total with the snapshot */
     uint64_t snapshot_bytes;       /* of checkpoints, where the device's memory is the host's */
-    probe_info links;              /* with --probe-links */
 };
 
 /* Make a job of the switches with a program's part of it, zeroed, for this rank. */
@@ -249,13 +247,6 @@ static dtrain_schedule schedule_desc(const run_settings *s, int64_t steps, int r
     return schedule;
 }
 
-/* Leave a batch as it is: a forecast has no data. */
-static dtrain_result no_batch(void *own)
-{
-    (void)own;
-    return DTRAIN_OK;
-}
-
 static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
 {
     const run_settings *s = j->s;
@@ -266,7 +257,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     desc.clip = (float)s->clip;
     desc.tape_flags = tape_flags(s);
     desc.recompute_every = (uint32_t)s->checkpoint;
-    desc.graph = s->graph && !j->comm; /* a forecast records nothing */
+    desc.graph = s->graph != 0;
     desc.seed = (uint64_t)s->seed;
     desc.nonfinite =
         s->nonfinite == DTRAIN_NONFINITE_SKIP ? DTRAIN_NONFINITE_SKIP : DTRAIN_NONFINITE_STOP;
@@ -274,7 +265,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     desc.schedule = schedule_desc(s, j->steps, job_ranks(world, j));
     desc.strategy = j->strategy;
     desc.optimizer = j->optimizer;
-    desc.next_batch = j->comm ? no_batch : j->program->next_batch;
+    desc.next_batch = j->program->next_batch;
     desc.loss = j->program->loss;
     desc.user = j->own;
     desc.mesh = j->mesh;
@@ -382,7 +373,6 @@ static dtrain_result plan_job(dtrain_world *world, run_job *j, dtrain_strategy_d
     TRY(j->program->open_model(world, j));
     strategy->mesh = j->mesh;
     strategy->comm = j->mesh ? NULL : j->comm;
-    strategy->memory_limit = j->memory_limit;
     TRY(choose_batch(world, j, strategy));
 cleanup:
     return result;
@@ -420,20 +410,16 @@ cleanup:
 static dtrain_result divide_units(dtrain_world *world, run_job *j, dtrain_strategy_desc *strategy)
 {
     const dtrain_trainer_desc trainer = trainer_desc(world, j);
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    size_t units;
+    dtrain_result result = DTRAIN_OK;
     j->line = j->s->line;
     if (j->s->pipeline == 1 || j->line.units) return DTRAIN_OK;
-    dtrain_pipeline_costs *costs = (dtrain_pipeline_costs *)calloc(j->param_count, sizeof *costs);
     j->stage_units = (uint32_t *)calloc((size_t)stage_count(j->s), sizeof *j->stage_units);
-    if (!costs || !j->stage_units) TRY(dtrain_fail(result, "no memory for the costs of units"));
-    TRY(dtrain_trainer_unit_costs(world, &trainer, j->params, j->param_count, costs, NULL, &units));
-    TRY(balance_units(costs, units, &j->line, (int)j->s->pipeline, (int)trainer.micro_batches,
+    if (!j->stage_units) TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for stages"));
+    TRY(balance_model(world, &trainer, j->params, j->param_count, &j->line, (int)j->s->pipeline,
                       j->stage_units));
     j->line.units = j->stage_units;
     strategy->pipeline = &j->line;
 cleanup:
-    free(costs);
     return result;
 }
 

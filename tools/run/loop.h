@@ -3,7 +3,6 @@
 #define RUN_LOOP_H
 
 #include "tools/run/job.h"
-#include "tools/run/links.h"
 #include "tools/run/report.h"
 #include "tools/run/same.h"
 
@@ -65,7 +64,6 @@ static dtrain_result train_steps(dtrain_world *world, run_job *j)
             continue;
         }
         TRY(result);
-        if (j->s->probe_links) forecast_links(world, j, &record);
         TRY(j->program->validate(world, j, step + 1, record.stop_requested, &record));
         stopping =
             record.stop_requested; /* in the step, or in the validation, which has ended then */
@@ -129,8 +127,7 @@ static int run_rank(dtrain_world *world, void *user)
     if (result != DTRAIN_OK) return 1;
     TRY(same_flags(world));
     TRY(open_job(world, &j));
-    if (dtrain_world_rank(world) == 0) program->show_start(world, &j);
-    if (j.s->probe_links) TRY(probe_links(world, &j));
+    TRY(program->start(world, &j));
     fflush(stdout);
     TRY(train_steps(world, &j));
     TRY(finish_job(world, &j));

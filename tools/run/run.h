@@ -1,12 +1,13 @@
-/* run.h: a training program around a model: switches, checks, launch, training, reports. Include it behind dtrain.h,
+/* run.h: a training program around a model: switches, checks, launch, training, reports. Include it after dtrain.h,
  * with RUN_NAME defined; tools/train_gpt and examples/resnet_cifar.c are such programs.
  *
- * How to read it: settings.h (the switches) -> recorded.h (those in checkpoints) -> job.h (what a run consists of, and
- * what a program gives: run_program) -> monitor.h (what it reports, and where to) -> report.h (what rank 0 prints) ->
- * loop.h (what every rank does; same.h: after it has compared flags with the others; with --probe-links links.h and
- * probe.h) -> layout.h (what a restart with fewer ranks
- * makes of the axes) -> checks.h (what is refused before a rank starts) -> launch.h (from switches to dtrain_launch) ->
- * machine.h, stages.h and forecast.h (--dry-run) -> tune.h (--tune) -> main.h. */
+ * How to read it: main.h (what a run does) -> settings.h (the switches) -> job.h (what a run consists of, and what a
+ * program gives: run_program) -> loop.h (what every rank does) -> report.h (what rank 0 prints). Then what these stand
+ * on: recorded.h (the switches in checkpoints), monitor.h (what is reported, and where to), same.h (ranks compare their
+ * flags), split.h (a global batch as micro-batches), checks.h (what is refused before a rank starts), layout.h (the
+ * axes after a restart with fewer ranks) and launch.h (from switches to dtrain_launch).
+ *
+ * --dry-run, --tune and --probe-links are in tools/plan, which nothing here includes. */
 #ifndef RUN_H
 #define RUN_H
 

@@ -5,7 +5,7 @@
  * and written once. What elementary functions cost beside memory is in FUNCTION_FLOPS.
  *
  * The largest product and the largest convolution are kept: whoever wants to know the rate of a machine for this
- * model times those (tools/run/machine.h). */
+ * model times those (tools/plan/machine.h). */
 #ifndef SIMULATE_KERNELS_H
 #define SIMULATE_KERNELS_H
 

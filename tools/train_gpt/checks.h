@@ -144,9 +144,9 @@ static int check_text(const settings *s)
 /* Refuse a run without training that has no model, or nothing to do. */
 static int check_model(const settings *s)
 {
-    static const char *const of_training[] = {"--dry-run",   "--tune",       "--config-out",
-                                              "--log",       "--prometheus", "--tensorboard",
-                                              "--histograms"};
+    static const char *const of_training[] = {"--dry-run",     "--tune",        "--cluster",
+                                              "--probe-links", "--config-out",  "--log",
+                                              "--prometheus",  "--tensorboard", "--histograms"};
     for (int i = 0; i < COUNT(of_training); i++)
         if (given(of_training[i]))
             return BAD("%s does nothing with %s, which trains nothing", of_training[i],

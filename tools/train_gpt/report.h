@@ -6,8 +6,9 @@
 #include "job.h"
 #include "shown.h"
 
-static void show_gpt(dtrain_world *world, const run_job *j)
+static dtrain_result show_gpt(dtrain_world *world, const run_job *j)
 {
+    if (dtrain_world_rank(world)) return DTRAIN_OK;
     const gpt_run *own = own_part(j);
     const settings *s = own->s;
     const int ranks = dtrain_world_size(world), readers = job_ranks(world, j);
@@ -38,6 +39,7 @@ static void show_gpt(dtrain_world *world, const run_job *j)
            plural(readers), batch * s->seq * (long)j->accum * readers);
     show_resumed(j, ranks);
     show_strategy(j, readers);
+    return DTRAIN_OK;
 }
 
 /* ---- what the model writes ------------------------------------------------------------------ */

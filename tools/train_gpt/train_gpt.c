@@ -21,11 +21,12 @@
  * --strategy changes where parameters, gradients and optimizer state live, and nothing else: model,
  * loop and losses are the same.
  *
- * How to read it: gpt.h (the model) -> sums.h (what it learns without --data) -> settings.h (its flags) -> job.h (its
- * part of a run) -> report.h and shown.h (what rank 0 prints) -> checks.h (what is refused before a rank starts) ->
- * plain.h (a run without a flag) -> here main(). What is the same for every model, the switches, checkpoints, restarts,
- * reports, is in tools/run; begin with run.h. Beside that road: weights.h and llmc.h (a GPT-2 in files of others),
- * tokenizer.h and tokenizer_files.h (its text), cache.h and generate.h (what it writes). */
+ * How to read it: main() below -> tools/run/run.h (what is the same for every model: switches, checkpoints, restarts,
+ * the loop) -> gpt.h (the model) -> sums.h (what it learns without --data) -> settings.h (its flags) -> job.h (its part
+ * of a run) -> report.h and shown.h (what rank 0 prints) -> checks.h (what is refused before a rank starts) -> plain.h
+ * (a run without a flag). A run needs nothing else. weights.h and llmc.h read and write a GPT-2 in other programs'
+ * files, tokenizer.h and tokenizer_files.h its text, cache.h and generate.h make it write; tools/plan/plan.h is
+ * --dry-run, --tune and --probe-links. */
 #define RUN_NAME "train_gpt"
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -36,6 +37,7 @@
 #include "report.h"
 #include "checks.h"
 #include "plain.h"
+#include "tools/plan/plan.h"
 
 static dtrain_result finish_gpt(dtrain_world *world, run_job *j)
 {
@@ -69,7 +71,7 @@ static const run_program gpt_program = {.things = "tokens",
                                         .open_data = open_texts,
                                         .import = import_gpt,
                                         .validate = validate_gpt,
-                                        .show_start = show_gpt,
+                                        .start = show_gpt,
                                         .finish = finish_gpt,
                                         .close = close_gpt,
                                         .check_outputs = check_export,
@@ -110,7 +112,8 @@ int main(int argc, char **argv)
     if (trains(s) ? encode_data(s) || check_data(s) : check_model(s)) return 2;
     if (check_text(s) || check_sizes(s)) return 2;
     if (argc == 1) plain_begin(s, argv[0]);
-    if (trains(s)) return run_training(s->run, &gpt_program);
+    if (trains(s))
+        return plans(s->run) ? plan_run(s->run, &gpt_program) : run_training(s->run, &gpt_program);
     if (check_run(s->run, &gpt_program, false) || check_outputs(s->run, &gpt_program, false) ||
         launch_desc(s->run, false, &launch))
         return 2;

@@ -4,10 +4,10 @@
  *     memory      y = x + y over arrays that no cache of a core holds
  *     a call      the same over 16 elements
  *     links       an all-reduce between two ranks here; between nodes what --emulate says, or an assumption */
-#ifndef RUN_MACHINE_H
-#define RUN_MACHINE_H
+#ifndef PLAN_MACHINE_H
+#define PLAN_MACHINE_H
 
-#include "tools/run/launch.h"
+#include "tools/run/run.h"
 #include "tools/simulate/simulate_kernels.h"
 
 /* What is assumed of a network that nobody has described: 10 Gb/s Ethernet. */
@@ -260,4 +260,4 @@ cleanup:
     return result;
 }
 
-#endif /* RUN_MACHINE_H */
+#endif /* PLAN_MACHINE_H */

@@ -21,8 +21,8 @@
  * are spread over the whole turn, because a delay of all of them would shorten what a large one takes over an empty
  * one: the link would seem too fast. Even then at least half of a message's time counts as that of its bytes, so that
  * no delay makes a link look twice as fast as it is. */
-#ifndef RUN_PROBE_H
-#define RUN_PROBE_H
+#ifndef PLAN_PROBE_H
+#define PLAN_PROBE_H
 
 /* What pairs of one kind have measured. */
 typedef struct probe_link {
@@ -456,4 +456,4 @@ static void predict_step(const probe_info *info, const probe_step *step, probe_f
                                     : "top-k compression, or more micro-batches");
 }
 
-#endif /* RUN_PROBE_H */
+#endif /* PLAN_PROBE_H */

@@ -2,10 +2,10 @@
  *
  * What units cost is counted by dtrain_trainer_unit_costs, as a run does before it divides them; the schedule is
  * replayed by schedule_check (tools/schedule.h) with the costs of these stages. */
-#ifndef RUN_STAGES_H
-#define RUN_STAGES_H
+#ifndef PLAN_STAGES_H
+#define PLAN_STAGES_H
 
-#include "tools/run/machine.h"
+#include "tools/plan/machine.h"
 
 typedef struct stage_plan {
     const run_settings *s;
@@ -228,4 +228,4 @@ static void free_stages(stage_plan *p)
     free(p->divided);
 }
 
-#endif /* RUN_STAGES_H */
+#endif /* PLAN_STAGES_H */

@@ -1,8 +1,9 @@
 /* links.h: --probe-links: how fast the links are, and what a step that was measured makes of them. */
-#ifndef RUN_LINKS_H
-#define RUN_LINKS_H
+#ifndef PLAN_LINKS_H
+#define PLAN_LINKS_H
 
-#include "tools/run/job.h"
+#include "tools/plan/probe.h"
+#include "tools/run/run.h"
 
 enum {
     LINKS_STEP = 4
@@ -17,15 +18,22 @@ static void show_link(const char *where, const probe_link *link)
            1e-9 * link->worst_bytes_per_second);
 }
 
-/* Measure the links and print them. */
-static dtrain_result probe_links(dtrain_world *world, run_job *j)
+/* What the links are, on rank 0, which alone tells; and the program that trains over them. */
+static probe_info probed_links;
+static const run_program *probed_program;
+
+/* Measure the links and print them, before the first step. */
+static dtrain_result start_probed(dtrain_world *world, const run_job *j)
 {
-    const dtrain_result result = measure_links(world, 2, &j->links);
+    probe_info links;
+    dtrain_result result = probed_program->start(world, j);
+    if (result == DTRAIN_OK) result = measure_links(world, 2, &links);
     if (result != DTRAIN_OK || dtrain_world_rank(world)) return result;
-    show_link("inside of a node", &j->links.inside);
-    show_link("between nodes", &j->links.between);
+    probed_links = links;
+    show_link("inside of a node", &links.inside);
+    show_link("between nodes", &links.between);
     printf("links   all-reduce: %.3g GB/s a rank, %.3g us; probed for %.1f s\n",
-           1e-9 * j->links.reduce_bytes_per_second, j->links.reduce_us, j->links.seconds);
+           1e-9 * links.reduce_bytes_per_second, links.reduce_us, links.seconds);
     return DTRAIN_OK;
 }
 
@@ -43,8 +51,26 @@ static void forecast_links(dtrain_world *world, const run_job *j, const dtrain_s
     step.wire_bytes = record->comm_bytes;
     step.call_count = info.step_calls + (j->accum - 1) * info.micro_calls;
     if (compute_ms == 0 && record->comm_bytes == 0) return;
-    predict_step(&j->links, &step, &forecast);
+    predict_step(&probed_links, &step, &forecast);
     dtrain_log(world, forecast.limited ? DTRAIN_LOG_WARNING : DTRAIN_LOG_INFO, "%s", forecast.text);
 }
 
-#endif /* RUN_LINKS_H */
+static dtrain_result validate_probed(dtrain_world *world, run_job *j, int64_t done, bool stopping,
+                                     dtrain_step_record *record)
+{
+    forecast_links(world, j, record);
+    return probed_program->validate(world, j, done, stopping, record);
+}
+
+/* Train as a program does, with the links measured first and compared with a step. Return main's exit status. */
+static int train_and_probe(run_settings *s, const run_program *program)
+{
+    static run_program probing;
+    probed_program = program;
+    probing = *program;
+    probing.start = start_probed;
+    probing.validate = validate_probed;
+    return run_training(s, &probing);
+}
+
+#endif /* PLAN_LINKS_H */

@@ -7,10 +7,10 @@
  * here, or that a cluster of the simulator has (--cluster).
  *
  * All that is printed beside the flags is a comment: the output is a file for --config. */
-#ifndef RUN_FORECAST_H
-#define RUN_FORECAST_H
+#ifndef PLAN_FORECAST_H
+#define PLAN_FORECAST_H
 
-#include "tools/run/stages.h"
+#include "tools/plan/stages.h"
 #include "tools/simulate/simulate_comm.h"
 
 typedef struct forecast_row {
@@ -108,6 +108,13 @@ static dtrain_result plan_most(const run_job *j, const dtrain_strategy_desc *des
     return DTRAIN_OK;
 }
 
+/* Leave a batch as it is: a forecast has no data. */
+static dtrain_result no_batch(void *own)
+{
+    (void)own;
+    return DTRAIN_OK;
+}
+
 /* Fill the rest of *r, whose number of ranks is given. */
 static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, forecast_row *r)
 {
@@ -115,15 +122,19 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     void *const first_address = device->state; /* all is given back: the next may have it */
     dtrain_compression_desc compression;
     dtrain_strategy_desc desc = strategy_desc(f->s, &compression);
-    run_job j = new_job(f->s, f->program, calloc(1, f->program->own_bytes));
+    run_settings settings = *f->s;
+    run_program program = *f->program;
+    run_job j = new_job(&settings, &program, calloc(1, program.own_bytes));
     dtrain_result result = DTRAIN_OK;
     if (!j.own) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a job");
+    settings.graph = 0; /* nothing is recorded */
+    program.next_batch = no_batch;
     start_clock(f, r->ranks);
     r->nodes = (r->ranks + f->node_ranks - 1) / f->node_ranks;
     /* not the first one along either axis: see sim_split_mesh */
     const int t = (int)f->s->tensor, rank = t > 1 && r->ranks > t ? t + 1 : sim_rank(r->ranks);
     TRY(sim_comm_new(world, r->ranks, r->nodes, rank, &j.comm));
-    j.memory_limit =
+    desc.memory_limit =
         f->s->memory_limit
             ? (uint64_t)f->s->memory_limit << 20
             : (uint64_t)(f->machine.memory_gib * 1073741824.0 / (f->named ? 1 : f->ranks));
@@ -469,4 +480,4 @@ static int dry_run(const run_settings *s, const run_program *program)
     return result == DTRAIN_OK ? 0 : BAD("--dry-run: %s", run_error());
 }
 
-#endif /* RUN_FORECAST_H */
+#endif /* PLAN_FORECAST_H */

@@ -10,10 +10,10 @@
  * because it changes what is computed. A candidate is planned on the simulator's device first: what would not fit is
  * not tried. One that fails is a row of the table and nothing else. Ranks agree without a vote: the time of a step in
  * the trainer's record is that of the slowest rank, the same number on all of them. */
-#ifndef RUN_TUNE_H
-#define RUN_TUNE_H
+#ifndef PLAN_TUNE_H
+#define PLAN_TUNE_H
 
-#include "tools/run/forecast.h"
+#include "tools/plan/forecast.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -369,4 +369,4 @@ static int tune(run_settings *s, const run_program *program)
     return print_choice(&t) == DTRAIN_OK ? 0 : BAD("--tune: %s", run_error());
 }
 
-#endif /* RUN_TUNE_H */
+#endif /* PLAN_TUNE_H */
