@@ -68,15 +68,15 @@ typedef struct test_counters {
 } test_counters;
 
 enum { TEST_AT_ONCE = 33 }; /* tests of RUN_BESIDE, and one of RUN */
-typedef struct test_running {
+typedef struct test_process {
     const char *name;
     pid_t child;
     double start;
-} test_running;
+} test_process;
 
 static test_counters *test_pages;  /* (TEST_AT_ONCE) mapped before any fork */
 static test_counters *test_shared; /* that of the test that runs */
-static test_running test_beside[TEST_AT_ONCE];
+static test_process test_beside[TEST_AT_ONCE];
 static int test_beside_count;
 static const char *test_filter = "";
 static int test_passed, test_failed, test_skipped;
@@ -253,9 +253,9 @@ static inline void test_skip(const char *name, const char *reason)
 }
 
 /* Starts a test whose counters are those at `place`. */
-static inline test_running test_start(const char *name, void (*test)(void), int place)
+static inline test_process test_start(const char *name, void (*test)(void), int place)
 {
-    test_running t;
+    test_process t;
     t.name = name;
     t.start = test_seconds();
     test_shared = &test_pages[place];
@@ -274,7 +274,7 @@ static inline test_running test_start(const char *name, void (*test)(void), int 
 }
 
 /* Waits for a test and prints how it ended. */
-static inline void test_finish(test_running t, int place)
+static inline void test_finish(test_process t, int place)
 {
     const char *limit_text = getenv("DTRAIN_TEST_TIMEOUT"), *verdict;
     double limit = limit_text ? atof(limit_text) : 240;
