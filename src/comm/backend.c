@@ -70,22 +70,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     const dtrain_comm_ops *ops = world->comm_ops                  ? world->comm_ops
                                  : world->control->arenas || !mpi ? local
                                                                   : mpi;
-    const bool over_mpi = mpi && ops == mpi; /* it stages device memory itself */
+    const bool on_host = world->device->ops->host_memory;
     bool shared = false;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)ops->abi, (unsigned)DTRAIN_COMM_ABI);
-    if (world->device->ops->host_memory || over_mpi) return ops->create(world, &world->comm);
-    if (ops != local) {
+    if (!on_host && !ops->transport) {
         DTRAIN__TRY(dtrain__shared_device(world, &shared));
         if (shared) ops = local;
-    } else if (world->rank == 0 && world->size > 1) {
+    } else if (!on_host && ops == local && world->rank == 0 && world->size > 1) {
         dtrain_log(world, DTRAIN_LOG_INFO,
                    "no comm_ops given: collectives between %d ranks go through host memory; "
                    "dtrain_nccl.h has a faster way when each has a device",
                    world->size);
     }
+    if (!on_host && ops == local) ops = dtrain__staged_comm_ops();
+    world->comm_ops = ops;
     return ops->create(world, &world->comm);
 }
 
@@ -102,5 +103,5 @@ DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 {
     for (dtrain__engine *comm = world->comms; comm; comm = comm->next)
-        if (comm->transport->poll && !comm->failed) (void)comm->transport->poll(comm);
+        if (comm->transport->poll && !comm->failed) comm->transport->poll(&comm->base);
 }

@@ -1,4 +1,4 @@
-/* For authors of communicators: the communicator table. */
+/* For authors of communicators: the communicator table, and the transport table. */
 
 #pragma once
 
@@ -19,7 +19,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 7u
+#define DTRAIN_COMM_ABI 8u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -34,6 +34,7 @@ struct dtrain_comm {
     int64_t number;   /* 0: the world's; its members have the same, no other group of a rank has */
     uint64_t started; /* collectives that this rank has called */
     uint64_t splits;
+    uint64_t *moves;  /* a transport adds one when it has moved something: naps are short again */
     const char *axis; /* of a mesh, along which its ranks differ: "tensor", a literal; or NULL */
     dtrain_comm_info info;
 };
@@ -64,4 +65,97 @@ struct dtrain_comm_ops {
     dtrain_result (*split)(dtrain_comm *comm, int color, int key, dtrain_comm **out);
     dtrain_result (*fail)(dtrain_comm *comm, dtrain_result code, const char *text);
     dtrain_result (*destroy)(dtrain_comm *comm);
+    const struct dtrain_transport_ops *transport; /* of a communicator that the engine drives */
 };
+
+/* A transport: how the bytes of a communicator travel
+ *
+ * The engine (comm/engine_internal.h) does everything that does not depend on it: the queue, the
+ * comparison of what ranks call, deadlines, failure, split, and buffers in device memory. To make a
+ * communicator on a transport of one's own, copy a table that has one and replace it:
+ *
+ *     const dtrain_comm_ops *local;
+ *     dtrain_comm_ops_by_name("local", &local);
+ *     dtrain_comm_ops mine = *local;
+ *     mine.name = "mine";
+ *     mine.transport = &my_transport;
+ *     desc.comm_ops = &mine;
+ *
+ * All functions are called by the thread of the rank, from inside of its calls; there is no other
+ * thread. None may wait for another rank: what cannot be done now is done when the function is
+ * called again. The engine owns communicators and works. A transport's own structs begin with
+ * dtrain_comm and dtrain_transport_work, and it casts to them; what is behind is zeroed, in a work
+ * before each operation. An error is reported by comm->ops->fail, which ends the operations of all
+ * ranks; afterwards only unmap and release are called. */
+
+#define DTRAIN_WINDOW 32u        /* W: collectives of one rank under way */
+#define DTRAIN_SMALL_BYTES 4096u /* of data that travel with a call, at most */
+#define DTRAIN_REPORT_BYTES 512u /* of a communicator's first failure */
+
+/* A call as ranks show it to each other: all fields must be equal on all ranks. */
+typedef struct dtrain_call {
+    uint64_t count;
+    uint64_t started_ns; /* not compared; emulated links only, otherwise 0 */
+    uint32_t kind, dtype, op;
+    int32_t root;
+} dtrain_call;
+
+/* An operation as a transport sees it; a transport's own begins with it. */
+typedef struct dtrain_transport_work {
+    dtrain_work base;
+    dtrain_collective what; /* its buffers are host memory */
+    dtrain_call call;
+    size_t send_bytes, recv_bytes; /* read from what.send and written to what.recv by this rank */
+    uint64_t sequence; /* of a collective: from 1, the same on all ranks; 0: send or receive */
+    bool small;        /* the send buffer travels with the call: see show */
+    bool oldest;       /* no earlier collective of this rank is under way */
+    bool agreed;       /* of a receive: the call of its message was heard, and is as expected */
+    bool posted;       /* set by a transport: the receiver needs nothing more of this rank, so that
+                          the next message to it may be moved while this one waits */
+} dtrain_transport_work;
+
+typedef struct dtrain_transport_ops {
+    size_t comm_bytes, work_bytes; /* of the transport's own structs */
+    uint64_t grace_ns; /* data that a rank sent before it left may arrive so much later than the
+                          news that it has left */
+
+    /* Set up this rank's half of a communicator. *address, not 0, is sent to the other ranks, and
+     * join gets the addresses of all, in rank order. join returns zeroed memory of
+     * DTRAIN_REPORT_BYTES, aligned to 8, that all ranks of the communicator reach at any time; or
+     * NULL: then a failure of the communicator fails the world. release frees what make has made:
+     * at once if join was not called, else when no other rank uses it. The world's communicator has
+     * number 0, is made first and released last. */
+    dtrain_result (*make)(dtrain_comm *comm, int64_t *address);
+    void *(*join)(dtrain_comm *comm, const int64_t *addresses);
+    void (*release)(dtrain_comm *comm, bool joined);
+
+    /* Allocate zeroed whole pages that the transport reaches without a copy, and free them. */
+    dtrain_result (*map)(dtrain_comm *comm, size_t bytes, void **out);
+    void (*unmap)(dtrain_comm *comm, void *memory, size_t bytes);
+
+    /* Show all ranks what this rank calls: work->call and, when work->small, the send buffer behind
+     * it (send_bytes, at most DTRAIN_SMALL_BYTES). Called once for each collective, in their order,
+     * and for at most W that are not done. */
+    void (*show)(dtrain_comm *comm, dtrain_transport_work *work);
+    /* Return what another rank has shown as its collective number `sequence`, or NULL if it has not
+     * been heard yet. Asked for the last 2 W numbers: so many places are enough. With sequence 0:
+     * the call of the message that this rank receives next from that rank. */
+    const dtrain_call *(*heard)(const dtrain_comm *comm, uint64_t sequence, int rank);
+    /* Move an operation on; return true when it is done and its buffers are the host's again. Of
+     * collectives, only those that all ranks agree about; of a small one this rank has its result
+     * already. dtrain_collective_result computes the others. Messages between two ranks in one
+     * direction come one after the other; the receive buffer may be written when work->agreed. */
+    bool (*move)(dtrain_comm *comm, dtrain_transport_work *work);
+    /* Say whether an operation that is being moved waits for this rank: for error messages. */
+    bool (*lags)(const dtrain_comm *comm, const dtrain_transport_work *work, int rank);
+    /* Optional: take in what has arrived; called in each turn of a wait, before operations are
+     * moved. */
+    void (*poll)(dtrain_comm *comm);
+    /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
+    bool (*meet)(dtrain_comm *comm, dtrain_transport_work *work);
+} dtrain_transport_ops;
+
+/* Compute this rank's result of a collective, in what->recv, from the send buffers of all ranks, in
+ * (size), in rank order. Ranks whose buffer the collective does not read may have NULL. */
+DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
+                                         const void *const *in);

@@ -46,9 +46,9 @@ static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
     char call[80] = "dtrain_world_all_gather", ranks[64] = "";
     size_t used = 0;
     dtrain__store(&own->comm, work ? comm->base.number : -1);
-    dtrain__store(&own->sequence, work ? work->sequence : world->gather_count);
-    dtrain__store(&own->kind, work ? work->what.kind : 0);
-    if (work) dtrain__describe(&work->shown, work->sequence, call, sizeof call);
+    dtrain__store(&own->sequence, work ? work->op.sequence : world->gather_count);
+    dtrain__store(&own->kind, work ? work->op.what.kind : 0);
+    if (work) dtrain__describe(&work->op.call, work->op.sequence, call, sizeof call);
     for (int i = 0; work && i < comm->base.size && i < 6; i++)
         used +=
             (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
@@ -73,8 +73,8 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
     if (!comm) return false;
     if (sequence) return comm->sequence >= sequence;
     for (const dtrain__work *work = comm->queue; work; work = work->next)
-        if (!work->sequence && comm->base.world_ranks[work->what.root] == waiter &&
-            work->what.kind != dtrain__load(&other->kind))
+        if (!work->op.sequence && comm->base.world_ranks[work->op.what.root] == waiter &&
+            work->op.what.kind != dtrain__load(&other->kind))
             return true;
     return false;
 }
@@ -97,8 +97,8 @@ static void dtrain__write_facts(const dtrain_world *world, uint64_t m)
 static bool dtrain__misses(const dtrain__engine *comm, const dtrain__work *work, int rank)
 {
     if (work->done) return false;
-    if (work->sequence) return !comm->transport->heard(comm, work->sequence, rank);
-    return rank == work->what.root && comm->transport->lags(comm, work, rank);
+    if (work->op.sequence) return !comm->transport->heard(&comm->base, work->op.sequence, rank);
+    return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
 }
 
 /* Confirm what other ranks have written about the wait of this one, after moving what they did

@@ -13,14 +13,6 @@ typedef struct dtrain__kind {
     bool reduces, rooted, cuts, joins;
 } dtrain__kind;
 
-/* The fields of a call that all ranks must agree on, as ranks show them to each other. */
-typedef struct dtrain__shown {
-    uint64_t count;
-    uint64_t started_ns; /* not compared; emulated links only, otherwise 0 */
-    uint32_t kind, dtype, op;
-    int32_t root;
-} dtrain__shown;
-
 /* Bytes that one rank sends to another: from this offset of its send buffer or, results that were
  * computed, of its receive buffer; to that offset of the other's receive buffer. */
 typedef struct dtrain__transfer {

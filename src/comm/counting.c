@@ -127,6 +127,7 @@ static const dtrain_comm_ops *dtrain__counting_ops(void)
                                         dtrain__counting_free,
                                         dtrain__counting_split,
                                         dtrain__counting_fail,
-                                        dtrain__counting_destroy};
+                                        dtrain__counting_destroy,
+                                        NULL};
     return &ops;
 }

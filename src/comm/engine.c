@@ -17,21 +17,28 @@
 
 /* ---- What ranks call --------------------------------------------------------------------------*/
 
-/* Write what this rank calls and, behind it, its input if that is small; return their bytes. */
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
-                                           dtrain__shown *at)
+DTRAIN__PRIVATE dtrain__engine *dtrain__engine_of(const dtrain_comm *comm)
 {
-    const size_t bytes = work->small && dtrain__gives(&work->what, comm->base.rank)
-                             ? dtrain__send_bytes(&work->what, comm->base.size)
-                             : 0;
-    *at = work->shown;
+    return (dtrain__engine *)((uintptr_t)comm - offsetof(dtrain__engine, base));
+}
+
+DTRAIN__PRIVATE dtrain__work *dtrain__work_of(const dtrain_work *work)
+{
+    return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
+}
+
+/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at)
+{
+    const size_t bytes = work->small ? work->send_bytes : 0;
+    *at = work->call;
     if (bytes) memcpy(at + 1, work->what.send, bytes);
     return sizeof *at + bytes;
 }
 
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
  * 0: "collective #17 (all-reduce sum f32 count 100)". */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text,
+DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
@@ -50,33 +57,34 @@ DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t seque
     else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)sequence, call);
 }
 
-static bool dtrain__same_call(const dtrain__shown *a, const dtrain__shown *b)
+static bool dtrain__same_call(const dtrain_call *a, const dtrain_call *b)
 {
     return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root &&
            a->count == b->count;
 }
 
-static const dtrain__shown *dtrain__shown_by(const dtrain__engine *comm, const dtrain__work *work,
-                                             int rank)
+static const dtrain_call *dtrain__shown_by(const dtrain__engine *comm, const dtrain__work *work,
+                                           int rank)
 {
-    if (rank == comm->base.rank) return &work->shown;
-    return comm->transport->heard(comm, work->sequence, rank);
+    if (rank == comm->base.rank) return &work->op.call;
+    return comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
 /* Compare what two ranks call. */
 static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first,
                                      int second)
 {
-    const dtrain__shown *x = dtrain__shown_by(comm, work, first);
-    const dtrain__shown *y = dtrain__shown_by(comm, work, second);
+    const dtrain_call *x = dtrain__shown_by(comm, work, first);
+    const dtrain_call *y = dtrain__shown_by(comm, work, second);
     char a[80], b[80];
     if (dtrain__same_call(x, y)) return DTRAIN_OK;
     dtrain__describe(x, 0, a, sizeof a);
     dtrain__describe(y, 0, b, sizeof b);
-    return dtrain__engine_failf(comm, DTRAIN_ERROR_MISMATCH,
+    return dtrain__engine_failf(&comm->base, DTRAIN_ERROR_MISMATCH,
                                 "collective #%llu differs: rank %d called %s, rank %d called %s",
-                                (unsigned long long)work->sequence, comm->base.world_ranks[first],
-                                a, comm->base.world_ranks[second], b);
+                                (unsigned long long)work->op.sequence,
+                                comm->base.world_ranks[first], a, comm->base.world_ranks[second],
+                                b);
 }
 
 /* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and
@@ -84,15 +92,15 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
 static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 {
     for (; work->heard < comm->base.size; work->heard++) {
-        const dtrain__shown *shown = dtrain__shown_by(comm, work, work->heard);
+        const dtrain_call *shown = dtrain__shown_by(comm, work, work->heard);
         if (!shown) return false;
         if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
-        if (dtrain__same_call(shown, &work->shown)) continue;
+        if (dtrain__same_call(shown, &work->op.call)) continue;
         (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
         return false;
     }
     /* After a failure other ranks may have freed their buffers; small inputs are copies. */
-    if (!work->small && dtrain__load(&comm->report->state))
+    if (!work->op.small && dtrain__load(&comm->report->state))
         (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     return !comm->failed;
 }
@@ -100,18 +108,10 @@ static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 /* Compute this rank's result from the inputs that ranks have shown with their calls. */
 static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
 {
-    const dtrain_collective *what = &work->what;
-    const char *in[DTRAIN_MAX_RANKS];
-    const size_t cut = dtrain__kind_of(what->kind)->cuts
-                           ? (size_t)comm->base.rank * what->count * dtrain_dtype_bytes(what->dtype)
-                           : 0;
-    if (!what->count) return;
+    const void *in[DTRAIN_MAX_RANKS];
     for (int i = 0; i < comm->base.size; i++)
-        in[i] = (i == comm->base.rank
-                     ? (const char *)what->send
-                     : (const char *)(comm->transport->heard(comm, work->sequence, i) + 1)) +
-                cut;
-    dtrain__pull(&comm->base, what, in, 0, what->count);
+        in[i] = i == comm->base.rank ? work->op.what.send : dtrain__shown_by(comm, work, i) + 1;
+    dtrain_collective_result(&comm->base, &work->op.what, in);
 }
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
@@ -120,27 +120,48 @@ static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work 
  * collectives in the order of their numbers, because emulated links carry them in that order. */
 static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
 {
-    const dtrain__transport *transport = comm->transport;
+    const dtrain_transport_ops *transport = comm->transport;
     if (work->state == DTRAIN__QUEUED) {
-        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
+        if (work->op.sequence - oldest >= DTRAIN_WINDOW) return false;
         work->state = DTRAIN__SHOWN;
-        dtrain__call_started(comm->base.world, work->base.event);
-        transport->show(comm, work);
+        dtrain__call_started(comm->base.world, work->op.base.event);
+        transport->show(&comm->base, &work->op);
         if (comm->failed) return false;
     }
     if (work->state == DTRAIN__SHOWN) {
-        if (work->sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work)) return false;
-        comm->agreed = work->sequence;
-        comm->base.world->moves++;
+        if (work->op.sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work))
+            return false;
+        comm->agreed = work->op.sequence;
+        ++*comm->base.moves;
         if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
-        if (work->small) dtrain__small_result(comm, work);
+        if (work->op.small) dtrain__small_result(comm, work);
         work->state = DTRAIN__MOVING;
     }
     if (work->state == DTRAIN__MOVING) {
-        if (!transport->move(comm, work, work->sequence == oldest)) return false;
+        work->op.oldest = work->op.sequence == oldest;
+        if (!transport->move(&comm->base, &work->op)) return false;
         work->state = DTRAIN__DUE;
     }
-    return !work->due_ns || (dtrain__now_ns() >= work->due_ns && comm->transport->meet(comm, work));
+    return !work->due_ns ||
+           (dtrain__now_ns() >= work->due_ns && transport->meet(&comm->base, &work->op));
+}
+
+/* Say whether a receiver has heard the call of its message, which has the count and dtype that it
+ * asks for. */
+static bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work)
+{
+    const dtrain_collective *what = &work->op.what;
+    const dtrain_call *sent = comm->transport->heard(&comm->base, 0, what->root);
+    const int *world = comm->base.world_ranks;
+    if (!sent) return false;
+    if (sent->count == work->op.call.count && sent->dtype == work->op.call.dtype) return true;
+    (void)dtrain__engine_failf(
+        &comm->base, DTRAIN_ERROR_MISMATCH,
+        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+        world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
+        (unsigned long long)sent->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
+        what->count);
+    return false;
 }
 
 /* Messages between two ranks in one direction go one after the other. */
@@ -148,14 +169,16 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
 {
     if (work->state == DTRAIN__QUEUED) {
         const dtrain__work *first = comm->queue;
-        while (first->what.kind != work->what.kind || first->what.root != work->what.root ||
-               first->posted)
+        while (first->op.what.kind != work->op.what.kind ||
+               first->op.what.root != work->op.what.root || first->op.posted)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;
-        dtrain__call_started(comm->base.world, work->base.event);
+        dtrain__call_started(comm->base.world, work->op.base.event);
     }
-    return comm->transport->message(comm, work);
+    if (work->op.what.kind == DTRAIN_COLLECTIVE_RECV && !work->op.agreed)
+        work->op.agreed = dtrain__message_agrees(comm, work);
+    return !comm->failed && comm->transport->move(&comm->base, &work->op);
 }
 
 /* Say whether an operation waits for the copy into its image; a copy that failed ends the wait. */
@@ -164,7 +187,7 @@ static bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
     bool done;
     if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
     const dtrain_result result = dtrain__copied_in(comm, work, &done);
-    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(comm, result);
+    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(&comm->base, result);
     return !done;
 }
 
@@ -174,14 +197,14 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
     uint64_t oldest = 0; /* sequence of the first collective that is not done */
     dtrain__work **link = &comm->queue;
     if (comm->failed) return;
-    if (comm->transport->poll) comm->transport->poll(comm);
+    if (comm->transport->poll) comm->transport->poll(&comm->base);
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
-        if (!oldest) oldest = work->sequence;
+        if (!oldest) oldest = work->op.sequence;
         if (dtrain__copying_in(comm, work))
             return; /* the copies of later ones come after it on the copy stream */
-        const bool done = work->sequence ? dtrain__collective_advance(comm, work, oldest)
-                                         : dtrain__message_advance(comm, work);
+        const bool done = work->op.sequence ? dtrain__collective_advance(comm, work, oldest)
+                                            : dtrain__message_advance(comm, work);
         if (comm->failed) return;
         if (!done) {
             link = &work->next;
@@ -189,16 +212,16 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
         }
         const dtrain_result copied = comm->staged ? dtrain__copy_out(comm, work) : DTRAIN_OK;
         if (copied != DTRAIN_OK) {
-            (void)dtrain__engine_give_up(comm, copied);
+            (void)dtrain__engine_give_up(&comm->base, copied);
             return;
         }
         work->done = true;
-        comm->base.world->moves++;
-        dtrain__call_done(comm->base.world, work->base.event);
+        ++*comm->base.moves;
+        dtrain__call_done(comm->base.world, work->op.base.event);
         *link = work->next;
         if (!*link) comm->queue_end = link;
         comm->base.in_flight--;
-        if (oldest == work->sequence) oldest = 0;
+        if (oldest == work->op.sequence) oldest = 0;
     }
 }
 
@@ -254,14 +277,14 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     dtrain__abort_record *report = comm->report;
     uint32_t none = 0;
     char own[480]; /* `text` may be the last error, or in the report */
     snprintf(own, sizeof own, "%s", dtrain__bare(text));
     if (comm->failed) return dtrain__engine_standing(comm);
-    if (comm->transport->publish) {
-        comm->transport->publish(comm, code, own);
+    if (report == &base->world->control->aborted) {
+        dtrain_world_abort(base->world, code, own);
     } else if (__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
                                            __ATOMIC_ACQUIRE)) {
         report->code = (int32_t)code;
@@ -273,14 +296,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_resu
 }
 
 /* Fail with the last error as the sentence; return false. */
-DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain__engine *comm, dtrain_result code)
+DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code)
 {
-    (void)dtrain__engine_fail(&comm->base, code, dtrain_last_error());
+    (void)dtrain__engine_fail(comm, code, dtrain_last_error());
     return false;
 }
 
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *comm, dtrain_result code,
                                                    const char *format, ...)
 {
     char text[480];
@@ -288,23 +311,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return dtrain__engine_fail(&comm->base, code, text);
-}
-
-/* Fail unless a message has the count and dtype that this receiver asks for. */
-DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
-                                            const dtrain__shown *sent)
-{
-    const dtrain_collective *what = &work->what;
-    const int *world = comm->base.world_ranks;
-    if (sent->count == work->shown.count && sent->dtype == work->shown.dtype) return true;
-    (void)dtrain__engine_failf(
-        comm, DTRAIN_ERROR_MISMATCH,
-        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-        world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
-        (unsigned long long)sent->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
-        what->count);
-    return false;
+    return dtrain__engine_fail(comm, code, text);
 }
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
@@ -314,11 +321,12 @@ DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
 {
     const dtrain__work *work = comm->queue;
-    while (work && !work->sequence) work = work->next;
-    const uint64_t oldest = work ? work->sequence : comm->sequence + 1;
-    uint64_t last = oldest + 2 * DTRAIN__WINDOW;
+    while (work && !work->op.sequence) work = work->next;
+    const uint64_t oldest = work ? work->op.sequence : comm->sequence + 1;
+    uint64_t last = oldest + 2 * DTRAIN_WINDOW;
     if (rank == comm->base.rank) return comm->sequence;
-    while (last && last + DTRAIN__WINDOW > oldest && !comm->transport->heard(comm, last, rank))
+    while (last && last + DTRAIN_WINDOW > oldest &&
+           !comm->transport->heard(&comm->base, last, rank))
         last--;
     return last;
 }
@@ -326,17 +334,18 @@ static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
 /* Find the operation that must be done before `work` can be: the oldest collective, or itself. */
 static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dtrain__work *work)
 {
-    const dtrain__work *first = work->sequence ? comm->queue : work;
-    while (first != work && !first->sequence) first = first->next;
+    const dtrain__work *first = work->op.sequence ? comm->queue : work;
+    while (first != work && !first->op.sequence) first = first->next;
     return first;
 }
 
 static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
 {
     if (rank == comm->base.rank) return false;
-    if (!work->sequence) return rank == work->what.root && comm->transport->lags(comm, work, rank);
-    if (work->state >= DTRAIN__MOVING) return comm->transport->lags(comm, work, rank);
-    return !comm->transport->heard(comm, work->sequence, rank);
+    if (!work->op.sequence)
+        return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
+    if (work->state >= DTRAIN__MOVING) return comm->transport->lags(&comm->base, &work->op, rank);
+    return !comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
 /* Make the rarer checks of a wait: has another rank failed the communicator, called something else,
@@ -351,7 +360,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     for (int i = 0; i < comm->base.size; i++) {
         const bool left = dtrain__left_for(comm->base.world, world[i], comm->transport->grace_ns);
         if (!dtrain__waits_for(comm, work, i)) {
-            if (work->sequence && work->state == DTRAIN__SHOWN)
+            if (work->op.sequence && work->state == DTRAIN__SHOWN)
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
             continue;
         }
@@ -359,9 +368,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
                           dtrain__waits(comm->base.world, world[i]) < 0))
             waits = world[i];
         if (!left) continue;
-        dtrain__describe(&work->shown, work->sequence, name, sizeof name);
+        dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
         return dtrain__engine_failf(
-            comm, DTRAIN_ERROR_PEER,
+            &comm->base, DTRAIN_ERROR_PEER,
             "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
             world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
     }
@@ -395,10 +404,10 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
         for (int at = 0; at < size && end >= 0; at++) {
             if (world[at] != behind) continue;
             const uint64_t last = dtrain__last_sequence(comm, at);
-            used += (size_t)snprintf(list + used, room - used, " (%s #%llu)",
-                                     work->sequence && last >= work->sequence ? "stuck in"
-                                                                              : "its last was",
-                                     (unsigned long long)last);
+            used += (size_t)snprintf(
+                list + used, room - used, " (%s #%llu)",
+                work->op.sequence && last >= work->op.sequence ? "stuck in" : "its last was",
+                (unsigned long long)last);
         }
     }
 }
@@ -410,21 +419,21 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const dtrain_world *world = comm->base.world;
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
-    dtrain__describe(&work->shown, work->sequence, name, sizeof name);
+    dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
     if (dtrain__copying_in(comm, waited))
         return dtrain__engine_failf(
-            comm, DTRAIN_ERROR_TIMEOUT,
+            &comm->base, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);
     if (work->due_ns > now)
         return dtrain__engine_failf(
-            comm, DTRAIN_ERROR_TIMEOUT,
+            &comm->base, DTRAIN_ERROR_TIMEOUT,
             "%s: rank %d waited %.1f s, and its emulated link of %g Gb/s needs %.1f s more; raise "
             "timeout_ms",
             name, world->rank, seconds, world->emulation.gigabits_per_second,
             1e-9 * (double)(work->due_ns - now));
     dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
-        comm, DTRAIN_ERROR_TIMEOUT,
+        &comm->base, DTRAIN_ERROR_TIMEOUT,
         "%s: rank %d waited %.1f s for %s; %sif they%s are only slow, raise timeout_ms", name,
         world->rank, seconds, list[0] ? list : "its own records to go out",
         strstr(list, "circle") ? "make the same calls on all of them, or " : "",
@@ -447,23 +456,28 @@ static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
     comm->base.outstanding--;
 }
 
+static size_t dtrain__work_bytes(const dtrain__engine *comm)
+{
+    return dtrain__round_up(offsetof(dtrain__work, op) + comm->transport->work_bytes,
+                            DTRAIN__CACHE_LINE);
+}
+
 static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *block, uint32_t i)
 {
-    return (dtrain__work *)(void *)((char *)block + i * comm->transport->work_bytes);
+    return (dtrain__work *)(void *)((char *)block + i * dtrain__work_bytes(comm));
 }
 
 /* Make a block of works; one is enough, unless more handles than a window are kept. */
 static dtrain_result dtrain__more_works(dtrain__engine *comm)
 {
     dtrain__work *block =
-        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__WINDOW,
-                                      comm->transport->work_bytes, "operations in flight");
+        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN_WINDOW,
+                                      dtrain__work_bytes(comm), "operations in flight");
     if (!block) return DTRAIN_ERROR_MEMORY;
     block->next_block = comm->blocks;
     comm->blocks = block;
-    for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
+    for (uint32_t i = 0; i < DTRAIN_WINDOW; i++) {
         dtrain__work *work = dtrain__work_at(comm, block, i);
-        work->base.comm = &comm->base;
         work->next = comm->idle;
         comm->idle = work;
     }
@@ -475,24 +489,28 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
                                        dtrain__work **out)
 {
     const size_t bytes = dtrain__send_bytes(what, comm->base.size);
-    const size_t kept = offsetof(dtrain__work, what);
+    const size_t kept = offsetof(dtrain__work, heard);
     if (!comm->idle) DTRAIN__TRY(dtrain__more_works(comm));
     dtrain__work *work = comm->idle;
     comm->idle = work->next;
-    memset((char *)work + kept, 0, comm->transport->work_bytes - kept);
+    memset((char *)work + kept, 0, dtrain__work_bytes(comm) - kept);
     *out = work;
     comm->base.outstanding++;
     work->next = NULL;
-    work->what = *what;
-    work->base.event = comm->base.world->timeline.ring->count; /* just recorded */
-    work->small = bytes <= DTRAIN__SMALL_BYTES &&
-                  bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
-    work->shown.count = what->count;
-    work->shown.kind = what->kind;
-    work->shown.dtype = (uint32_t)what->dtype;
-    work->shown.op = what->op;
-    work->shown.root = what->root;
-    if (dtrain__node_ranks(comm->base.world)) work->shown.started_ns = dtrain__now_ns();
+    work->op.base.comm = &comm->base;
+    work->op.what = *what;
+    work->op.send_bytes = dtrain__gives(what, comm->base.rank) ? bytes : 0;
+    if (dtrain__gets(what, comm->base.rank))
+        work->op.recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    work->op.base.event = comm->base.world->timeline.ring->count; /* just recorded */
+    work->op.small = bytes <= DTRAIN_SMALL_BYTES &&
+                     bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
+    work->op.call.count = what->count;
+    work->op.call.kind = what->kind;
+    work->op.call.dtype = (uint32_t)what->dtype;
+    work->op.call.op = what->op;
+    work->op.call.root = what->root;
+    if (dtrain__node_ranks(comm->base.world)) work->op.call.started_ns = dtrain__now_ns();
     return DTRAIN_OK;
 }
 
@@ -508,7 +526,7 @@ static dtrain_result dtrain__alone(const dtrain__engine *comm, const dtrain_coll
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
                                                    dtrain_work **out)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     *out = NULL;
     if (comm->failed) return dtrain__engine_standing(comm);
     if (base->size == 1) return dtrain__alone(comm, what);
@@ -521,7 +539,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
         return dtrain__engine_fail(base, copied, dtrain_last_error());
     }
     if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
-        work->sequence = ++comm->sequence;
+        work->op.sequence = ++comm->sequence;
     *comm->queue_end = work;
     comm->queue_end = &work->next;
     base->in_flight++;
@@ -530,7 +548,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
         dtrain__recycle(comm, work);
         return dtrain__engine_standing(comm);
     }
-    *out = &work->base;
+    *out = &work->op.base;
     return DTRAIN_OK;
 }
 
@@ -546,7 +564,7 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work,
     if (work->done || comm->failed) return;
     if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
     if (wait && dtrain__look_for_circle(comm->base.world, comm, work, wait) != DTRAIN_OK)
-        (void)dtrain__engine_give_up(comm, DTRAIN_ERROR_MISMATCH);
+        (void)dtrain__engine_give_up(&comm->base, DTRAIN_ERROR_MISMATCH);
     else if (work->done || comm->failed) return;
     else if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__engine_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
@@ -555,8 +573,8 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work,
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
 {
-    dtrain__work *work = (dtrain__work *)base;
-    dtrain__engine *comm = (dtrain__engine *)base->comm;
+    dtrain__work *work = dtrain__work_of(base);
+    dtrain__engine *comm = dtrain__engine_of(base->comm);
     dtrain_world *world = comm->base.world;
     dtrain__wait wait = dtrain__wait_begin();
     while (!work->done && !comm->failed) {
@@ -580,8 +598,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
 {
-    dtrain__work *work = (dtrain__work *)base;
-    dtrain__engine *comm = (dtrain__engine *)base->comm;
+    dtrain__work *work = dtrain__work_of(base);
+    dtrain__engine *comm = dtrain__engine_of(base->comm);
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
@@ -594,9 +612,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     dtrain_device *device = base->world->device;
-    if (!comm->staged) return comm->transport->map(comm, bytes, out);
+    if (!comm->staged) return comm->transport->map(base, bytes, out);
     DTRAIN__TRY(device->ops->alloc(device, bytes, out));
     const dtrain_result result = device->ops->zero(device, *out, bytes);
     if (result == DTRAIN_OK) return DTRAIN_OK;
@@ -607,15 +625,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     if (comm->staged) base->world->device->ops->free(base->world->device, memory, bytes);
-    else comm->transport->unmap(comm, memory, bytes);
+    else comm->transport->unmap(base, memory, bytes);
+}
+
+static size_t dtrain__engine_bytes(const dtrain_transport_ops *transport)
+{
+    return offsetof(dtrain__engine, base) + transport->comm_bytes;
 }
 
 /* Free this rank's half of a communicator. Operations in flight are dropped. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     const dtrain_allocator *allocator = &base->world->allocator;
     dtrain_device *device = base->world->device;
     dtrain__engine **link = &base->world->comms;
@@ -625,31 +648,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     while (comm->blocks) {
         dtrain__work *block = comm->blocks;
         comm->blocks = block->next_block;
-        for (uint32_t i = 0; i < DTRAIN__WINDOW; i++)
+        for (uint32_t i = 0; i < DTRAIN_WINDOW; i++)
             dtrain__bounce_free(comm, dtrain__work_at(comm, block, i));
-        dtrain__free(allocator, block, DTRAIN__WINDOW, comm->transport->work_bytes);
+        dtrain__free(allocator, block, DTRAIN_WINDOW, dtrain__work_bytes(comm));
     }
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
-    comm->transport->release(comm);
+    comm->transport->release(base, comm->report != NULL);
     dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof(int));
-    dtrain__free(allocator, comm, 1, comm->transport->comm_bytes);
+    dtrain__free(allocator, comm, 1, dtrain__engine_bytes(comm->transport));
     return DTRAIN_OK;
 }
 
 /* Make this rank's half of a communicator; NULL and an address of 0 when that fails. It does not
  * know the other ranks until `join`. */
-static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
-                                         const dtrain__transport *transport, int size, int rank,
-                                         dtrain__engine **out, int64_t *address)
+static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops, int size,
+                                         int rank, dtrain__engine **out, int64_t *address)
 {
     const dtrain_allocator *allocator = &world->allocator;
+    const dtrain_transport_ops *transport = ops->transport;
     *out = NULL;
     *address = 0;
-    dtrain__engine *comm =
-        (dtrain__engine *)dtrain__alloc(allocator, 1, transport->comm_bytes, "a communicator");
+    dtrain__engine *comm = (dtrain__engine *)dtrain__alloc(
+        allocator, 1, dtrain__engine_bytes(transport), "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
     comm->base.ops = ops;
     comm->base.world = world;
+    comm->base.moves = &world->moves;
     comm->base.size = size;
     comm->base.rank = rank;
     comm->transport = transport;
@@ -664,7 +688,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     if (result == DTRAIN_OK && comm->staged)
         result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
     if (result == DTRAIN_OK) result = dtrain__more_works(comm);
-    if (result == DTRAIN_OK) result = transport->make(comm, address);
+    if (result == DTRAIN_OK) result = transport->make(&comm->base, address);
     if (result == DTRAIN_OK) {
         *out = comm;
         return DTRAIN_OK;
@@ -674,15 +698,20 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     return result;
 }
 
+/* Join the halves of all ranks. A transport that shares no memory has no report of its own. */
+static void dtrain__engine_join(dtrain__engine *comm, const int64_t *addresses)
+{
+    void *report = comm->transport->join(&comm->base, addresses);
+    comm->report = report ? (dtrain__abort_record *)report : &comm->base.world->control->aborted;
+}
+
 /* Make the world's communicator. */
-DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                    const dtrain__transport *transport,
-                                                    dtrain_comm **out)
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out)
 {
     int64_t address, addresses[DTRAIN_MAX_RANKS];
     dtrain__engine *comm;
     DTRAIN__TRY(
-        dtrain__engine_make(world, ops, transport, world->size, world->rank, &comm, &address));
+        dtrain__engine_make(world, world->comm_ops, world->size, world->rank, &comm, &address));
     const dtrain_result result =
         dtrain_world_all_gather(world, &address, sizeof address, addresses);
     if (result != DTRAIN_OK) {
@@ -691,7 +720,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
     }
     for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
     world->look_for_circle = dtrain__look_for_circle;
-    transport->join(comm, addresses);
+    dtrain__engine_join(comm, addresses);
     *out = &comm->base;
     return DTRAIN_OK;
 }
@@ -704,7 +733,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {
-    dtrain__engine *parent = (dtrain__engine *)base, *comm = NULL;
+    dtrain__engine *comm = NULL;
     dtrain_world *world = base->world;
     int64_t mine[3] = {color < 0 ? -1 : color, key, world->comm_count}, all[DTRAIN_MAX_RANKS][3];
     int64_t address = 1, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
@@ -720,8 +749,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     }
     while (members[rank] != base->rank) rank++;
     if (color < 0) world->comm_count++;
-    else
-        (void)dtrain__engine_make(world, base->ops, parent->transport, size, rank, &comm, &address);
+    else (void)dtrain__engine_make(world, base->ops, size, rank, &comm, &address);
     dtrain_result result = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
                                        DTRAIN_DTYPE_I64, 0, -1, NULL);
     for (int i = 0; i < base->size && result == DTRAIN_OK; i++)
@@ -738,7 +766,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
         joined[i] = addresses[members[i]];
         comm->base.world_ranks[i] = base->world_ranks[members[i]];
     }
-    comm->transport->join(comm, joined);
+    dtrain__engine_join(comm, joined);
     *out = &comm->base;
     return DTRAIN_OK;
 }

@@ -3,11 +3,12 @@
  * One engine drives the communicators "local", "staged" and "mpi". It owns everything that does not
  * depend on how bytes travel: the queue, the sequence numbers, the agreement on what is called,
  * waiting and deadlines, failure, split, emulated links and buffers in device memory. A transport
- * below it moves bytes; it is one dtrain__transport table. The life of one collective on one rank:
+ * below it moves bytes; it is one dtrain_transport_ops table (comm/backend.h). The life of one
+ * collective on one rank:
  *
  *     dtrain_all_reduce -> engine_start
  *         |   copy_in: device memory only; page-locked images take the place of the buffers
- *      QUEUED         waits for its copy, and until fewer than DTRAIN__WINDOW are under way
+ *      QUEUED         waits for its copy, and until fewer than DTRAIN_WINDOW are under way
  *         |   transport->show: what this rank calls, with the data when the operation is small
  *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
  *         |   small: every rank computes its own result from what it has heard
@@ -18,7 +19,7 @@
  *       done          engine_wait gives the handle back
  *
  * A message (send, receive) goes from QUEUED to MOVING when it is the first one between its two
- * ranks in its direction that is not posted, and is moved by transport->message.
+ * ranks in its direction that is not posted; of a receive the call is heard and compared first.
  *
  * There is no progress thread: every step above is taken inside a call of the host's, by
  * engine_advance, which visits the queue from the oldest operation to the newest and never waits.
@@ -40,55 +41,11 @@
 #include "comm/comm_internal.h"
 #include "device/backend.h"
 
-#define DTRAIN__WINDOW 32u                            /* W: collectives of one rank under way */
-#define DTRAIN__SMALL_BYTES 4096u                     /* data that is shown with the call ... */
-#define DTRAIN__SMALL_TOTAL (8 * DTRAIN__SMALL_BYTES) /* ... and what one rank reads of all ranks */
+#define DTRAIN__SMALL_TOTAL (8 * DTRAIN_SMALL_BYTES) /* what one rank reads of small data */
 
 typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
 typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
-
-/* A transport. No function waits. Each one that moves an operation on counts that in world->moves,
- * because waits sleep longer while nothing moves. Functions that can fail report it through
- * dtrain__engine_fail; then comm->failed is set, and only unmap and release are called. */
-typedef struct dtrain__transport {
-    size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
-    uint64_t grace_ns;             /* data that a rank sent before it left may arrive so much later
-                                      than the news that it has left */
-
-    /* Show all ranks what this rank calls: dtrain__write_shown in memory that reaches them. */
-    void (*show)(dtrain__engine *comm, dtrain__work *work);
-    /* What another rank has shown as its collective number `sequence`, its small data behind it; or
-     * NULL if it has not yet. Asked for numbers of the last 2 W operations. */
-    const dtrain__shown *(*heard)(const dtrain__engine *comm, uint64_t sequence, int rank);
-    /* Move a collective on that all ranks agree about; true when its buffers are the host's again.
-     * Only the oldest one may use what exists once in a communicator. A small one has its result
-     * already. */
-    bool (*move)(dtrain__engine *comm, dtrain__work *work, bool oldest);
-    /* Move a send or a receive on; true when it is done. */
-    bool (*message)(dtrain__engine *comm, dtrain__work *work);
-    /* Whether the operation, which is MOVING, waits for this rank: for error messages. */
-    bool (*lags)(const dtrain__engine *comm, const dtrain__work *work, int rank);
-    /* Memory that the transport reaches without a copy: zeroed whole pages. */
-    dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
-    void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
-
-    /* Set up this rank's half of a communicator. *address, not 0, is sent to the other ranks; join
-     * gets the addresses of all ranks, in rank order, and sets comm->report. release frees what
-     * make has made and other ranks do not use; before join none of them can. The world's
-     * communicator has number 0, is made first and released last. */
-    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
-    void (*join)(dtrain__engine *comm, const int64_t *addresses);
-    void (*release)(dtrain__engine *comm);
-
-    /* Optional: take in what has arrived. */
-    void (*poll)(dtrain__engine *comm);
-    /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
-    bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-    /* Optional: fill comm->report on every rank, unless a failure is known already. NULL: the
-     * report is in memory that ranks share. */
-    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
-} dtrain__transport;
 
 typedef enum dtrain__state {
     DTRAIN__QUEUED = 0,
@@ -97,25 +54,22 @@ typedef enum dtrain__state {
     DTRAIN__DUE = 3
 } dtrain__state;
 
+/* The engine's part of a work stands before the one that the transport sees. */
 struct dtrain__work {
-    dtrain_work base;
     dtrain__work *next;       /* in the queue, or among the idle */
     dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
     dtrain__bounce *bounce;   /* device memory only; stays, too */
-    dtrain_collective what;   /* as the transport moves it: its buffers are host memory */
-    dtrain__shown shown;
-    uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    int heard;         /* all ranks below this one have been heard, and call the same */
+    int heard;                /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
-    bool small, done;
-    bool posted;              /* a send whose receiver needs nothing more of this rank */
+    bool done;
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
     uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
+    dtrain_transport_work op;
 };
 
+/* Likewise of a communicator. */
 struct dtrain__engine {
-    dtrain_comm base;
-    const dtrain__transport *transport;
+    const dtrain_transport_ops *transport;
     dtrain__engine *next;             /* in world->comms */
     bool failed;                      /* comm->report says why */
     dtrain__abort_record *report;     /* the first failure; who shares it fails together */
@@ -125,30 +79,30 @@ struct dtrain__engine {
     dtrain__work *idle, *blocks;
     bool staged;           /* the host cannot read the device's memory: copies before and after */
     dtrain_stream *stream; /* of those copies */
+    dtrain_comm base;
 };
 
-/* The entries of a communicator table that the engine has. */
-#define DTRAIN__ENGINE_OPS(name, create)                                                          \
-    {                                                                                             \
-        DTRAIN_COMM_ABI, false, name, create, dtrain__engine_start, dtrain__engine_test,          \
-            dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, dtrain__engine_split, \
-            dtrain__engine_fail, dtrain__engine_destroy                                           \
+/* A communicator table of the engine. */
+#define DTRAIN__ENGINE_OPS(name, transport)                                                      \
+    {                                                                                            \
+        DTRAIN_COMM_ABI, false, name, dtrain__engine_create, dtrain__engine_start,               \
+            dtrain__engine_test, dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, \
+            dtrain__engine_split, dtrain__engine_fail, dtrain__engine_destroy, transport         \
     }
 
 /* comm/engine.c */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text,
+DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
-                                           dtrain__shown *at);
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
+DTRAIN__PRIVATE dtrain__engine *dtrain__engine_of(const dtrain_comm *comm);
+DTRAIN__PRIVATE dtrain__work *dtrain__work_of(const dtrain_work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
-DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain__engine *comm, dtrain_result code);
+DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code);
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *comm, dtrain_result code,
                                                    const char *format, ...);
-DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
-                                            const dtrain__shown *sent);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
                                                    dtrain_work **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done);
@@ -157,9 +111,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int color, int key,
                                                    dtrain_comm **out);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                    const dtrain__transport *transport,
-                                                    dtrain_comm **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
 /* comm/circle.c */
@@ -183,4 +135,5 @@ DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *wor
 
 /* comm/local.c; comm/mpi.c: NULL without DTRAIN_USE_MPI */
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__staged_comm_ops(void);
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void);

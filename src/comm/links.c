@@ -45,10 +45,10 @@ static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
  * results, or the inputs of a small operation. */
 static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *work, int to)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->op.what;
     const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
     if (!dtrain__kind_of(what->kind)->reduces || dtrain__kind_of(what->kind)->cuts) return bytes;
-    if (work->small) return dtrain__gets(what, to) ? bytes : 0;
+    if (work->op.small) return dtrain__gets(what, to) ? bytes : 0;
     return (dtrain__gets(what, to) ? 2 : 1) * bytes / comm->base.size;
 }
 
@@ -84,7 +84,7 @@ static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, doubl
 /* Book this rank's transfers of a collective that all ranks have shown. */
 DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->op.what;
     const int rank = comm->base.rank, own = dtrain__emulated_node(comm, rank);
     const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
     bool known[DTRAIN_MAX_RANKS], first = false; /* this rank is the first one of its node */
@@ -107,7 +107,7 @@ DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain_
         in = first && own != dtrain__emulated_node(comm, what->root) ? bytes : 0;
     }
     if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE)
-        rounds = work->small ? 1 : 2;
+        rounds = work->op.small ? 1 : 2;
     while (what->kind == DTRAIN_COLLECTIVE_BARRIER && 1 << rounds < nodes) rounds++;
     work->due_ns =
         dtrain__book_both(comm->base.world, own, out, own, in, work->last_started_ns, rounds);
@@ -115,8 +115,9 @@ DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain_
 
 DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work)
 {
-    return dtrain__node_ranks(comm->base.world) && dtrain__emulated_node(comm, work->what.root) !=
-                                                       dtrain__emulated_node(comm, comm->base.rank);
+    return dtrain__node_ranks(comm->base.world) &&
+           dtrain__emulated_node(comm, work->op.what.root) !=
+               dtrain__emulated_node(comm, comm->base.rank);
 }
 
 /* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
@@ -125,13 +126,14 @@ DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const d
 DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
                                          uint64_t sent_ns)
 {
-    const uint64_t start = sent_ns > work->shown.started_ns ? sent_ns : work->shown.started_ns;
-    const double bytes = (double)work->what.count * (double)dtrain_dtype_bytes(work->what.dtype);
+    const uint64_t start = sent_ns > work->op.call.started_ns ? sent_ns : work->op.call.started_ns;
+    const double bytes =
+        (double)work->op.what.count * (double)dtrain_dtype_bytes(work->op.what.dtype);
     if (!dtrain__message_crosses(comm, work)) return true;
     if (!work->due_ns)
         work->due_ns =
-            dtrain__book_both(comm->base.world, dtrain__emulated_node(comm, work->what.root), bytes,
-                              dtrain__emulated_node(comm, comm->base.rank), bytes, start, 1);
+            dtrain__book_both(comm->base.world, dtrain__emulated_node(comm, work->op.what.root),
+                              bytes, dtrain__emulated_node(comm, comm->base.rank), bytes, start, 1);
     return dtrain__now_ns() >= work->due_ns;
 }
 

@@ -36,7 +36,7 @@
 #include "comm/engine_internal.h"
 #include "device/backend.h"
 
-#define DTRAIN__SLOTS (2 * DTRAIN__WINDOW)
+#define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
 #define DTRAIN__CHUNK_BYTES ((size_t)128 << 10)   /* half a stage: two ranks' stages stay in L2 */
 #define DTRAIN__READ_BYTES ((size_t)128 << 10)    /* buffers from this size on are read ... */
 #define DTRAIN__SCRATCH_BYTES ((size_t)512 << 10) /* ... in blocks of all ranks that fit here */
@@ -47,8 +47,8 @@
 /* Written by its rank only; 65 cache lines, so that slots spread over the sets of a cache. */
 typedef struct dtrain__slot {
     uint64_t progress; /* atomic; only grows */
-    dtrain__shown shown;
-    char data[DTRAIN__SMALL_BYTES];
+    dtrain_call shown;
+    char data[DTRAIN_SMALL_BYTES];
     const char *send;
     char *recv;
     uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
@@ -58,10 +58,10 @@ typedef struct dtrain__slot {
  * into all of them has one, which says where it lies, if the receiver can read it there: then it
  * comes without the sender, which may compute. Others are cut in cells. */
 typedef struct dtrain__cell {
-    dtrain__shown shown; /* of the whole message */
-    const char *lies;    /* NULL: the cell has the data */
-    uint64_t path;       /* dtrain__path to it */
-    char line[DTRAIN__CACHE_LINE - sizeof(dtrain__shown) - 16];
+    dtrain_call shown; /* of the whole message */
+    const char *lies;  /* NULL: the cell has the data */
+    uint64_t path;     /* dtrain__path to it */
+    char line[DTRAIN__CACHE_LINE - sizeof(dtrain_call) - 16];
     char data[DTRAIN__CELL_BYTES];
 } dtrain__cell;
 
@@ -89,7 +89,7 @@ struct dtrain__part {
 };
 
 typedef struct dtrain__local_comm {
-    dtrain__engine base;
+    dtrain_comm base;
     dtrain__part **parts; /* (size) */
     char *scratch;        /* made when first needed */
     uint64_t proof;       /* see dtrain__part */
@@ -99,7 +99,7 @@ typedef struct dtrain__local_comm {
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
 
 typedef struct dtrain__local_work {
-    dtrain__work base;
+    dtrain_transport_work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
     int seen;     /* ranks below it have reached `stage` */
@@ -107,38 +107,38 @@ typedef struct dtrain__local_work {
     uint64_t end; /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
-static dtrain__part *dtrain__part_of(const dtrain__engine *comm, int rank)
+static dtrain__part *dtrain__part_of(const dtrain_comm *comm, int rank)
 {
     return ((const dtrain__local_comm *)comm)->parts[rank];
 }
 
-static dtrain__slot *dtrain__slot_of(const dtrain__engine *comm, int rank, uint64_t sequence)
+static dtrain__slot *dtrain__slot_of(const dtrain_comm *comm, int rank, uint64_t sequence)
 {
     return &dtrain__part_of(comm, rank)->slots[sequence % DTRAIN__SLOTS];
 }
 
 /* ---- Stages -----------------------------------------------------------------------------------*/
 
-static bool dtrain__reached(const dtrain__engine *comm, uint64_t sequence, uint32_t stage, int rank)
+static bool dtrain__reached(const dtrain_comm *comm, uint64_t sequence, uint32_t stage, int rank)
 {
     const uint64_t goal = sequence << DTRAIN__STAGE_BITS | stage;
     return dtrain__load(&dtrain__slot_of(comm, rank, sequence)->progress) >= goal;
 }
 
-static bool dtrain__all_reached(const dtrain__engine *comm, dtrain__local_work *work)
+static bool dtrain__all_reached(const dtrain_comm *comm, dtrain__local_work *work)
 {
-    while (work->seen < comm->base.size &&
+    while (work->seen < comm->size &&
            dtrain__reached(comm, work->base.sequence, work->stage, work->seen))
         work->seen++;
-    return work->seen == comm->base.size;
+    return work->seen == comm->size;
 }
 
-static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, uint32_t stage)
+static void dtrain__reach(const dtrain_comm *comm, dtrain__local_work *work, uint32_t stage)
 {
     work->stage = stage;
     work->seen = 0;
-    comm->base.world->moves++;
-    dtrain__store(&dtrain__slot_of(comm, comm->base.rank, work->base.sequence)->progress,
+    ++*comm->moves;
+    dtrain__store(&dtrain__slot_of(comm, comm->rank, work->base.sequence)->progress,
                   work->base.sequence << DTRAIN__STAGE_BITS | stage);
 }
 
@@ -175,7 +175,7 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
  * can forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
 static bool dtrain__reads_all(const dtrain__local_comm *comm)
 {
-    for (int i = 0; i < comm->base.base.size; i++) {
+    for (int i = 0; i < comm->base.size; i++) {
         const dtrain__part *part = comm->parts[i];
         uint64_t value = 0;
         if (!dtrain__read_memory(part->pid, part->proof, &value, sizeof value) ||
@@ -187,15 +187,15 @@ static bool dtrain__reads_all(const dtrain__local_comm *comm)
 
 /* Read another rank's bytes. False: that rank has ended, which the wait will report, or the
  * communicator has failed. */
-static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char *to, size_t bytes)
+static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *to, size_t bytes)
 {
-    comm->base.info.staged_bytes += bytes;
+    comm->info.staged_bytes += bytes;
     if (dtrain__read_memory(dtrain__part_of(comm, rank)->pid, from, to, bytes)) return true;
     if (errno != ESRCH)
         dtrain__engine_failf(comm, DTRAIN_ERROR_PEER,
                              "rank %d's buffer of %zu bytes cannot be read: %s; was it freed while "
                              "the operation was under way?",
-                             comm->base.world_ranks[rank], bytes, strerror(errno));
+                             comm->world_ranks[rank], bytes, strerror(errno));
     return false;
 }
 
@@ -203,13 +203,13 @@ static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char
 
 /* Say which paths this rank's buffers allow. On the direct path other ranks read `send`; they write
  * `recv` where slices of a result are computed by different ranks. */
-static uint64_t dtrain__allowed_paths(const dtrain__engine *comm, const dtrain_collective *what)
+static uint64_t dtrain__allowed_paths(const dtrain_comm *comm, const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const dtrain_world *world = comm->base.world;
-    const size_t send_bytes = dtrain__send_bytes(what, comm->base.size);
-    const size_t recv_bytes = dtrain__recv_bytes(what, comm->base.size);
-    const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->base.rank);
+    const dtrain_world *world = comm->world;
+    const size_t send_bytes = dtrain__send_bytes(what, comm->size);
+    const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
+    const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
     const bool direct = dtrain__is_shared(world, what->send, send_bytes) &&
                         (!written || dtrain__is_shared(world, what->recv, recv_bytes));
     const bool read = ((const dtrain__local_comm *)comm)->reads &&
@@ -219,19 +219,26 @@ static uint64_t dtrain__allowed_paths(const dtrain__engine *comm, const dtrain_c
     return (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
 }
 
-static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
+static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
-    dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
-    (void)dtrain__write_shown(comm, work, &slot->shown);
+    dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
+    (void)dtrain__write_shown(work, &slot->shown);
     slot->send = (const char *)work->what.send;
     slot->recv = (char *)work->what.recv;
     slot->paths = work->small ? 0 : dtrain__allowed_paths(comm, &work->what);
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
-static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint64_t sequence,
-                                                int rank)
+static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t sequence, int rank)
 {
+    if (!sequence) {
+        const dtrain__channel *channel =
+            dtrain__load(&dtrain__part_of(comm, rank)->channels[comm->rank]);
+        const uint64_t tail = channel ? dtrain__load(&channel->tail) : 0;
+        return channel && dtrain__load(&channel->head) > tail
+                   ? &channel->cells[tail % DTRAIN__CELLS].shown
+                   : NULL;
+    }
     return dtrain__reached(comm, sequence, 1, rank) ? &dtrain__slot_of(comm, rank, sequence)->shown
                                                     : NULL;
 }
@@ -242,13 +249,13 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
  * every rank's result, on the read path in its own, where the root of a reduce computes everything.
  * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
  * that no other rank reads. */
-static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work *work)
+static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const bool direct = work->path == DTRAIN__DIRECT;
-    const int size = comm->base.size, rank = comm->base.rank;
+    const int size = comm->size, rank = comm->rank;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const char *in[DTRAIN_MAX_RANKS];
     char *out[DTRAIN_MAX_RANKS];
@@ -261,8 +268,8 @@ static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work
     }
     if (!length) return true; /* and recv may be NULL */
     if (!direct && !local->scratch) {
-        local->scratch = (char *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__SCRATCH_BYTES,
-                                               1, "blocks of other ranks");
+        local->scratch = (char *)dtrain__alloc(&comm->world->allocator, DTRAIN__SCRATCH_BYTES, 1,
+                                               "blocks of other ranks");
         if (!local->scratch) return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
     }
     block = direct ? length
@@ -290,11 +297,11 @@ static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work
 
 /* Take from each rank what belongs into this rank's result as it is, the next rank's first, so that
  * not all read the same rank. */
-static bool dtrain__take_pieces(dtrain__engine *comm, const dtrain__local_work *work)
+static bool dtrain__take_pieces(dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const int size = comm->base.size, own = comm->base.rank;
+    const int size = comm->size, own = comm->rank;
     for (int turn = 1; turn <= size; turn++) {
         const int i = (own + turn) % size;
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
@@ -324,23 +331,23 @@ static bool dtrain__take_pieces(dtrain__engine *comm, const dtrain__local_work *
  * before they reached stage c + 2. After the last stage, chunks + 2, all have pulled everything and
  * the next operation may use the buffers; so only the oldest one in flight uses them. */
 
-static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_collective *what)
+static size_t dtrain__chunk_count(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
+    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
 /* Copy chunk c of this rank's input into its buffer: one piece, or one for each rank's slice. */
-static bool dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what, size_t c)
+static bool dtrain__chunk_in(dtrain_comm *comm, const dtrain_collective *what, size_t c)
 {
-    dtrain__part *part = dtrain__part_of(comm, comm->base.rank);
+    dtrain__part *part = dtrain__part_of(comm, comm->rank);
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
+    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
     void *stage;
-    if (!dtrain__gives(what, comm->base.rank)) return true;
+    if (!dtrain__gives(what, comm->rank)) return true;
     if (!part->stage) {
-        if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
+        if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
             return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
@@ -348,41 +355,41 @@ static bool dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what
     for (size_t i = 0; i < pieces; i++)
         memcpy(half + i * chunk * unit,
                (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
-    comm->base.info.staged_bytes += pieces * length * unit;
+    comm->info.staged_bytes += pieces * length * unit;
     return true;
 }
 
 /* Compute chunk c of this rank's result from the buffers of all; ranks that give nothing may have
  * none. */
-static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *what, size_t c)
+static void dtrain__chunk_out(dtrain_comm *comm, const dtrain_collective *what, size_t c)
 {
     const char *in[DTRAIN_MAX_RANKS];
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.rank * chunk : 0;
-    for (int i = 0; i < comm->base.size; i++) {
+    const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->rank * chunk : 0;
+    for (int i = 0; i < comm->size; i++) {
         const char *stage = dtrain__part_of(comm, i)->stage;
         in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
     }
-    dtrain__pull(&comm->base, what, in, c * chunk, length);
+    dtrain__pull(comm, what, in, c * chunk, length);
 }
 
 /* Choose the path from what all ranks have shown. All are at stage 1. */
-static void dtrain__choose_path(const dtrain__engine *comm, dtrain__local_work *work)
+static void dtrain__choose_path(const dtrain_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const size_t chunk = dtrain__chunk_count(comm, what);
     uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
-    for (int i = 0; i < comm->base.size; i++)
+    for (int i = 0; i < comm->size; i++)
         paths &= dtrain__slot_of(comm, i, work->base.sequence)->paths;
-    work->seen = comm->base.size;
+    work->seen = comm->size;
     work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT : paths ? DTRAIN__READ : DTRAIN__COPIED;
     work->final = work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
     if (work->path == DTRAIN__COPIED) work->final += (uint32_t)((what->count + chunk - 1) / chunk);
 }
 
 /* Do what follows the stage that all ranks have reached; false: it cannot be done now. */
-static bool dtrain__next_stage(dtrain__engine *comm, dtrain__local_work *work, bool oldest)
+static bool dtrain__next_stage(dtrain_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
@@ -390,26 +397,13 @@ static bool dtrain__next_stage(dtrain__engine *comm, dtrain__local_work *work, b
         return work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins))
                    ? dtrain__compute_slice(comm, work)
                    : dtrain__take_pieces(comm, work);
-    if (!oldest) return false;
+    if (!work->base.oldest) return false;
     if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
     return work->stage + 1 >= work->final || dtrain__chunk_in(comm, what, work->stage - 1);
 }
 
-static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool oldest)
-{
-    dtrain__local_work *work = (dtrain__local_work *)base;
-    if (base->small) return true;
-    if (!work->final) dtrain__choose_path(comm, work);
-    while (dtrain__all_reached(comm, work)) {
-        if (work->stage >= work->final) return true;
-        if (!dtrain__next_stage(comm, work, oldest)) return false;
-        dtrain__reach(comm, work, work->stage + 1);
-    }
-    return false;
-}
-
 /* Reach the additional stage of emulated links. A small operation has only stage 1 before it. */
-static bool dtrain__local_meet(dtrain__engine *comm, dtrain__work *base)
+static bool dtrain__local_meet(dtrain_comm *comm, dtrain_transport_work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
     const uint32_t last = base->small ? 2 : work->final + 1;
@@ -419,16 +413,15 @@ static bool dtrain__local_meet(dtrain__engine *comm, dtrain__work *base)
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
 
-static dtrain__channel *dtrain__channel_of(const dtrain__engine *comm,
-                                           const dtrain_collective *what)
+static dtrain__channel *dtrain__channel_of(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->base.rank : what->root;
-    const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->base.rank;
+    const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->rank : what->root;
+    const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->rank;
     return dtrain__load(&dtrain__part_of(comm, from)->channels[to]);
 }
 
 /* Say whether the other side has to act first. */
-static bool dtrain__message_stuck(const dtrain__engine *comm, const dtrain__local_work *work)
+static bool dtrain__message_stuck(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
     const dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
@@ -439,11 +432,11 @@ static bool dtrain__message_stuck(const dtrain__engine *comm, const dtrain__loca
 }
 
 /* Say how the receiver comes to a message that is longer than the channel. */
-static dtrain__path dtrain__message_path(const dtrain__engine *comm, const dtrain_collective *what,
+static dtrain__path dtrain__message_path(const dtrain_comm *comm, const dtrain_collective *what,
                                          size_t bytes)
 {
     if (bytes <= DTRAIN__CELLS * DTRAIN__CELL_BYTES) return DTRAIN__COPIED;
-    if (dtrain__is_shared(comm->base.world, what->send, bytes)) return DTRAIN__DIRECT;
+    if (dtrain__is_shared(comm->world, what->send, bytes)) return DTRAIN__DIRECT;
     return dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
                    dtrain__is_readable(what->send, bytes)
                ? DTRAIN__READ
@@ -451,29 +444,29 @@ static dtrain__path dtrain__message_path(const dtrain__engine *comm, const dtrai
 }
 
 /* Fill a cell with the next part of a message, or with where all of it lies. */
-static void dtrain__cell_fill(dtrain__engine *comm, dtrain__local_work *work, dtrain__cell *cell,
+static void dtrain__cell_fill(dtrain_comm *comm, dtrain__local_work *work, dtrain__cell *cell,
                               size_t bytes)
 {
     const dtrain_collective *what = &work->base.what;
     const size_t rest = bytes - work->moved;
     size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
     if (work->moved == 0) work->path = dtrain__message_path(comm, what, bytes);
-    cell->shown = work->base.shown;
+    cell->shown = work->base.call;
     cell->path = (uint64_t)work->path;
     cell->lies = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
     if (cell->lies) {
         length = bytes;
     } else if (length) {
         memcpy(cell->data, (const char *)what->send + work->moved, length);
-        comm->base.info.staged_bytes += length;
+        comm->info.staged_bytes += length;
     }
     work->moved += length;
 }
 
 /* Take what a cell has. False: it has to wait for an emulated link, or the communicator has
  * failed. */
-static bool dtrain__cell_take(dtrain__engine *comm, dtrain__local_work *work,
-                              const dtrain__cell *cell, size_t bytes)
+static bool dtrain__cell_take(dtrain_comm *comm, dtrain__local_work *work, const dtrain__cell *cell,
+                              size_t bytes)
 {
     const dtrain_collective *what = &work->base.what;
     const size_t rest = bytes - work->moved;
@@ -481,21 +474,23 @@ static bool dtrain__cell_take(dtrain__engine *comm, dtrain__local_work *work,
                           : rest < DTRAIN__CELL_BYTES ? rest
                                                       : DTRAIN__CELL_BYTES;
     char *to = (char *)what->recv + work->moved;
-    if (!dtrain__message_due(comm, &work->base, cell->shown.started_ns) && length == rest)
+    if (!work->base.agreed) return false;
+    if (!dtrain__message_due(dtrain__engine_of(comm), dtrain__work_of(&work->base.base),
+                             cell->shown.started_ns) &&
+        length == rest)
         return false;
-    if (!dtrain__message_agrees(comm, &work->base, &cell->shown)) return false;
     if (cell->path == DTRAIN__READ) {
         if (!dtrain__fetch(comm, what->root, cell->lies, to, length)) return false;
     } else if (length) {
         memcpy(to, cell->lies ? cell->lies : cell->data, length);
-        comm->base.info.staged_bytes += cell->lies ? 0 : length;
+        comm->info.staged_bytes += cell->lies ? 0 : length;
     }
     work->moved += length;
     return true;
 }
 
 /* Fill or empty one cell; an empty message is one empty cell. */
-static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work, size_t bytes)
+static bool dtrain__message_cell(dtrain_comm *comm, dtrain__local_work *work, size_t bytes)
 {
     dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
     const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
@@ -504,35 +499,50 @@ static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work,
     if (sends) dtrain__cell_fill(comm, work, cell, bytes);
     else if (!dtrain__cell_take(comm, work, cell, bytes)) return false;
     dtrain__store(mine, *mine + 1);
-    comm->base.world->moves++;
+    ++*comm->moves;
     work->end = *mine;
-    work->base.posted = sends && work->moved == bytes &&
-                        (cell->lies || (bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
-                                        dtrain__message_crosses(comm, &work->base)));
+    work->base.posted =
+        sends && work->moved == bytes &&
+        (cell->lies ||
+         (bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
+          dtrain__message_crosses(dtrain__engine_of(comm), dtrain__work_of(&work->base.base))));
     return true;
 }
 
-static bool dtrain__local_message(dtrain__engine *comm, dtrain__work *base)
+static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 {
-    dtrain__local_work *work = (dtrain__local_work *)base;
-    const dtrain_collective *what = &base->what;
+    const dtrain_collective *what = &work->base.what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     void *channel;
     if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what)) {
-        if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
+        if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
             return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
-        dtrain__store(&dtrain__part_of(comm, comm->base.rank)->channels[what->root],
+        dtrain__store(&dtrain__part_of(comm, comm->rank)->channels[what->root],
                       (dtrain__channel *)channel);
     }
     while (!dtrain__message_stuck(comm, work)) {
-        if (base->posted) return true;
+        if (work->base.posted) return true;
         if (!dtrain__message_cell(comm, work, bytes)) return false;
-        if (work->moved == bytes && !base->posted) return true;
+        if (work->moved == bytes && !work->base.posted) return true;
     }
     return false;
 }
 
-static bool dtrain__local_lags(const dtrain__engine *comm, const dtrain__work *base, int rank)
+static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
+{
+    dtrain__local_work *work = (dtrain__local_work *)base;
+    if (!base->sequence) return dtrain__local_message(comm, work);
+    if (base->small) return true;
+    if (!work->final) dtrain__choose_path(comm, work);
+    while (dtrain__all_reached(comm, work)) {
+        if (work->stage >= work->final) return true;
+        if (!dtrain__next_stage(comm, work)) return false;
+        dtrain__reach(comm, work, work->stage + 1);
+    }
+    return false;
+}
+
+static bool dtrain__local_lags(const dtrain_comm *comm, const dtrain_transport_work *base, int rank)
 {
     const dtrain__local_work *work = (const dtrain__local_work *)base;
     if (!base->sequence) return dtrain__message_stuck(comm, work);
@@ -541,14 +551,14 @@ static bool dtrain__local_lags(const dtrain__engine *comm, const dtrain__work *b
 
 /* ---- Memory, life -----------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__local_map(dtrain__engine *comm, size_t bytes, void **out)
+static dtrain_result dtrain__local_map(dtrain_comm *comm, size_t bytes, void **out)
 {
-    return dtrain__shared_alloc(comm->base.world, bytes, out);
+    return dtrain__shared_alloc(comm->world, bytes, out);
 }
-static void dtrain__local_unmap(dtrain__engine *comm, void *memory, size_t bytes)
+static void dtrain__local_unmap(dtrain_comm *comm, void *memory, size_t bytes)
 {
     (void)bytes;
-    dtrain__shared_free(comm->base.world, memory);
+    dtrain__shared_free(comm->world, memory);
 }
 
 /* Free retired parts: those of destroyed communicators that all members have left. */
@@ -568,18 +578,27 @@ static void dtrain__sweep_retired(dtrain_world *world)
     }
 }
 
-static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
+static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    dtrain_world *world = base->base.world;
+    dtrain_world *world = base->world;
     void *part;
+    if (!world->control->arenas)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
+            "communicator "
+            "needs that; between hosts give one that crosses them: on GPUs NCCL (comm_ops, "
+            "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
+            world->size, world->node_count, world->node_count == 1 ? "" : "s",
+            world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
     dtrain__sweep_retired(world);
-    comm->parts = (dtrain__part **)dtrain__alloc(&world->allocator, (size_t)base->base.size,
+    comm->parts = (dtrain__part **)dtrain__alloc(&world->allocator, (size_t)base->size,
                                                  sizeof *comm->parts, "a table of ranks");
     if (!comm->parts) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__shared_alloc(world, sizeof(dtrain__part), &part));
-    dtrain__part *own = comm->parts[base->base.rank] = (dtrain__part *)part;
-    own->size = (uint32_t)base->base.size;
+    dtrain__part *own = comm->parts[base->rank] = (dtrain__part *)part;
+    own->size = (uint32_t)base->size;
     own->pid = getpid();
     own->proof = &comm->proof;
     own->proof_value = comm->proof = dtrain__now_ns() ^ (uint64_t)(uintptr_t)part;
@@ -590,71 +609,58 @@ static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
     return DTRAIN_OK;
 }
 
-static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
+static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    for (int i = 0; i < base->base.size; i++)
-        comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
+    for (int i = 0; i < base->size; i++) comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
     comm->reads = dtrain__reads_all(comm);
-    dtrain__store(&comm->parts[base->base.rank]->reads, (uint32_t)comm->reads);
-    base->report = &comm->parts[0]->report;
+    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)comm->reads);
+    return &comm->parts[0]->report;
 }
 
 /* Free this rank's private memory. Its part stays until every member has left, because others may
  * still read it. */
-static void dtrain__local_release(dtrain__engine *base)
+static void dtrain__local_release(dtrain_comm *base, bool joined)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    dtrain_world *world = base->base.world;
+    dtrain_world *world = base->world;
     if (!comm->parts) return;
-    dtrain__part *part = comm->parts[base->base.rank];
-    if (base->report) {
+    dtrain__part *part = comm->parts[base->rank];
+    if (joined) {
         part->next = world->retired;
         world->retired = part;
-        for (int i = 0; i < base->base.size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
+        for (int i = 0; i < base->size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
         dtrain__sweep_retired(world);
     } else {
         dtrain__shared_free(world, part);
     }
     dtrain__free(&world->allocator, comm->scratch, DTRAIN__SCRATCH_BYTES, 1);
-    dtrain__free(&world->allocator, comm->parts, (size_t)base->base.size, sizeof *comm->parts);
+    dtrain__free(&world->allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
 }
 
-static const dtrain__transport dtrain__local_transport = {sizeof(dtrain__local_comm),
-                                                          sizeof(dtrain__local_work),
-                                                          0,
-                                                          dtrain__local_show,
-                                                          dtrain__local_heard,
-                                                          dtrain__local_move,
-                                                          dtrain__local_message,
-                                                          dtrain__local_lags,
-                                                          dtrain__local_map,
-                                                          dtrain__local_unmap,
-                                                          dtrain__local_make,
-                                                          dtrain__local_join,
-                                                          dtrain__local_release,
-                                                          NULL,
-                                                          dtrain__local_meet,
-                                                          NULL};
+static const dtrain_transport_ops dtrain__local_transport = {sizeof(dtrain__local_comm),
+                                                             sizeof(dtrain__local_work),
+                                                             0,
+                                                             dtrain__local_make,
+                                                             dtrain__local_join,
+                                                             dtrain__local_release,
+                                                             dtrain__local_map,
+                                                             dtrain__local_unmap,
+                                                             dtrain__local_show,
+                                                             dtrain__local_heard,
+                                                             dtrain__local_move,
+                                                             dtrain__local_lags,
+                                                             NULL,
+                                                             dtrain__local_meet};
 
-static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out);
-static const dtrain_comm_ops dtrain__local_ops = DTRAIN__ENGINE_OPS("local", dtrain__local_create);
-static const dtrain_comm_ops dtrain__staged_ops =
-    DTRAIN__ENGINE_OPS("staged", dtrain__local_create);
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void) { return &dtrain__local_ops; }
-
-static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out)
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void)
 {
-    if (!world->control->arenas)
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
-            "communicator "
-            "needs that; between hosts give one that crosses them: on GPUs NCCL (comm_ops, "
-            "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
-            world->size, world->node_count, world->node_count == 1 ? "" : "s",
-            world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
-    return dtrain__engine_create(
-        world, world->device->ops->host_memory ? &dtrain__local_ops : &dtrain__staged_ops,
-        &dtrain__local_transport, out);
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("local", &dtrain__local_transport);
+    return &ops;
+}
+
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__staged_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("staged", &dtrain__local_transport);
+    return &ops;
 }

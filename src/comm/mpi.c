@@ -60,7 +60,7 @@ typedef enum dtrain__mpi_tag {
 } dtrain__mpi_tag;
 
 typedef struct dtrain__mpi_work {
-    dtrain__work base;
+    dtrain_transport_work base;
     int pending;  /* requests in flight, except receives of records */
     size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
 } dtrain__mpi_work;
@@ -72,14 +72,14 @@ typedef struct dtrain__mpi_token {
 } dtrain__mpi_token;
 
 typedef struct dtrain__mpi_comm {
-    dtrain__engine base;
+    dtrain_comm base;
     dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
     int active;                /* requests in flight: so many of requests and tokens are used */
     MPI_Request *requests;     /* (room), as the next three */
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
-    uint64_t *heard; /* (window, size) sequence number of the newest record received */
+    uint64_t *heard; /* (window + 1, size) sequence number of the newest record received */
     char *records;   /* see dtrain__mpi_record */
     char *temporary; /* (size, chunk_bytes) */
     size_t record_bytes, chunk_bytes;
@@ -88,6 +88,13 @@ typedef struct dtrain__mpi_comm {
 } dtrain__mpi_comm;
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
+
+/* Say whether this rank has heard of a failure in the world: MPI is not called any more. */
+static bool dtrain__mpi_failed(const dtrain__mpi_comm *comm)
+{
+    if (dtrain__load(&comm->base.world->control->aborted.state)) comm->hub->failed = true;
+    return comm->hub->failed;
+}
 
 /* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
  * exit status, which is the better sentence: so wait a second for it first. */
@@ -98,9 +105,9 @@ static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *ca
     int length = 0;
     dtrain_result turn = DTRAIN_OK;
     while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
-        turn = dtrain__wait_turn(comm->base.base.world, &wait);
+        turn = dtrain__wait_turn(comm->base.world, &wait);
     if (turn == DTRAIN_ERROR_PEER) {
-        (void)dtrain__engine_fail(&comm->base.base, turn, dtrain_last_error());
+        (void)dtrain__engine_fail(&comm->base, turn, dtrain_last_error());
         return;
     }
     MPI_Error_string(code, text, &length);
@@ -110,12 +117,12 @@ static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *ca
 static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtrain__mpi_use use,
                              dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
 {
-    const int peer = comm->hub->ranks[comm->base.base.world_ranks[rank]];
-    const int tag = (int)comm->base.base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const int peer = comm->hub->ranks[comm->base.world_ranks[rank]];
+    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
     const MPI_Comm mpi = comm->hub->mpi;
     dtrain__mpi_token *token = &comm->tokens[comm->active];
     MPI_Request *request = &comm->requests[comm->active];
-    if (comm->base.failed) return;
+    if (dtrain__mpi_failed(comm)) return;
     const int code = use == DTRAIN__SENT
                          ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request)
                          : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request);
@@ -130,18 +137,24 @@ static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtr
     comm->active++;
 }
 
+/* Return the line of records that belongs to a collective, or to sends and receives (0). */
+static uint64_t dtrain__mpi_line(uint64_t sequence)
+{
+    return sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
+}
+
 static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t sequence, int rank)
 {
-    return &comm->heard[sequence % DTRAIN__WINDOW * (size_t)comm->base.base.size + (size_t)rank];
+    return &comm->heard[dtrain__mpi_line(sequence) * (size_t)comm->base.size + (size_t)rank];
 }
 
 /* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
  * completed sends to move. */
-static void dtrain__mpi_poll(dtrain__engine *base)
+static void dtrain__mpi_poll(dtrain_comm *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
-    if (!comm->active && !base->queue)
+    if (!comm->active && !base->in_flight)
         MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
     if (!comm->active) return;
     int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
@@ -157,7 +170,7 @@ static void dtrain__mpi_poll(dtrain__engine *base)
         const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
         const uint64_t sequence = token->work->base.sequence;
         if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
-        else *dtrain__mpi_heard_at(comm, sequence, token->rank) = sequence;
+        else *dtrain__mpi_heard_at(comm, sequence, token->rank) = sequence ? sequence : 1;
     }
     for (int i = 0; i < comm->active; i++) {
         if (comm->requests[i] == MPI_REQUEST_NULL) continue;
@@ -165,29 +178,29 @@ static void dtrain__mpi_poll(dtrain__engine *base)
         comm->tokens[kept++] = comm->tokens[i];
     }
     comm->active = kept;
-    base->base.world->moves++;
+    ++*base->moves;
 }
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
-/* Return the buffer of a record. With a window of W, line s % W belongs to collective s and line W
- * to sends and receives. In a line, place r < size receives from rank r; the places from `size` on
- * hold what this rank sends: one record for all ranks in a collective, else one for each peer. */
-static dtrain__shown *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
+/* Return the buffer of a record. In a line, place r < size receives from rank r; the places from
+ * `size` on hold what this rank sends: one record for all ranks in a collective, else one for each
+ * peer. */
+static dtrain_call *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
 {
-    const size_t places = 2 * (size_t)comm->base.base.size;
-    return (dtrain__shown *)(void *)(comm->records +
-                                     (line * places + (size_t)place) * comm->record_bytes);
+    const size_t places = 2 * (size_t)comm->base.size;
+    return (dtrain_call *)(void *)(comm->records +
+                                   (line * places + (size_t)place) * comm->record_bytes);
 }
 
-static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
+static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    const int size = base->base.size, rank = base->base.rank;
-    const uint64_t line = work->sequence % DTRAIN__WINDOW;
-    dtrain__shown *record = dtrain__mpi_record(comm, line, size);
-    const size_t bytes = dtrain__write_shown(base, work, record);
+    const int size = base->size, rank = base->rank;
+    const uint64_t line = dtrain__mpi_line(work->sequence);
+    dtrain_call *record = dtrain__mpi_record(comm, line, size);
+    const size_t bytes = dtrain__write_shown(work, record);
     for (int i = 1; i < size; i++) {
         const int peer = (rank + size - i) % size;
         dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, DTRAIN__TAG_RECORD, peer,
@@ -198,12 +211,45 @@ static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
                          bytes);
 }
 
-static const dtrain__shown *dtrain__mpi_heard(const dtrain__engine *base, uint64_t sequence,
-                                              int rank)
+static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t sequence, int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    if (*dtrain__mpi_heard_at(comm, sequence, rank) < sequence) return NULL;
-    return dtrain__mpi_record(comm, sequence % DTRAIN__WINDOW, rank);
+    const uint64_t heard = *dtrain__mpi_heard_at(comm, sequence, rank);
+    if (!heard || heard < sequence) return NULL;
+    return dtrain__mpi_record(comm, dtrain__mpi_line(sequence), rank);
+}
+
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+/* A receiver first posts the record, whose call the engine compares before it agrees. */
+static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
+{
+    dtrain_transport_work *work = &own->base;
+    const dtrain_collective *what = &work->what;
+    const int size = comm->base.size;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const size_t all = work->small ? 0 : dtrain__send_bytes(what, size);
+    dtrain_call *record =
+        dtrain__mpi_record(comm, dtrain__mpi_line(0), what->root + (sends ? size : 0));
+    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
+        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
+        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
+        if (own->round == 0) {
+            dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__RECORD_IN,
+                             DTRAIN__TAG_MESSAGE, what->root, record,
+                             sends ? dtrain__write_shown(work, record) : comm->record_bytes);
+            continue;
+        }
+        if (!sends && !work->agreed) return false;
+        if (!sends) *dtrain__mpi_heard_at(comm, 0, what->root) = 0; /* the next one's is not here */
+        if (own->round == 1 && !sends && work->small && what->count)
+            memcpy(what->recv, record + 1, work->recv_bytes);
+        if (at >= all) return true;
+        dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__PART_IN, DTRAIN__TAG_MESSAGE,
+                         what->root, buffer + at,
+                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
+    }
+    return false;
 }
 
 /* ---- Rounds -----------------------------------------------------------------------------------*/
@@ -221,7 +267,7 @@ static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_coll
                                  bool results, int from, int to, size_t c, dtrain__transfer *chunk)
 {
     const size_t each = dtrain__mpi_chunk(comm, what), at = c * each;
-    if (!dtrain__transfer_of(what, comm->base.base.size, results, from, to, chunk)) return false;
+    if (!dtrain__transfer_of(what, comm->base.size, results, from, to, chunk)) return false;
     if (at >= chunk->bytes) return false;
     chunk->source += at;
     chunk->target += at;
@@ -234,7 +280,7 @@ static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_coll
 static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
                              size_t offset)
 {
-    const int rank = comm->base.base.rank;
+    const int rank = comm->base.rank;
     if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
     return (char *)what->recv +
            (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
@@ -249,7 +295,7 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
     const bool reduces = dtrain__kind_of(what->kind)->reduces;
     dtrain__transfer chunk;
     if (!dtrain__mpi_chunk_of(comm, what, results, from, to, c, &chunk)) return;
-    if (from == comm->base.base.rank)
+    if (from == comm->base.rank)
         dtrain__mpi_post(comm, work, DTRAIN__SENT, DTRAIN__TAG_ROUND, to,
                          results && reduces ? dtrain__mpi_sum(comm, what, c, chunk.source)
                                             : (char *)(uintptr_t)what->send + chunk.source,
@@ -266,15 +312,15 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
 static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                 size_t c)
 {
-    const int rank = comm->base.base.rank;
+    const int rank = comm->base.rank;
     const char *in[DTRAIN_MAX_RANKS];
     dtrain__transfer chunk;
     if (!dtrain__mpi_chunk_of(comm, what, false, rank, rank, c, &chunk)) return;
-    for (int i = 0; i < comm->base.base.size; i++)
+    for (int i = 0; i < comm->base.size; i++)
         in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
     in[rank] = (const char *)what->send + chunk.source;
     char *out = dtrain__mpi_sum(comm, what, c, chunk.source);
-    dtrain__combine(what, in, comm->base.base.size, &out, 1,
+    dtrain__combine(what, in, comm->base.size, &out, 1,
                     chunk.bytes / dtrain_dtype_bytes(what->dtype));
 }
 
@@ -282,7 +328,7 @@ static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_colle
 static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const size_t slice = (size_t)comm->base.base.rank * bytes;
+    const size_t slice = (size_t)comm->base.rank * bytes;
     const char *from = (const char *)what->send + (dtrain__kind_of(what->kind)->cuts ? slice : 0);
     char *to = (char *)what->recv + slice;
     if (dtrain__kind_of(what->kind)->joins && from != to) memcpy(to, from, bytes);
@@ -290,21 +336,22 @@ static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_coll
 
 /* Post rounds until one is in flight; return true when the collective is complete. The sends of
  * this rank's records count as pending: the next collective of the line reuses their buffers. */
-static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
+static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const int size = base->base.size, rank = base->base.rank;
+    const int size = base->size, rank = base->rank;
     const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
     size_t first, length;                   /* of slice 0, which is the longest */
+    if (!work->sequence) return dtrain__mpi_message(comm, own);
     if (own->pending || work->small) return !own->pending;
-    if (!oldest) return false;
+    if (!work->oldest) return false;
     dtrain__slice(what, size, 0, &first, &length);
     const size_t bytes = length * dtrain_dtype_bytes(what->dtype);
     const size_t each = dtrain__mpi_chunk(comm, what), chunks = bytes / each + (bytes % each != 0);
-    for (; !own->pending && !base->failed; own->round++) {
+    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
         const size_t r = own->round;
         if (r == 0) dtrain__mpi_copy_own(comm, what);
         else if (kind->reduces) dtrain__mpi_combine(comm, what, r - 1);
@@ -320,7 +367,7 @@ static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool olde
     return false;
 }
 
-static bool dtrain__mpi_lags(const dtrain__engine *base, const dtrain__work *work, int rank)
+static bool dtrain__mpi_lags(const dtrain_comm *base, const dtrain_transport_work *work, int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
     dtrain__mpi_use first = DTRAIN__RECORD_IN;
@@ -335,38 +382,6 @@ static bool dtrain__mpi_lags(const dtrain__engine *base, const dtrain__work *wor
     return lags;
 }
 
-/* ---- Messages ---------------------------------------------------------------------------------*/
-
-static bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *work)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    const dtrain_collective *what = &work->what;
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
-    const dtrain__mpi_use use = sends ? DTRAIN__SENT : DTRAIN__PART_IN;
-    const size_t all = work->small ? 0 : dtrain__send_bytes(what, base->base.size);
-    dtrain__shown *record =
-        dtrain__mpi_record(comm, DTRAIN__WINDOW, what->root + (sends ? base->base.size : 0));
-    for (; !own->pending && !base->failed; own->round++) {
-        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
-        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
-        if (own->round == 0) {
-            dtrain__mpi_post(comm, own, use, DTRAIN__TAG_MESSAGE, what->root, record,
-                             sends ? dtrain__write_shown(base, work, record) : comm->record_bytes);
-            continue;
-        }
-        if (own->round == 1 && !sends) {
-            if (!dtrain__message_agrees(base, work, record)) return false;
-            if (work->small && what->count)
-                memcpy(what->recv, record + 1, dtrain__recv_bytes(what, base->base.size));
-        }
-        if (at >= all) return true;
-        dtrain__mpi_post(comm, own, use, DTRAIN__TAG_MESSAGE, what->root, buffer + at,
-                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
-    }
-    return false;
-}
-
 /* ---- Memory, failure, life --------------------------------------------------------------------*/
 
 static size_t dtrain__mpi_pages(size_t bytes)
@@ -375,15 +390,15 @@ static size_t dtrain__mpi_pages(size_t bytes)
     return dtrain__round_up(bytes < 1 ? 1 : bytes < most ? bytes : most, dtrain__page_bytes());
 }
 
-static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **out)
+static dtrain_result dtrain__mpi_map(dtrain_comm *comm, size_t asked, void **out)
 {
     const size_t bytes = dtrain__mpi_pages(asked);
     *out = NULL;
-    DTRAIN__TRY(dtrain__promise(comm->base.world, bytes));
+    DTRAIN__TRY(dtrain__promise(comm->world, bytes));
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
-        dtrain__unpromise(comm->base.world, bytes);
+        dtrain__unpromise(comm->world, bytes);
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
                            strerror(errno));
     }
@@ -392,18 +407,11 @@ static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **
 }
 
 /* Unmap memory, except after a failure: MPI may still write to it. */
-static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
+static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
 {
     const size_t bytes = dtrain__mpi_pages(asked);
-    if (!((dtrain__mpi_comm *)comm)->hub->failed) munmap(memory, bytes);
-    dtrain__unpromise(comm->base.world, bytes);
-}
-
-/* Report a failure to the world. The first report is kept, and fails all communicators. */
-static void dtrain__mpi_publish(dtrain__engine *comm, dtrain_result code, const char *text)
-{
-    dtrain_world_abort(comm->base.world, code, text);
-    ((dtrain__mpi_comm *)comm)->hub->failed = true;
+    if (!dtrain__mpi_failed((dtrain__mpi_comm *)comm)) munmap(memory, bytes);
+    dtrain__unpromise(comm->world, bytes);
 }
 
 /* Take whole cache lines of the communicator's memory; before it is mapped, only count them. */
@@ -418,35 +426,36 @@ static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
  * record each way, the four requests of one round, and one of a send and of a receive. */
 static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
 {
-    const size_t size = (size_t)comm->base.base.size, room = size * (2 * DTRAIN__WINDOW + 4 + 2);
+    const size_t size = (size_t)comm->base.size, room = size * (2 * DTRAIN_WINDOW + 4 + 2);
     comm->memory_bytes = 0;
     comm->requests = (MPI_Request *)dtrain__mpi_take(comm, room * sizeof *comm->requests);
     comm->tokens = (dtrain__mpi_token *)dtrain__mpi_take(comm, room * sizeof *comm->tokens);
     comm->statuses = (MPI_Status *)dtrain__mpi_take(comm, room * sizeof *comm->statuses);
     comm->indices = (int *)dtrain__mpi_take(comm, room * sizeof *comm->indices);
-    comm->heard = (uint64_t *)dtrain__mpi_take(comm, DTRAIN__WINDOW * size * sizeof *comm->heard);
+    comm->heard =
+        (uint64_t *)dtrain__mpi_take(comm, (DTRAIN_WINDOW + 1) * size * sizeof *comm->heard);
     comm->temporary = (char *)dtrain__mpi_take(comm, size * comm->chunk_bytes);
     comm->records =
-        (char *)dtrain__mpi_take(comm, (DTRAIN__WINDOW + 1) * 2 * size * comm->record_bytes);
+        (char *)dtrain__mpi_take(comm, (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes);
 }
 
 /* Start MPI if this is the world's communicator; all others share its hub. */
-static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
+static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    const size_t size = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
+    const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
     size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
     void *memory;
-    comm->hub = base->base.number ? ((dtrain__mpi_comm *)base->base.world->comm)->hub : &comm->own;
-    if (base->base.number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->base.world, comm->hub));
-    if (base->base.number >= comm->hub->number_limit)
+    comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
+    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->world, comm->hub));
+    if (base->number >= comm->hub->number_limit)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
-                           (long long)base->base.number);
-    if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
+                           (long long)base->number);
+    if (data > DTRAIN_SMALL_BYTES) data = DTRAIN_SMALL_BYTES;
     if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
     comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(sizeof(dtrain__shown) + data, line);
+    comm->record_bytes = dtrain__round_up(sizeof(dtrain_call) + data, line);
     dtrain__mpi_tables(comm);
     DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
     comm->memory = (char *)memory;
@@ -455,42 +464,48 @@ static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
     return DTRAIN_OK;
 }
 
-/* Exchange no addresses: MPI knows the ranks. */
-static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
+/* Exchange no addresses: MPI knows the ranks. There is no memory for a report: a failure fails all
+ * communicators of the world. */
+static void *dtrain__mpi_join(dtrain_comm *comm, const int64_t *addresses)
 {
+    (void)comm;
     (void)addresses;
-    comm->report = &comm->base.world->control->aborted;
+    return NULL;
 }
 
-static void dtrain__mpi_release(dtrain__engine *base)
+static void dtrain__mpi_release(dtrain_comm *base, bool joined)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     if (!comm->hub) return;
-    if (comm->active && !comm->hub->failed)
-        dtrain__mpi_publish(base, DTRAIN_ERROR_USAGE, "left with operations in flight");
-    if (!base->report && base->base.number == 0) comm->hub->failed = true;
-    if (base->base.number == 0) dtrain__mpi_part(base->base.world, comm->hub);
+    if (comm->active && !dtrain__mpi_failed(comm)) {
+        dtrain_world_abort(base->world, DTRAIN_ERROR_USAGE, "left with operations in flight");
+        comm->hub->failed = true;
+    }
+    if (!joined && base->number == 0) comm->hub->failed = true;
+    if (base->number == 0) dtrain__mpi_part(base->world, comm->hub);
     if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 
 /* A rank that left normally is missed only after two seconds: its last messages may arrive later
  * than the control plane's notice of its end. */
-static const dtrain__transport dtrain__mpi_transport = {
-    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,
-    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move,
-    dtrain__mpi_message,      dtrain__mpi_lags,         dtrain__mpi_map,
-    dtrain__mpi_unmap,        dtrain__mpi_make,         dtrain__mpi_join,
-    dtrain__mpi_release,      dtrain__mpi_poll,         NULL,
-    dtrain__mpi_publish};
-
-static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
-{
-    return dtrain__engine_create(world, dtrain__mpi_comm_ops(), &dtrain__mpi_transport, out);
-}
+static const dtrain_transport_ops dtrain__mpi_transport = {sizeof(dtrain__mpi_comm),
+                                                           sizeof(dtrain__mpi_work),
+                                                           2000000000u,
+                                                           dtrain__mpi_make,
+                                                           dtrain__mpi_join,
+                                                           dtrain__mpi_release,
+                                                           dtrain__mpi_map,
+                                                           dtrain__mpi_unmap,
+                                                           dtrain__mpi_show,
+                                                           dtrain__mpi_heard,
+                                                           dtrain__mpi_move,
+                                                           dtrain__mpi_lags,
+                                                           dtrain__mpi_poll,
+                                                           NULL};
 
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
 {
-    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", dtrain__mpi_create);
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", &dtrain__mpi_transport);
     return &ops;
 }
 

@@ -95,6 +95,18 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
         dtrain__combine(what, in + i, 1, &out, 1, count);
 }
 
+DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
+                                         const void *const *in)
+{
+    const char *from[DTRAIN_MAX_RANKS];
+    const size_t cut = dtrain__kind_of(what->kind)->cuts
+                           ? (size_t)comm->rank * what->count * dtrain_dtype_bytes(what->dtype)
+                           : 0;
+    if (!what->count) return;
+    for (int i = 0; i < comm->size; i++) from[i] = in[i] ? (const char *)in[i] + cut : NULL;
+    dtrain__pull(comm, what, from, 0, what->count);
+}
+
 /* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
  * is cut at multiples of 64 bytes so that no two ranks write one line. */
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,

@@ -25,7 +25,7 @@
 #include "device/device_internal.h"
 
 struct dtrain__bounce {
-    dtrain_collective called; /* the program's buffers; those of work->what are in the image */
+    dtrain_collective called; /* the program's buffers; those of work->op.what are in the image */
     dtrain_event *computed, *copied;
     char *image; /* page-locked, and mapped by the transport; it grows */
     size_t bytes;
@@ -36,7 +36,7 @@ static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
     dtrain_device *device = comm->base.world->device;
     if (!bounce->image) return;
     if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image);
-    comm->transport->unmap(comm, bounce->image, bounce->bytes);
+    comm->transport->unmap(&comm->base, bounce->image, bounce->bytes);
     bounce->image = NULL;
     bounce->bytes = 0;
 }
@@ -74,11 +74,11 @@ static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bo
     if (bytes <= bounce->bytes) return DTRAIN_OK;
     DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
     dtrain__image_free(comm, bounce);
-    DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
+    DTRAIN__TRY(comm->transport->map(&comm->base, bytes, &image));
     const dtrain_result locked =
         DTRAIN__ORDER(device, host_register, image, dtrain__round_up(bytes, dtrain__page_bytes()));
     if (locked != DTRAIN_OK) {
-        comm->transport->unmap(comm, image, bytes);
+        comm->transport->unmap(&comm->base, image, bytes);
         return locked;
     }
     bounce->image = (char *)image;
@@ -91,7 +91,7 @@ static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bo
 static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    dtrain_collective *what = &work->what;
+    dtrain_collective *what = &work->op.what;
     const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
     size_t send_bytes = 0, recv_bytes = 0, send_at = 0;
     if (what->send && !dtrain__on_host(device, what->send))
@@ -126,7 +126,7 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, 
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->op.what;
     if (!work->bounce) DTRAIN__TRY(dtrain__bounce_make(comm, work));
     dtrain__bounce *bounce = work->bounce;
     bounce->called = *what;
@@ -151,7 +151,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtra
 /* Start the copy out of the image, when the transport is done. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->op.what;
     const bool gets = dtrain__gets(what, comm->base.rank);
     return dtrain__copy(comm, work->bounce, gets ? work->bounce->called.recv : what->recv,
                         what->recv, dtrain__recv_bytes(what, comm->base.size),

@@ -113,22 +113,22 @@ static void interrupt(void)
     sim->depth--;
 }
 
-static const dtrain__shown *heard(const dtrain__engine *comm, uint64_t sequence, int rank)
+static const dtrain_call *heard(const dtrain_comm *comm, uint64_t sequence, int rank)
 {
-    static const dtrain__shown nothing;
-    const int64_t when = sim->shown[comm->base.number][sequence][comm->base.world_ranks[rank]];
+    static const dtrain_call nothing;
+    const int64_t when = sim->shown[comm->number][sequence][comm->world_ranks[rank]];
     return when && when <= sim->now ? &nothing : NULL;
 }
 
-static channel *channel_of(const dtrain__engine *comm, const dtrain__work *work)
+static channel *channel_of(const dtrain_comm *comm, const dtrain_transport_work *work)
 {
-    const int own = comm->base.world->rank, peer = comm->base.world_ranks[work->what.root];
+    const int own = comm->world->rank, peer = comm->world_ranks[work->what.root];
     const bool sends = work->what.kind == DTRAIN_COLLECTIVE_SEND;
-    return &sim->channels[comm->base.number][sends ? own : peer][sends ? peer : own];
+    return &sim->channels[comm->number][sends ? own : peer][sends ? peer : own];
 }
 
 /* A transport with a grace does not know; the other one knows what is under way. */
-static bool lags(const dtrain__engine *comm, const dtrain__work *work, int rank)
+static bool lags(const dtrain_comm *comm, const dtrain_transport_work *work, int rank)
 {
     (void)rank;
     const channel *c = channel_of(comm, work);
@@ -139,10 +139,10 @@ static bool message_moves(const dtrain__engine *comm, dtrain__work *work)
 {
     simulated *r = &sim->rank[comm->base.world->rank];
     const size_t i = (size_t)(work - r->works);
-    channel *c = channel_of(comm, work);
+    channel *c = channel_of(&comm->base, &work->op);
     int *moved = &r->moved[i];
     const int parts = sim->ops[r->of[i]].parts;
-    if (work->what.kind == DTRAIN_COLLECTIVE_RECV) {
+    if (work->op.what.kind == DTRAIN_COLLECTIVE_RECV) {
         for (; *moved < parts; ++*moved) {
             if (c->taken == c->sent || c->arrives[c->taken] > sim->now) return false;
             c->heard[c->taken++] = sim->now + (sim->has_grace ? delay() : 0);
@@ -158,6 +158,11 @@ static bool message_moves(const dtrain__engine *comm, dtrain__work *work)
     return r->last[i] < c->taken && c->heard[r->last[i]] <= sim->now;
 }
 
+static dtrain__engine *engine_of(const dtrain__work *work)
+{
+    return (dtrain__engine *)(void *)((char *)work->op.base.comm - offsetof(dtrain__engine, base));
+}
+
 /* Move what can be moved, in the order of the queue; messages of one pair and direction do not overtake. */
 static void move_all(dtrain__engine *comm)
 {
@@ -165,16 +170,17 @@ static void move_all(dtrain__engine *comm)
     comm->failed = sim->now >= sim->fails[comm->base.number];
     if (comm->failed) return;
     for (dtrain__work *work = comm->queue; work; work = work->next) {
-        bool *order = work->sequence
-                          ? &stuck
-                          : &blocked[work->what.kind == DTRAIN_COLLECTIVE_SEND][work->what.root];
+        bool *order =
+            work->op.sequence
+                ? &stuck
+                : &blocked[work->op.what.kind == DTRAIN_COLLECTIVE_SEND][work->op.what.root];
         bool done = !*order;
-        for (int i = 0; work->sequence && i < comm->base.size; i++)
-            done = done && heard(comm, work->sequence, i);
-        if (done && !work->sequence) done = message_moves(comm, work);
-        if (done && work->sequence && !work->due_ns) /* its data moves */
+        for (int i = 0; work->op.sequence && i < comm->base.size; i++)
+            done = done && heard(&comm->base, work->op.sequence, i);
+        if (done && !work->op.sequence) done = message_moves(comm, work);
+        if (done && work->op.sequence && !work->due_ns) /* its data moves */
             work->due_ns = (uint64_t)(sim->now + (draw(3) ? 0 : draw(100)));
-        if (done && work->sequence) done = work->due_ns <= (uint64_t)sim->now;
+        if (done && work->op.sequence) done = work->due_ns <= (uint64_t)sim->now;
         work->done = done;
         if (!done) *order = true;
     }
@@ -192,13 +198,13 @@ void dtrain__engine_advance(dtrain__engine *comm)
     interrupt();
 }
 
-void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text, size_t room)
+void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text, size_t room)
 {
     (void)shown;
     snprintf(text, room, "call %d", (int)sequence);
 }
 
-static dtrain__transport transport;
+static dtrain_transport_ops transport;
 
 /* ---- Who waits for whom ---- */
 
@@ -208,11 +214,11 @@ static bool misses(int a, int b)
     const simulated *x = &sim->rank[a], *y = &sim->rank[b];
     if (a == b || !x->waits) return false;
     if (!x->waited) return y->gathers < x->gathers;
-    const dtrain__engine *comm = (const dtrain__engine *)(const void *)x->waited->base.comm;
-    if (!x->waited->sequence) return comm->base.world_ranks[x->waited->what.root] == b;
+    const dtrain__engine *comm = engine_of(x->waited);
+    if (!x->waited->op.sequence) return comm->base.world_ranks[x->waited->op.what.root] == b;
     for (int i = 0; i < comm->base.size; i++)
         if (comm->base.world_ranks[i] == b)
-            return !sim->shown[comm->base.number][x->waited->sequence][b];
+            return !sim->shown[comm->base.number][x->waited->op.sequence][b];
     return false;
 }
 
@@ -230,10 +236,7 @@ static int circle_of(int a)
     return found;
 }
 
-static bool has_failed(const simulated *r)
-{
-    return r->waited && ((const dtrain__engine *)(const void *)r->waited->base.comm)->failed;
-}
+static bool has_failed(const simulated *r) { return r->waited && engine_of(r->waited)->failed; }
 
 /* Read the error sentence: each rank of the circle waits for the next one. */
 static void read_circle(simulated *r)
@@ -270,17 +273,17 @@ static void start(simulated *r, int number)
     dtrain__work *work = &r->works[i];
     r->of[i] = number;
 
-    work->base.comm = &comm->base;
-    work->what.kind = DTRAIN_COLLECTIVE_BARRIER;
+    work->op.base.comm = &comm->base;
+    work->op.what.kind = DTRAIN_COLLECTIVE_BARRIER;
     if (o->what == COLLECTIVE) {
-        work->sequence = ++comm->sequence;
-        sim->shown[o->comm][work->sequence][own] =
+        work->op.sequence = ++comm->sequence;
+        sim->shown[o->comm][work->op.sequence][own] =
             sim->now + (sim->has_grace ? delay() * (sim->destroys ? 1 : 10) : 0);
     } else {
-        work->what.kind = o->from == own ? DTRAIN_COLLECTIVE_SEND : DTRAIN_COLLECTIVE_RECV;
+        work->op.what.kind = o->from == own ? DTRAIN_COLLECTIVE_SEND : DTRAIN_COLLECTIVE_RECV;
         for (int k = 0; k < comm->base.size; k++)
             if (comm->base.world_ranks[k] == (o->from == own ? o->to : o->from))
-                work->what.root = k;
+                work->op.what.root = k;
     }
     *comm->queue_end = work;
     comm->queue_end = &work->next;
@@ -351,8 +354,7 @@ static void step_rank(simulated *r)
             if (sim->ends) r->at = r->length;
         } else if (done) end_wait(r);
         else if (draw(3)) {
-            dtrain__engine *comm =
-                r->waited ? (dtrain__engine *)(void *)r->waited->base.comm : NULL;
+            dtrain__engine *comm = r->waited ? engine_of(r->waited) : NULL;
             const uint64_t number = r->wait.number, looked = r->wait.looked_ns;
             if (dtrain__look_for_circle(&r->world, comm, r->waited, &r->wait) != DTRAIN_OK) {
                 if (r->wait.number)

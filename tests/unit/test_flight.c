@@ -80,9 +80,8 @@ static int rank_of_a_plan(dtrain_world *world, void *user)
 /* Wait until another rank has called collective #`sequence`. */
 static void await_call(dtrain_comm *comm, uint64_t sequence, int rank)
 {
-    const dtrain__engine *engine = (const dtrain__engine *)comm;
-    for (int i = 0; i < 10000 && !engine->transport->heard(engine, sequence, rank); i++)
-        ranks_sleep_us(1000);
+    const dtrain_transport_ops *transport = comm->ops->transport;
+    for (int i = 0; i < 10000 && !transport->heard(comm, sequence, rank); i++) ranks_sleep_us(1000);
 }
 
 static dtrain_result run_plan(plan *p)

@@ -48,7 +48,7 @@ static void links_run_modes(int ranks, double gigabits, double latency, dtrain_r
 
 static const dtrain__work *local_work(const dtrain_work *work)
 {
-    return (const dtrain__work *)(const void *)work;
+    return (const dtrain__work *)(const void *)((const char *)work - offsetof(dtrain__work, op));
 }
 
 static dtrain_result call(dtrain_comm *comm, uint32_t kind, const float *send, float *recv,
@@ -260,7 +260,7 @@ static dtrain_result all_stamps(dtrain_world *world, const dtrain_work *work, st
     stamps mine, all[64];
     int i;
     memset(latest, 0, sizeof *latest);
-    mine.start = local->shown.started_ns;
+    mine.start = local->op.call.started_ns;
     mine.due = local->due_ns;
     TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     for (i = 0; i < dtrain_world_size(world); i++) {
@@ -357,7 +357,7 @@ static int rank_queue(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_work_wait(work[0]));
     RANKS_TRY(dtrain_work_wait(work[1]));
     CHECK(local[0]->due_ns && local[1]->due_ns >= local[0]->due_ns + (uint64_t)bytes_ns);
-    mine.start = local[0]->shown.started_ns;
+    mine.start = local[0]->op.call.started_ns;
     mine.due = local[0]->due_ns;
     RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, at));
     for (i = rank / 2 * 2; i < rank / 2 * 2 + 2; i++)
@@ -443,7 +443,7 @@ static int rank_messages(dtrain_world *world, void *user)
         else RANKS_TRY(dtrain_recv(comm, buffer, counts[c], DTRAIN_DTYPE_F32, 0, &work));
         RANKS_TRY(dtrain_work_wait(work));
         took = 1e9 * (test_seconds() - begin);
-        mine = local_work(work)->shown.started_ns;
+        mine = local_work(work)->op.call.started_ns;
         RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, starts));
         mine = local_work(work)->due_ns;
         RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, dues));
@@ -601,8 +601,19 @@ static void refused(const dtrain_launch_desc *desc, dtrain_result code, const ch
 
 static void test_bad_values(void)
 {
-    static const dtrain_comm_ops other = {
-        DTRAIN_COMM_ABI, false, "other", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    static const dtrain_comm_ops other = {DTRAIN_COMM_ABI,
+                                          false,
+                                          "other",
+                                          NULL,
+                                          NULL,
+                                          NULL,
+                                          NULL,
+                                          NULL,
+                                          NULL,
+                                          NULL,
+                                          NULL,
+                                          NULL,
+                                          NULL};
     static const double rates[] = {0, -1, 2e6, (double)NAN, (double)INFINITY};
     static const double latencies[] = {-1, 2e9, (double)NAN, (double)INFINITY};
     static const uint32_t nodes[] = {0, 3, 4, 8, 65536, 0xffffffffu};

@@ -2,35 +2,13 @@
  * call that test_comm.c makes gives the same bits, and disagreement, departure and silence end in the
  * same sentences as on the local communicator. A wait beside a program that computes sleeps longer and longer
  * while nothing moves, and briefly again when something does. */
-#include "comm/engine_internal.h"
 #define main test_comm_main
 #include "test_comm.c"
 #undef main
 #include "toy_transport.h"
+#include "world/world_internal.h" /* for naps and circles, which need no transport of their own */
 
-static const dtrain__transport toy_transport = {sizeof(toy_comm),
-                                                sizeof(toy_work),
-                                                0,
-                                                toy_show,
-                                                toy_heard,
-                                                toy_move,
-                                                toy_message,
-                                                toy_lags,
-                                                toy_map,
-                                                toy_unmap,
-                                                toy_make,
-                                                toy_join,
-                                                toy_release,
-                                                NULL,
-                                                NULL,
-                                                NULL};
-
-static dtrain_result toy_create(dtrain_world *world, dtrain_comm **out);
-static const dtrain_comm_ops toy_ops = DTRAIN__ENGINE_OPS("toy", toy_create);
-static dtrain_result toy_create(dtrain_world *world, dtrain_comm **out)
-{
-    return dtrain__engine_create(world, &toy_ops, &toy_transport, out);
-}
+static dtrain_comm_ops toy_ops;
 
 static void toy_run(int ranks, dtrain_rank_fn rank_main, void *user)
 {
@@ -45,7 +23,7 @@ static uint64_t seed = 11;
 
 static void test_types(void)
 {
-    for (int n = 1; n <= 5; n++) toy_run(n, rank_every_type, NULL);
+    for (int n = 1; n <= 8; n++) toy_run(n, rank_every_type, NULL);
 }
 static void test_sizes(void)
 {
@@ -215,6 +193,7 @@ static void test_gives_up(void) { ranks_run(2, DTRAIN_LAUNCH_PROCESSES, rank_giv
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
+    toy_ops = toy_comm_ops();
     for (uint32_t i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
     RUN(test_types);
     RUN(test_sizes);

@@ -182,7 +182,7 @@ static dtrain_result no_comm_destroy(dtrain_comm *comm)
 }
 static const dtrain_comm_ops no_comm = {
     DTRAIN_COMM_ABI, false, "none", no_comm_create, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-    no_comm_destroy};
+    no_comm_destroy, NULL};
 
 static dtrain_result no_comm_create(dtrain_world *world, dtrain_comm **out)
 {

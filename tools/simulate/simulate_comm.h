@@ -204,7 +204,8 @@ static const dtrain_comm_ops *sim_comm_ops(void)
 {
     static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI, true,      "simulated", sim_create,
                                         sim_start,       sim_test,  sim_wait,    sim_alloc,
-                                        sim_free,        sim_split, sim_fail,    sim_destroy};
+                                        sim_free,        sim_split, sim_fail,    sim_destroy,
+                                        NULL};
     return &ops;
 }
 
