@@ -62,7 +62,7 @@
        src/strategy/hook.h                  Communication hooks: how the gradients of a bucket travel, in a way of one's own
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
-       src/comm/backend.h                   For authors of communicators: the communicator table
+       src/comm/backend.h                   For authors of communicators: the communicator table, and the transport table
        src/core/platform.c                  The clock, files, and how much memory there is
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
        src/core/core_internal.h             What every room uses of core
@@ -4335,7 +4335,7 @@ DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, si
 
 /* ==== src/comm/backend.h ====================================================================== */
 
-/* For authors of communicators: the communicator table. */
+/* For authors of communicators: the communicator table, and the transport table. */
 
 /* One operation as a backend sees it; the calls above check and fill it. */
 typedef struct dtrain_collective {
@@ -4348,7 +4348,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 7u
+#define DTRAIN_COMM_ABI 8u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -4363,6 +4363,7 @@ struct dtrain_comm {
     int64_t number;   /* 0: the world's; its members have the same, no other group of a rank has */
     uint64_t started; /* collectives that this rank has called */
     uint64_t splits;
+    uint64_t *moves;  /* a transport adds one when it has moved something: naps are short again */
     const char *axis; /* of a mesh, along which its ranks differ: "tensor", a literal; or NULL */
     dtrain_comm_info info;
 };
@@ -4393,7 +4394,100 @@ struct dtrain_comm_ops {
     dtrain_result (*split)(dtrain_comm *comm, int color, int key, dtrain_comm **out);
     dtrain_result (*fail)(dtrain_comm *comm, dtrain_result code, const char *text);
     dtrain_result (*destroy)(dtrain_comm *comm);
+    const struct dtrain_transport_ops *transport; /* of a communicator that the engine drives */
 };
+
+/* A transport: how the bytes of a communicator travel
+ *
+ * The engine (comm/engine_internal.h) does everything that does not depend on it: the queue, the
+ * comparison of what ranks call, deadlines, failure, split, and buffers in device memory. To make a
+ * communicator on a transport of one's own, copy a table that has one and replace it:
+ *
+ *     const dtrain_comm_ops *local;
+ *     dtrain_comm_ops_by_name("local", &local);
+ *     dtrain_comm_ops mine = *local;
+ *     mine.name = "mine";
+ *     mine.transport = &my_transport;
+ *     desc.comm_ops = &mine;
+ *
+ * All functions are called by the thread of the rank, from inside of its calls; there is no other
+ * thread. None may wait for another rank: what cannot be done now is done when the function is
+ * called again. The engine owns communicators and works. A transport's own structs begin with
+ * dtrain_comm and dtrain_transport_work, and it casts to them; what is behind is zeroed, in a work
+ * before each operation. An error is reported by comm->ops->fail, which ends the operations of all
+ * ranks; afterwards only unmap and release are called. */
+
+#define DTRAIN_WINDOW 32u        /* W: collectives of one rank under way */
+#define DTRAIN_SMALL_BYTES 4096u /* of data that travel with a call, at most */
+#define DTRAIN_REPORT_BYTES 512u /* of a communicator's first failure */
+
+/* A call as ranks show it to each other: all fields must be equal on all ranks. */
+typedef struct dtrain_call {
+    uint64_t count;
+    uint64_t started_ns; /* not compared; emulated links only, otherwise 0 */
+    uint32_t kind, dtype, op;
+    int32_t root;
+} dtrain_call;
+
+/* An operation as a transport sees it; a transport's own begins with it. */
+typedef struct dtrain_transport_work {
+    dtrain_work base;
+    dtrain_collective what; /* its buffers are host memory */
+    dtrain_call call;
+    size_t send_bytes, recv_bytes; /* read from what.send and written to what.recv by this rank */
+    uint64_t sequence; /* of a collective: from 1, the same on all ranks; 0: send or receive */
+    bool small;        /* the send buffer travels with the call: see show */
+    bool oldest;       /* no earlier collective of this rank is under way */
+    bool agreed;       /* of a receive: the call of its message was heard, and is as expected */
+    bool posted;       /* set by a transport: the receiver needs nothing more of this rank, so that
+                          the next message to it may be moved while this one waits */
+} dtrain_transport_work;
+
+typedef struct dtrain_transport_ops {
+    size_t comm_bytes, work_bytes; /* of the transport's own structs */
+    uint64_t grace_ns; /* data that a rank sent before it left may arrive so much later than the
+                          news that it has left */
+
+    /* Set up this rank's half of a communicator. *address, not 0, is sent to the other ranks, and
+     * join gets the addresses of all, in rank order. join returns zeroed memory of
+     * DTRAIN_REPORT_BYTES, aligned to 8, that all ranks of the communicator reach at any time; or
+     * NULL: then a failure of the communicator fails the world. release frees what make has made:
+     * at once if join was not called, else when no other rank uses it. The world's communicator has
+     * number 0, is made first and released last. */
+    dtrain_result (*make)(dtrain_comm *comm, int64_t *address);
+    void *(*join)(dtrain_comm *comm, const int64_t *addresses);
+    void (*release)(dtrain_comm *comm, bool joined);
+
+    /* Allocate zeroed whole pages that the transport reaches without a copy, and free them. */
+    dtrain_result (*map)(dtrain_comm *comm, size_t bytes, void **out);
+    void (*unmap)(dtrain_comm *comm, void *memory, size_t bytes);
+
+    /* Show all ranks what this rank calls: work->call and, when work->small, the send buffer behind
+     * it (send_bytes, at most DTRAIN_SMALL_BYTES). Called once for each collective, in their order,
+     * and for at most W that are not done. */
+    void (*show)(dtrain_comm *comm, dtrain_transport_work *work);
+    /* Return what another rank has shown as its collective number `sequence`, or NULL if it has not
+     * been heard yet. Asked for the last 2 W numbers: so many places are enough. With sequence 0:
+     * the call of the message that this rank receives next from that rank. */
+    const dtrain_call *(*heard)(const dtrain_comm *comm, uint64_t sequence, int rank);
+    /* Move an operation on; return true when it is done and its buffers are the host's again. Of
+     * collectives, only those that all ranks agree about; of a small one this rank has its result
+     * already. dtrain_collective_result computes the others. Messages between two ranks in one
+     * direction come one after the other; the receive buffer may be written when work->agreed. */
+    bool (*move)(dtrain_comm *comm, dtrain_transport_work *work);
+    /* Say whether an operation that is being moved waits for this rank: for error messages. */
+    bool (*lags)(const dtrain_comm *comm, const dtrain_transport_work *work, int rank);
+    /* Optional: take in what has arrived; called in each turn of a wait, before operations are
+     * moved. */
+    void (*poll)(dtrain_comm *comm);
+    /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
+    bool (*meet)(dtrain_comm *comm, dtrain_transport_work *work);
+} dtrain_transport_ops;
+
+/* Compute this rank's result of a collective, in what->recv, from the send buffers of all ranks, in
+ * (size), in rank order. Ranks whose buffer the collective does not read may have NULL. */
+DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
+                                         const void *const *in);
 
 #ifdef __cplusplus
 }
@@ -8352,14 +8446,6 @@ typedef struct dtrain__kind {
     bool reduces, rooted, cuts, joins;
 } dtrain__kind;
 
-/* The fields of a call that all ranks must agree on, as ranks show them to each other. */
-typedef struct dtrain__shown {
-    uint64_t count;
-    uint64_t started_ns; /* not compared; emulated links only, otherwise 0 */
-    uint32_t kind, dtype, op;
-    int32_t root;
-} dtrain__shown;
-
 /* Bytes that one rank sends to another: from this offset of its send buffer or, results that were
  * computed, of its receive buffer; to that offset of the other's receive buffer. */
 typedef struct dtrain__transfer {
@@ -9074,11 +9160,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine
  * One engine drives the communicators "local", "staged" and "mpi". It owns everything that does not
  * depend on how bytes travel: the queue, the sequence numbers, the agreement on what is called,
  * waiting and deadlines, failure, split, emulated links and buffers in device memory. A transport
- * below it moves bytes; it is one dtrain__transport table. The life of one collective on one rank:
+ * below it moves bytes; it is one dtrain_transport_ops table (comm/backend.h). The life of one
+ * collective on one rank:
  *
  *     dtrain_all_reduce -> engine_start
  *         |   copy_in: device memory only; page-locked images take the place of the buffers
- *      QUEUED         waits for its copy, and until fewer than DTRAIN__WINDOW are under way
+ *      QUEUED         waits for its copy, and until fewer than DTRAIN_WINDOW are under way
  *         |   transport->show: what this rank calls, with the data when the operation is small
  *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
  *         |   small: every rank computes its own result from what it has heard
@@ -9089,7 +9176,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine
  *       done          engine_wait gives the handle back
  *
  * A message (send, receive) goes from QUEUED to MOVING when it is the first one between its two
- * ranks in its direction that is not posted, and is moved by transport->message.
+ * ranks in its direction that is not posted; of a receive the call is heard and compared first.
  *
  * There is no progress thread: every step above is taken inside a call of the host's, by
  * engine_advance, which visits the queue from the oldest operation to the newest and never waits.
@@ -9099,55 +9186,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine
  * transport that keeps 2 W places for what ranks show never overwrites one that is still read: a
  * rank that starts t has seen all ranks at t - W, and those had finished t - 2W before. */
 
-#define DTRAIN__WINDOW 32u                            /* W: collectives of one rank under way */
-#define DTRAIN__SMALL_BYTES 4096u                     /* data that is shown with the call ... */
-#define DTRAIN__SMALL_TOTAL (8 * DTRAIN__SMALL_BYTES) /* ... and what one rank reads of all ranks */
+#define DTRAIN__SMALL_TOTAL (8 * DTRAIN_SMALL_BYTES) /* what one rank reads of small data */
 
 typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
 typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
-
-/* A transport. No function waits. Each one that moves an operation on counts that in world->moves,
- * because waits sleep longer while nothing moves. Functions that can fail report it through
- * dtrain__engine_fail; then comm->failed is set, and only unmap and release are called. */
-typedef struct dtrain__transport {
-    size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
-    uint64_t grace_ns;             /* data that a rank sent before it left may arrive so much later
-                                      than the news that it has left */
-
-    /* Show all ranks what this rank calls: dtrain__write_shown in memory that reaches them. */
-    void (*show)(dtrain__engine *comm, dtrain__work *work);
-    /* What another rank has shown as its collective number `sequence`, its small data behind it; or
-     * NULL if it has not yet. Asked for numbers of the last 2 W operations. */
-    const dtrain__shown *(*heard)(const dtrain__engine *comm, uint64_t sequence, int rank);
-    /* Move a collective on that all ranks agree about; true when its buffers are the host's again.
-     * Only the oldest one may use what exists once in a communicator. A small one has its result
-     * already. */
-    bool (*move)(dtrain__engine *comm, dtrain__work *work, bool oldest);
-    /* Move a send or a receive on; true when it is done. */
-    bool (*message)(dtrain__engine *comm, dtrain__work *work);
-    /* Whether the operation, which is MOVING, waits for this rank: for error messages. */
-    bool (*lags)(const dtrain__engine *comm, const dtrain__work *work, int rank);
-    /* Memory that the transport reaches without a copy: zeroed whole pages. */
-    dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
-    void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
-
-    /* Set up this rank's half of a communicator. *address, not 0, is sent to the other ranks; join
-     * gets the addresses of all ranks, in rank order, and sets comm->report. release frees what
-     * make has made and other ranks do not use; before join none of them can. The world's
-     * communicator has number 0, is made first and released last. */
-    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
-    void (*join)(dtrain__engine *comm, const int64_t *addresses);
-    void (*release)(dtrain__engine *comm);
-
-    /* Optional: take in what has arrived. */
-    void (*poll)(dtrain__engine *comm);
-    /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
-    bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-    /* Optional: fill comm->report on every rank, unless a failure is known already. NULL: the
-     * report is in memory that ranks share. */
-    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
-} dtrain__transport;
 
 typedef enum dtrain__state {
     DTRAIN__QUEUED = 0,
@@ -9156,25 +9199,22 @@ typedef enum dtrain__state {
     DTRAIN__DUE = 3
 } dtrain__state;
 
+/* The engine's part of a work stands before the one that the transport sees. */
 struct dtrain__work {
-    dtrain_work base;
     dtrain__work *next;       /* in the queue, or among the idle */
     dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
     dtrain__bounce *bounce;   /* device memory only; stays, too */
-    dtrain_collective what;   /* as the transport moves it: its buffers are host memory */
-    dtrain__shown shown;
-    uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    int heard;         /* all ranks below this one have been heard, and call the same */
+    int heard;                /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
-    bool small, done;
-    bool posted;              /* a send whose receiver needs nothing more of this rank */
+    bool done;
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
     uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
+    dtrain_transport_work op;
 };
 
+/* Likewise of a communicator. */
 struct dtrain__engine {
-    dtrain_comm base;
-    const dtrain__transport *transport;
+    const dtrain_transport_ops *transport;
     dtrain__engine *next;             /* in world->comms */
     bool failed;                      /* comm->report says why */
     dtrain__abort_record *report;     /* the first failure; who shares it fails together */
@@ -9184,30 +9224,30 @@ struct dtrain__engine {
     dtrain__work *idle, *blocks;
     bool staged;           /* the host cannot read the device's memory: copies before and after */
     dtrain_stream *stream; /* of those copies */
+    dtrain_comm base;
 };
 
-/* The entries of a communicator table that the engine has. */
-#define DTRAIN__ENGINE_OPS(name, create)                                                          \
-    {                                                                                             \
-        DTRAIN_COMM_ABI, false, name, create, dtrain__engine_start, dtrain__engine_test,          \
-            dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, dtrain__engine_split, \
-            dtrain__engine_fail, dtrain__engine_destroy                                           \
+/* A communicator table of the engine. */
+#define DTRAIN__ENGINE_OPS(name, transport)                                                      \
+    {                                                                                            \
+        DTRAIN_COMM_ABI, false, name, dtrain__engine_create, dtrain__engine_start,               \
+            dtrain__engine_test, dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, \
+            dtrain__engine_split, dtrain__engine_fail, dtrain__engine_destroy, transport         \
     }
 
 /* comm/engine.c */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text,
+DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
-                                           dtrain__shown *at);
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
+DTRAIN__PRIVATE dtrain__engine *dtrain__engine_of(const dtrain_comm *comm);
+DTRAIN__PRIVATE dtrain__work *dtrain__work_of(const dtrain_work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
-DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain__engine *comm, dtrain_result code);
+DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code);
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *comm, dtrain_result code,
                                                    const char *format, ...);
-DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
-                                            const dtrain__shown *sent);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
                                                    dtrain_work **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done);
@@ -9216,9 +9256,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int color, int key,
                                                    dtrain_comm **out);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                    const dtrain__transport *transport,
-                                                    dtrain_comm **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
 /* comm/circle.c */
@@ -9242,6 +9280,7 @@ DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *wor
 
 /* comm/local.c; comm/mpi.c: NULL without DTRAIN_USE_MPI */
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__staged_comm_ops(void);
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void);
 
 static void dtrain__dump_event(dtrain__writer *out, const dtrain__event *event)
@@ -9509,6 +9548,18 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
         dtrain__combine(what, in + i, 1, &out, 1, count);
 }
 
+DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
+                                         const void *const *in)
+{
+    const char *from[DTRAIN_MAX_RANKS];
+    const size_t cut = dtrain__kind_of(what->kind)->cuts
+                           ? (size_t)comm->rank * what->count * dtrain_dtype_bytes(what->dtype)
+                           : 0;
+    if (!what->count) return;
+    for (int i = 0; i < comm->size; i++) from[i] = in[i] ? (const char *)in[i] + cut : NULL;
+    dtrain__pull(comm, what, from, 0, what->count);
+}
+
 /* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
  * is cut at multiples of 64 bytes so that no two ranks write one line. */
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
@@ -9552,21 +9603,28 @@ DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size
 
 /* ---- What ranks call --------------------------------------------------------------------------*/
 
-/* Write what this rank calls and, behind it, its input if that is small; return their bytes. */
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
-                                           dtrain__shown *at)
+DTRAIN__PRIVATE dtrain__engine *dtrain__engine_of(const dtrain_comm *comm)
 {
-    const size_t bytes = work->small && dtrain__gives(&work->what, comm->base.rank)
-                             ? dtrain__send_bytes(&work->what, comm->base.size)
-                             : 0;
-    *at = work->shown;
+    return (dtrain__engine *)((uintptr_t)comm - offsetof(dtrain__engine, base));
+}
+
+DTRAIN__PRIVATE dtrain__work *dtrain__work_of(const dtrain_work *work)
+{
+    return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
+}
+
+/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at)
+{
+    const size_t bytes = work->small ? work->send_bytes : 0;
+    *at = work->call;
     if (bytes) memcpy(at + 1, work->what.send, bytes);
     return sizeof *at + bytes;
 }
 
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
  * 0: "collective #17 (all-reduce sum f32 count 100)". */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text,
+DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
@@ -9585,33 +9643,34 @@ DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, uint64_t seque
     else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)sequence, call);
 }
 
-static bool dtrain__same_call(const dtrain__shown *a, const dtrain__shown *b)
+static bool dtrain__same_call(const dtrain_call *a, const dtrain_call *b)
 {
     return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root &&
            a->count == b->count;
 }
 
-static const dtrain__shown *dtrain__shown_by(const dtrain__engine *comm, const dtrain__work *work,
-                                             int rank)
+static const dtrain_call *dtrain__shown_by(const dtrain__engine *comm, const dtrain__work *work,
+                                           int rank)
 {
-    if (rank == comm->base.rank) return &work->shown;
-    return comm->transport->heard(comm, work->sequence, rank);
+    if (rank == comm->base.rank) return &work->op.call;
+    return comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
 /* Compare what two ranks call. */
 static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first,
                                      int second)
 {
-    const dtrain__shown *x = dtrain__shown_by(comm, work, first);
-    const dtrain__shown *y = dtrain__shown_by(comm, work, second);
+    const dtrain_call *x = dtrain__shown_by(comm, work, first);
+    const dtrain_call *y = dtrain__shown_by(comm, work, second);
     char a[80], b[80];
     if (dtrain__same_call(x, y)) return DTRAIN_OK;
     dtrain__describe(x, 0, a, sizeof a);
     dtrain__describe(y, 0, b, sizeof b);
-    return dtrain__engine_failf(comm, DTRAIN_ERROR_MISMATCH,
+    return dtrain__engine_failf(&comm->base, DTRAIN_ERROR_MISMATCH,
                                 "collective #%llu differs: rank %d called %s, rank %d called %s",
-                                (unsigned long long)work->sequence, comm->base.world_ranks[first],
-                                a, comm->base.world_ranks[second], b);
+                                (unsigned long long)work->op.sequence,
+                                comm->base.world_ranks[first], a, comm->base.world_ranks[second],
+                                b);
 }
 
 /* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and
@@ -9619,15 +9678,15 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
 static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 {
     for (; work->heard < comm->base.size; work->heard++) {
-        const dtrain__shown *shown = dtrain__shown_by(comm, work, work->heard);
+        const dtrain_call *shown = dtrain__shown_by(comm, work, work->heard);
         if (!shown) return false;
         if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
-        if (dtrain__same_call(shown, &work->shown)) continue;
+        if (dtrain__same_call(shown, &work->op.call)) continue;
         (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
         return false;
     }
     /* After a failure other ranks may have freed their buffers; small inputs are copies. */
-    if (!work->small && dtrain__load(&comm->report->state))
+    if (!work->op.small && dtrain__load(&comm->report->state))
         (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     return !comm->failed;
 }
@@ -9635,18 +9694,10 @@ static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 /* Compute this rank's result from the inputs that ranks have shown with their calls. */
 static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
 {
-    const dtrain_collective *what = &work->what;
-    const char *in[DTRAIN_MAX_RANKS];
-    const size_t cut = dtrain__kind_of(what->kind)->cuts
-                           ? (size_t)comm->base.rank * what->count * dtrain_dtype_bytes(what->dtype)
-                           : 0;
-    if (!what->count) return;
+    const void *in[DTRAIN_MAX_RANKS];
     for (int i = 0; i < comm->base.size; i++)
-        in[i] = (i == comm->base.rank
-                     ? (const char *)what->send
-                     : (const char *)(comm->transport->heard(comm, work->sequence, i) + 1)) +
-                cut;
-    dtrain__pull(&comm->base, what, in, 0, what->count);
+        in[i] = i == comm->base.rank ? work->op.what.send : dtrain__shown_by(comm, work, i) + 1;
+    dtrain_collective_result(&comm->base, &work->op.what, in);
 }
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
@@ -9655,27 +9706,48 @@ static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work 
  * collectives in the order of their numbers, because emulated links carry them in that order. */
 static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
 {
-    const dtrain__transport *transport = comm->transport;
+    const dtrain_transport_ops *transport = comm->transport;
     if (work->state == DTRAIN__QUEUED) {
-        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
+        if (work->op.sequence - oldest >= DTRAIN_WINDOW) return false;
         work->state = DTRAIN__SHOWN;
-        dtrain__call_started(comm->base.world, work->base.event);
-        transport->show(comm, work);
+        dtrain__call_started(comm->base.world, work->op.base.event);
+        transport->show(&comm->base, &work->op);
         if (comm->failed) return false;
     }
     if (work->state == DTRAIN__SHOWN) {
-        if (work->sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work)) return false;
-        comm->agreed = work->sequence;
-        comm->base.world->moves++;
+        if (work->op.sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work))
+            return false;
+        comm->agreed = work->op.sequence;
+        ++*comm->base.moves;
         if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
-        if (work->small) dtrain__small_result(comm, work);
+        if (work->op.small) dtrain__small_result(comm, work);
         work->state = DTRAIN__MOVING;
     }
     if (work->state == DTRAIN__MOVING) {
-        if (!transport->move(comm, work, work->sequence == oldest)) return false;
+        work->op.oldest = work->op.sequence == oldest;
+        if (!transport->move(&comm->base, &work->op)) return false;
         work->state = DTRAIN__DUE;
     }
-    return !work->due_ns || (dtrain__now_ns() >= work->due_ns && comm->transport->meet(comm, work));
+    return !work->due_ns ||
+           (dtrain__now_ns() >= work->due_ns && transport->meet(&comm->base, &work->op));
+}
+
+/* Say whether a receiver has heard the call of its message, which has the count and dtype that it
+ * asks for. */
+static bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work)
+{
+    const dtrain_collective *what = &work->op.what;
+    const dtrain_call *sent = comm->transport->heard(&comm->base, 0, what->root);
+    const int *world = comm->base.world_ranks;
+    if (!sent) return false;
+    if (sent->count == work->op.call.count && sent->dtype == work->op.call.dtype) return true;
+    (void)dtrain__engine_failf(
+        &comm->base, DTRAIN_ERROR_MISMATCH,
+        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+        world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
+        (unsigned long long)sent->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
+        what->count);
+    return false;
 }
 
 /* Messages between two ranks in one direction go one after the other. */
@@ -9683,14 +9755,16 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
 {
     if (work->state == DTRAIN__QUEUED) {
         const dtrain__work *first = comm->queue;
-        while (first->what.kind != work->what.kind || first->what.root != work->what.root ||
-               first->posted)
+        while (first->op.what.kind != work->op.what.kind ||
+               first->op.what.root != work->op.what.root || first->op.posted)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;
-        dtrain__call_started(comm->base.world, work->base.event);
+        dtrain__call_started(comm->base.world, work->op.base.event);
     }
-    return comm->transport->message(comm, work);
+    if (work->op.what.kind == DTRAIN_COLLECTIVE_RECV && !work->op.agreed)
+        work->op.agreed = dtrain__message_agrees(comm, work);
+    return !comm->failed && comm->transport->move(&comm->base, &work->op);
 }
 
 /* Say whether an operation waits for the copy into its image; a copy that failed ends the wait. */
@@ -9699,7 +9773,7 @@ static bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
     bool done;
     if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
     const dtrain_result result = dtrain__copied_in(comm, work, &done);
-    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(comm, result);
+    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(&comm->base, result);
     return !done;
 }
 
@@ -9709,14 +9783,14 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
     uint64_t oldest = 0; /* sequence of the first collective that is not done */
     dtrain__work **link = &comm->queue;
     if (comm->failed) return;
-    if (comm->transport->poll) comm->transport->poll(comm);
+    if (comm->transport->poll) comm->transport->poll(&comm->base);
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
-        if (!oldest) oldest = work->sequence;
+        if (!oldest) oldest = work->op.sequence;
         if (dtrain__copying_in(comm, work))
             return; /* the copies of later ones come after it on the copy stream */
-        const bool done = work->sequence ? dtrain__collective_advance(comm, work, oldest)
-                                         : dtrain__message_advance(comm, work);
+        const bool done = work->op.sequence ? dtrain__collective_advance(comm, work, oldest)
+                                            : dtrain__message_advance(comm, work);
         if (comm->failed) return;
         if (!done) {
             link = &work->next;
@@ -9724,16 +9798,16 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
         }
         const dtrain_result copied = comm->staged ? dtrain__copy_out(comm, work) : DTRAIN_OK;
         if (copied != DTRAIN_OK) {
-            (void)dtrain__engine_give_up(comm, copied);
+            (void)dtrain__engine_give_up(&comm->base, copied);
             return;
         }
         work->done = true;
-        comm->base.world->moves++;
-        dtrain__call_done(comm->base.world, work->base.event);
+        ++*comm->base.moves;
+        dtrain__call_done(comm->base.world, work->op.base.event);
         *link = work->next;
         if (!*link) comm->queue_end = link;
         comm->base.in_flight--;
-        if (oldest == work->sequence) oldest = 0;
+        if (oldest == work->op.sequence) oldest = 0;
     }
 }
 
@@ -9789,14 +9863,14 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     dtrain__abort_record *report = comm->report;
     uint32_t none = 0;
     char own[480]; /* `text` may be the last error, or in the report */
     snprintf(own, sizeof own, "%s", dtrain__bare(text));
     if (comm->failed) return dtrain__engine_standing(comm);
-    if (comm->transport->publish) {
-        comm->transport->publish(comm, code, own);
+    if (report == &base->world->control->aborted) {
+        dtrain_world_abort(base->world, code, own);
     } else if (__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
                                            __ATOMIC_ACQUIRE)) {
         report->code = (int32_t)code;
@@ -9808,14 +9882,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_resu
 }
 
 /* Fail with the last error as the sentence; return false. */
-DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain__engine *comm, dtrain_result code)
+DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code)
 {
-    (void)dtrain__engine_fail(&comm->base, code, dtrain_last_error());
+    (void)dtrain__engine_fail(comm, code, dtrain_last_error());
     return false;
 }
 
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *comm, dtrain_result code,
                                                    const char *format, ...)
 {
     char text[480];
@@ -9823,23 +9897,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return dtrain__engine_fail(&comm->base, code, text);
-}
-
-/* Fail unless a message has the count and dtype that this receiver asks for. */
-DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
-                                            const dtrain__shown *sent)
-{
-    const dtrain_collective *what = &work->what;
-    const int *world = comm->base.world_ranks;
-    if (sent->count == work->shown.count && sent->dtype == work->shown.dtype) return true;
-    (void)dtrain__engine_failf(
-        comm, DTRAIN_ERROR_MISMATCH,
-        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-        world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
-        (unsigned long long)sent->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
-        what->count);
-    return false;
+    return dtrain__engine_fail(comm, code, text);
 }
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
@@ -9849,11 +9907,12 @@ DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
 {
     const dtrain__work *work = comm->queue;
-    while (work && !work->sequence) work = work->next;
-    const uint64_t oldest = work ? work->sequence : comm->sequence + 1;
-    uint64_t last = oldest + 2 * DTRAIN__WINDOW;
+    while (work && !work->op.sequence) work = work->next;
+    const uint64_t oldest = work ? work->op.sequence : comm->sequence + 1;
+    uint64_t last = oldest + 2 * DTRAIN_WINDOW;
     if (rank == comm->base.rank) return comm->sequence;
-    while (last && last + DTRAIN__WINDOW > oldest && !comm->transport->heard(comm, last, rank))
+    while (last && last + DTRAIN_WINDOW > oldest &&
+           !comm->transport->heard(&comm->base, last, rank))
         last--;
     return last;
 }
@@ -9861,17 +9920,18 @@ static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
 /* Find the operation that must be done before `work` can be: the oldest collective, or itself. */
 static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dtrain__work *work)
 {
-    const dtrain__work *first = work->sequence ? comm->queue : work;
-    while (first != work && !first->sequence) first = first->next;
+    const dtrain__work *first = work->op.sequence ? comm->queue : work;
+    while (first != work && !first->op.sequence) first = first->next;
     return first;
 }
 
 static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
 {
     if (rank == comm->base.rank) return false;
-    if (!work->sequence) return rank == work->what.root && comm->transport->lags(comm, work, rank);
-    if (work->state >= DTRAIN__MOVING) return comm->transport->lags(comm, work, rank);
-    return !comm->transport->heard(comm, work->sequence, rank);
+    if (!work->op.sequence)
+        return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
+    if (work->state >= DTRAIN__MOVING) return comm->transport->lags(&comm->base, &work->op, rank);
+    return !comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
 /* Make the rarer checks of a wait: has another rank failed the communicator, called something else,
@@ -9886,7 +9946,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     for (int i = 0; i < comm->base.size; i++) {
         const bool left = dtrain__left_for(comm->base.world, world[i], comm->transport->grace_ns);
         if (!dtrain__waits_for(comm, work, i)) {
-            if (work->sequence && work->state == DTRAIN__SHOWN)
+            if (work->op.sequence && work->state == DTRAIN__SHOWN)
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
             continue;
         }
@@ -9894,9 +9954,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
                           dtrain__waits(comm->base.world, world[i]) < 0))
             waits = world[i];
         if (!left) continue;
-        dtrain__describe(&work->shown, work->sequence, name, sizeof name);
+        dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
         return dtrain__engine_failf(
-            comm, DTRAIN_ERROR_PEER,
+            &comm->base, DTRAIN_ERROR_PEER,
             "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
             world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
     }
@@ -9930,10 +9990,10 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
         for (int at = 0; at < size && end >= 0; at++) {
             if (world[at] != behind) continue;
             const uint64_t last = dtrain__last_sequence(comm, at);
-            used += (size_t)snprintf(list + used, room - used, " (%s #%llu)",
-                                     work->sequence && last >= work->sequence ? "stuck in"
-                                                                              : "its last was",
-                                     (unsigned long long)last);
+            used += (size_t)snprintf(
+                list + used, room - used, " (%s #%llu)",
+                work->op.sequence && last >= work->op.sequence ? "stuck in" : "its last was",
+                (unsigned long long)last);
         }
     }
 }
@@ -9945,21 +10005,21 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const dtrain_world *world = comm->base.world;
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
-    dtrain__describe(&work->shown, work->sequence, name, sizeof name);
+    dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
     if (dtrain__copying_in(comm, waited))
         return dtrain__engine_failf(
-            comm, DTRAIN_ERROR_TIMEOUT,
+            &comm->base, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);
     if (work->due_ns > now)
         return dtrain__engine_failf(
-            comm, DTRAIN_ERROR_TIMEOUT,
+            &comm->base, DTRAIN_ERROR_TIMEOUT,
             "%s: rank %d waited %.1f s, and its emulated link of %g Gb/s needs %.1f s more; raise "
             "timeout_ms",
             name, world->rank, seconds, world->emulation.gigabits_per_second,
             1e-9 * (double)(work->due_ns - now));
     dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
-        comm, DTRAIN_ERROR_TIMEOUT,
+        &comm->base, DTRAIN_ERROR_TIMEOUT,
         "%s: rank %d waited %.1f s for %s; %sif they%s are only slow, raise timeout_ms", name,
         world->rank, seconds, list[0] ? list : "its own records to go out",
         strstr(list, "circle") ? "make the same calls on all of them, or " : "",
@@ -9982,23 +10042,28 @@ static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
     comm->base.outstanding--;
 }
 
+static size_t dtrain__work_bytes(const dtrain__engine *comm)
+{
+    return dtrain__round_up(offsetof(dtrain__work, op) + comm->transport->work_bytes,
+                            DTRAIN__CACHE_LINE);
+}
+
 static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *block, uint32_t i)
 {
-    return (dtrain__work *)(void *)((char *)block + i * comm->transport->work_bytes);
+    return (dtrain__work *)(void *)((char *)block + i * dtrain__work_bytes(comm));
 }
 
 /* Make a block of works; one is enough, unless more handles than a window are kept. */
 static dtrain_result dtrain__more_works(dtrain__engine *comm)
 {
     dtrain__work *block =
-        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__WINDOW,
-                                      comm->transport->work_bytes, "operations in flight");
+        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN_WINDOW,
+                                      dtrain__work_bytes(comm), "operations in flight");
     if (!block) return DTRAIN_ERROR_MEMORY;
     block->next_block = comm->blocks;
     comm->blocks = block;
-    for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
+    for (uint32_t i = 0; i < DTRAIN_WINDOW; i++) {
         dtrain__work *work = dtrain__work_at(comm, block, i);
-        work->base.comm = &comm->base;
         work->next = comm->idle;
         comm->idle = work;
     }
@@ -10010,24 +10075,28 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
                                        dtrain__work **out)
 {
     const size_t bytes = dtrain__send_bytes(what, comm->base.size);
-    const size_t kept = offsetof(dtrain__work, what);
+    const size_t kept = offsetof(dtrain__work, heard);
     if (!comm->idle) DTRAIN__TRY(dtrain__more_works(comm));
     dtrain__work *work = comm->idle;
     comm->idle = work->next;
-    memset((char *)work + kept, 0, comm->transport->work_bytes - kept);
+    memset((char *)work + kept, 0, dtrain__work_bytes(comm) - kept);
     *out = work;
     comm->base.outstanding++;
     work->next = NULL;
-    work->what = *what;
-    work->base.event = comm->base.world->timeline.ring->count; /* just recorded */
-    work->small = bytes <= DTRAIN__SMALL_BYTES &&
-                  bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
-    work->shown.count = what->count;
-    work->shown.kind = what->kind;
-    work->shown.dtype = (uint32_t)what->dtype;
-    work->shown.op = what->op;
-    work->shown.root = what->root;
-    if (dtrain__node_ranks(comm->base.world)) work->shown.started_ns = dtrain__now_ns();
+    work->op.base.comm = &comm->base;
+    work->op.what = *what;
+    work->op.send_bytes = dtrain__gives(what, comm->base.rank) ? bytes : 0;
+    if (dtrain__gets(what, comm->base.rank))
+        work->op.recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    work->op.base.event = comm->base.world->timeline.ring->count; /* just recorded */
+    work->op.small = bytes <= DTRAIN_SMALL_BYTES &&
+                     bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
+    work->op.call.count = what->count;
+    work->op.call.kind = what->kind;
+    work->op.call.dtype = (uint32_t)what->dtype;
+    work->op.call.op = what->op;
+    work->op.call.root = what->root;
+    if (dtrain__node_ranks(comm->base.world)) work->op.call.started_ns = dtrain__now_ns();
     return DTRAIN_OK;
 }
 
@@ -10043,7 +10112,7 @@ static dtrain_result dtrain__alone(const dtrain__engine *comm, const dtrain_coll
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
                                                    dtrain_work **out)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     *out = NULL;
     if (comm->failed) return dtrain__engine_standing(comm);
     if (base->size == 1) return dtrain__alone(comm, what);
@@ -10056,7 +10125,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
         return dtrain__engine_fail(base, copied, dtrain_last_error());
     }
     if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
-        work->sequence = ++comm->sequence;
+        work->op.sequence = ++comm->sequence;
     *comm->queue_end = work;
     comm->queue_end = &work->next;
     base->in_flight++;
@@ -10065,7 +10134,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
         dtrain__recycle(comm, work);
         return dtrain__engine_standing(comm);
     }
-    *out = &work->base;
+    *out = &work->op.base;
     return DTRAIN_OK;
 }
 
@@ -10081,7 +10150,7 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work,
     if (work->done || comm->failed) return;
     if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
     if (wait && dtrain__look_for_circle(comm->base.world, comm, work, wait) != DTRAIN_OK)
-        (void)dtrain__engine_give_up(comm, DTRAIN_ERROR_MISMATCH);
+        (void)dtrain__engine_give_up(&comm->base, DTRAIN_ERROR_MISMATCH);
     else if (work->done || comm->failed) return;
     else if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__engine_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
@@ -10090,8 +10159,8 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work,
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
 {
-    dtrain__work *work = (dtrain__work *)base;
-    dtrain__engine *comm = (dtrain__engine *)base->comm;
+    dtrain__work *work = dtrain__work_of(base);
+    dtrain__engine *comm = dtrain__engine_of(base->comm);
     dtrain_world *world = comm->base.world;
     dtrain__wait wait = dtrain__wait_begin();
     while (!work->done && !comm->failed) {
@@ -10115,8 +10184,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
 {
-    dtrain__work *work = (dtrain__work *)base;
-    dtrain__engine *comm = (dtrain__engine *)base->comm;
+    dtrain__work *work = dtrain__work_of(base);
+    dtrain__engine *comm = dtrain__engine_of(base->comm);
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
@@ -10129,9 +10198,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     dtrain_device *device = base->world->device;
-    if (!comm->staged) return comm->transport->map(comm, bytes, out);
+    if (!comm->staged) return comm->transport->map(base, bytes, out);
     DTRAIN__TRY(device->ops->alloc(device, bytes, out));
     const dtrain_result result = device->ops->zero(device, *out, bytes);
     if (result == DTRAIN_OK) return DTRAIN_OK;
@@ -10142,15 +10211,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     if (comm->staged) base->world->device->ops->free(base->world->device, memory, bytes);
-    else comm->transport->unmap(comm, memory, bytes);
+    else comm->transport->unmap(base, memory, bytes);
+}
+
+static size_t dtrain__engine_bytes(const dtrain_transport_ops *transport)
+{
+    return offsetof(dtrain__engine, base) + transport->comm_bytes;
 }
 
 /* Free this rank's half of a communicator. Operations in flight are dropped. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
-    dtrain__engine *comm = (dtrain__engine *)base;
+    dtrain__engine *comm = dtrain__engine_of(base);
     const dtrain_allocator *allocator = &base->world->allocator;
     dtrain_device *device = base->world->device;
     dtrain__engine **link = &base->world->comms;
@@ -10160,31 +10234,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     while (comm->blocks) {
         dtrain__work *block = comm->blocks;
         comm->blocks = block->next_block;
-        for (uint32_t i = 0; i < DTRAIN__WINDOW; i++)
+        for (uint32_t i = 0; i < DTRAIN_WINDOW; i++)
             dtrain__bounce_free(comm, dtrain__work_at(comm, block, i));
-        dtrain__free(allocator, block, DTRAIN__WINDOW, comm->transport->work_bytes);
+        dtrain__free(allocator, block, DTRAIN_WINDOW, dtrain__work_bytes(comm));
     }
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
-    comm->transport->release(comm);
+    comm->transport->release(base, comm->report != NULL);
     dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof(int));
-    dtrain__free(allocator, comm, 1, comm->transport->comm_bytes);
+    dtrain__free(allocator, comm, 1, dtrain__engine_bytes(comm->transport));
     return DTRAIN_OK;
 }
 
 /* Make this rank's half of a communicator; NULL and an address of 0 when that fails. It does not
  * know the other ranks until `join`. */
-static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
-                                         const dtrain__transport *transport, int size, int rank,
-                                         dtrain__engine **out, int64_t *address)
+static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops, int size,
+                                         int rank, dtrain__engine **out, int64_t *address)
 {
     const dtrain_allocator *allocator = &world->allocator;
+    const dtrain_transport_ops *transport = ops->transport;
     *out = NULL;
     *address = 0;
-    dtrain__engine *comm =
-        (dtrain__engine *)dtrain__alloc(allocator, 1, transport->comm_bytes, "a communicator");
+    dtrain__engine *comm = (dtrain__engine *)dtrain__alloc(
+        allocator, 1, dtrain__engine_bytes(transport), "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
     comm->base.ops = ops;
     comm->base.world = world;
+    comm->base.moves = &world->moves;
     comm->base.size = size;
     comm->base.rank = rank;
     comm->transport = transport;
@@ -10199,7 +10274,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     if (result == DTRAIN_OK && comm->staged)
         result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
     if (result == DTRAIN_OK) result = dtrain__more_works(comm);
-    if (result == DTRAIN_OK) result = transport->make(comm, address);
+    if (result == DTRAIN_OK) result = transport->make(&comm->base, address);
     if (result == DTRAIN_OK) {
         *out = comm;
         return DTRAIN_OK;
@@ -10209,15 +10284,20 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     return result;
 }
 
+/* Join the halves of all ranks. A transport that shares no memory has no report of its own. */
+static void dtrain__engine_join(dtrain__engine *comm, const int64_t *addresses)
+{
+    void *report = comm->transport->join(&comm->base, addresses);
+    comm->report = report ? (dtrain__abort_record *)report : &comm->base.world->control->aborted;
+}
+
 /* Make the world's communicator. */
-DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                    const dtrain__transport *transport,
-                                                    dtrain_comm **out)
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out)
 {
     int64_t address, addresses[DTRAIN_MAX_RANKS];
     dtrain__engine *comm;
     DTRAIN__TRY(
-        dtrain__engine_make(world, ops, transport, world->size, world->rank, &comm, &address));
+        dtrain__engine_make(world, world->comm_ops, world->size, world->rank, &comm, &address));
     const dtrain_result result =
         dtrain_world_all_gather(world, &address, sizeof address, addresses);
     if (result != DTRAIN_OK) {
@@ -10226,7 +10306,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
     }
     for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
     world->look_for_circle = dtrain__look_for_circle;
-    transport->join(comm, addresses);
+    dtrain__engine_join(comm, addresses);
     *out = &comm->base;
     return DTRAIN_OK;
 }
@@ -10239,7 +10319,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {
-    dtrain__engine *parent = (dtrain__engine *)base, *comm = NULL;
+    dtrain__engine *comm = NULL;
     dtrain_world *world = base->world;
     int64_t mine[3] = {color < 0 ? -1 : color, key, world->comm_count}, all[DTRAIN_MAX_RANKS][3];
     int64_t address = 1, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
@@ -10255,8 +10335,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     }
     while (members[rank] != base->rank) rank++;
     if (color < 0) world->comm_count++;
-    else
-        (void)dtrain__engine_make(world, base->ops, parent->transport, size, rank, &comm, &address);
+    else (void)dtrain__engine_make(world, base->ops, size, rank, &comm, &address);
     dtrain_result result = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
                                        DTRAIN_DTYPE_I64, 0, -1, NULL);
     for (int i = 0; i < base->size && result == DTRAIN_OK; i++)
@@ -10273,7 +10352,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
         joined[i] = addresses[members[i]];
         comm->base.world_ranks[i] = base->world_ranks[members[i]];
     }
-    comm->transport->join(comm, joined);
+    dtrain__engine_join(comm, joined);
     *out = &comm->base;
     return DTRAIN_OK;
 }
@@ -10306,7 +10385,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
 
-#define DTRAIN__SLOTS (2 * DTRAIN__WINDOW)
+#define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
 #define DTRAIN__CHUNK_BYTES ((size_t)128 << 10)   /* half a stage: two ranks' stages stay in L2 */
 #define DTRAIN__READ_BYTES ((size_t)128 << 10)    /* buffers from this size on are read ... */
 #define DTRAIN__SCRATCH_BYTES ((size_t)512 << 10) /* ... in blocks of all ranks that fit here */
@@ -10317,8 +10396,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
 /* Written by its rank only; 65 cache lines, so that slots spread over the sets of a cache. */
 typedef struct dtrain__slot {
     uint64_t progress; /* atomic; only grows */
-    dtrain__shown shown;
-    char data[DTRAIN__SMALL_BYTES];
+    dtrain_call shown;
+    char data[DTRAIN_SMALL_BYTES];
     const char *send;
     char *recv;
     uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
@@ -10328,10 +10407,10 @@ typedef struct dtrain__slot {
  * into all of them has one, which says where it lies, if the receiver can read it there: then it
  * comes without the sender, which may compute. Others are cut in cells. */
 typedef struct dtrain__cell {
-    dtrain__shown shown; /* of the whole message */
-    const char *lies;    /* NULL: the cell has the data */
-    uint64_t path;       /* dtrain__path to it */
-    char line[DTRAIN__CACHE_LINE - sizeof(dtrain__shown) - 16];
+    dtrain_call shown; /* of the whole message */
+    const char *lies;  /* NULL: the cell has the data */
+    uint64_t path;     /* dtrain__path to it */
+    char line[DTRAIN__CACHE_LINE - sizeof(dtrain_call) - 16];
     char data[DTRAIN__CELL_BYTES];
 } dtrain__cell;
 
@@ -10359,7 +10438,7 @@ struct dtrain__part {
 };
 
 typedef struct dtrain__local_comm {
-    dtrain__engine base;
+    dtrain_comm base;
     dtrain__part **parts; /* (size) */
     char *scratch;        /* made when first needed */
     uint64_t proof;       /* see dtrain__part */
@@ -10369,7 +10448,7 @@ typedef struct dtrain__local_comm {
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
 
 typedef struct dtrain__local_work {
-    dtrain__work base;
+    dtrain_transport_work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
     int seen;     /* ranks below it have reached `stage` */
@@ -10377,38 +10456,38 @@ typedef struct dtrain__local_work {
     uint64_t end; /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
-static dtrain__part *dtrain__part_of(const dtrain__engine *comm, int rank)
+static dtrain__part *dtrain__part_of(const dtrain_comm *comm, int rank)
 {
     return ((const dtrain__local_comm *)comm)->parts[rank];
 }
 
-static dtrain__slot *dtrain__slot_of(const dtrain__engine *comm, int rank, uint64_t sequence)
+static dtrain__slot *dtrain__slot_of(const dtrain_comm *comm, int rank, uint64_t sequence)
 {
     return &dtrain__part_of(comm, rank)->slots[sequence % DTRAIN__SLOTS];
 }
 
 /* ---- Stages -----------------------------------------------------------------------------------*/
 
-static bool dtrain__reached(const dtrain__engine *comm, uint64_t sequence, uint32_t stage, int rank)
+static bool dtrain__reached(const dtrain_comm *comm, uint64_t sequence, uint32_t stage, int rank)
 {
     const uint64_t goal = sequence << DTRAIN__STAGE_BITS | stage;
     return dtrain__load(&dtrain__slot_of(comm, rank, sequence)->progress) >= goal;
 }
 
-static bool dtrain__all_reached(const dtrain__engine *comm, dtrain__local_work *work)
+static bool dtrain__all_reached(const dtrain_comm *comm, dtrain__local_work *work)
 {
-    while (work->seen < comm->base.size &&
+    while (work->seen < comm->size &&
            dtrain__reached(comm, work->base.sequence, work->stage, work->seen))
         work->seen++;
-    return work->seen == comm->base.size;
+    return work->seen == comm->size;
 }
 
-static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, uint32_t stage)
+static void dtrain__reach(const dtrain_comm *comm, dtrain__local_work *work, uint32_t stage)
 {
     work->stage = stage;
     work->seen = 0;
-    comm->base.world->moves++;
-    dtrain__store(&dtrain__slot_of(comm, comm->base.rank, work->base.sequence)->progress,
+    ++*comm->moves;
+    dtrain__store(&dtrain__slot_of(comm, comm->rank, work->base.sequence)->progress,
                   work->base.sequence << DTRAIN__STAGE_BITS | stage);
 }
 
@@ -10445,7 +10524,7 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
  * can forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
 static bool dtrain__reads_all(const dtrain__local_comm *comm)
 {
-    for (int i = 0; i < comm->base.base.size; i++) {
+    for (int i = 0; i < comm->base.size; i++) {
         const dtrain__part *part = comm->parts[i];
         uint64_t value = 0;
         if (!dtrain__read_memory(part->pid, part->proof, &value, sizeof value) ||
@@ -10457,15 +10536,15 @@ static bool dtrain__reads_all(const dtrain__local_comm *comm)
 
 /* Read another rank's bytes. False: that rank has ended, which the wait will report, or the
  * communicator has failed. */
-static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char *to, size_t bytes)
+static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *to, size_t bytes)
 {
-    comm->base.info.staged_bytes += bytes;
+    comm->info.staged_bytes += bytes;
     if (dtrain__read_memory(dtrain__part_of(comm, rank)->pid, from, to, bytes)) return true;
     if (errno != ESRCH)
         dtrain__engine_failf(comm, DTRAIN_ERROR_PEER,
                              "rank %d's buffer of %zu bytes cannot be read: %s; was it freed while "
                              "the operation was under way?",
-                             comm->base.world_ranks[rank], bytes, strerror(errno));
+                             comm->world_ranks[rank], bytes, strerror(errno));
     return false;
 }
 
@@ -10473,13 +10552,13 @@ static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char
 
 /* Say which paths this rank's buffers allow. On the direct path other ranks read `send`; they write
  * `recv` where slices of a result are computed by different ranks. */
-static uint64_t dtrain__allowed_paths(const dtrain__engine *comm, const dtrain_collective *what)
+static uint64_t dtrain__allowed_paths(const dtrain_comm *comm, const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const dtrain_world *world = comm->base.world;
-    const size_t send_bytes = dtrain__send_bytes(what, comm->base.size);
-    const size_t recv_bytes = dtrain__recv_bytes(what, comm->base.size);
-    const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->base.rank);
+    const dtrain_world *world = comm->world;
+    const size_t send_bytes = dtrain__send_bytes(what, comm->size);
+    const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
+    const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
     const bool direct = dtrain__is_shared(world, what->send, send_bytes) &&
                         (!written || dtrain__is_shared(world, what->recv, recv_bytes));
     const bool read = ((const dtrain__local_comm *)comm)->reads &&
@@ -10489,19 +10568,26 @@ static uint64_t dtrain__allowed_paths(const dtrain__engine *comm, const dtrain_c
     return (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
 }
 
-static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
+static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
-    dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
-    (void)dtrain__write_shown(comm, work, &slot->shown);
+    dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
+    (void)dtrain__write_shown(work, &slot->shown);
     slot->send = (const char *)work->what.send;
     slot->recv = (char *)work->what.recv;
     slot->paths = work->small ? 0 : dtrain__allowed_paths(comm, &work->what);
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
-static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint64_t sequence,
-                                                int rank)
+static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t sequence, int rank)
 {
+    if (!sequence) {
+        const dtrain__channel *channel =
+            dtrain__load(&dtrain__part_of(comm, rank)->channels[comm->rank]);
+        const uint64_t tail = channel ? dtrain__load(&channel->tail) : 0;
+        return channel && dtrain__load(&channel->head) > tail
+                   ? &channel->cells[tail % DTRAIN__CELLS].shown
+                   : NULL;
+    }
     return dtrain__reached(comm, sequence, 1, rank) ? &dtrain__slot_of(comm, rank, sequence)->shown
                                                     : NULL;
 }
@@ -10512,13 +10598,13 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
  * every rank's result, on the read path in its own, where the root of a reduce computes everything.
  * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
  * that no other rank reads. */
-static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work *work)
+static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const bool direct = work->path == DTRAIN__DIRECT;
-    const int size = comm->base.size, rank = comm->base.rank;
+    const int size = comm->size, rank = comm->rank;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const char *in[DTRAIN_MAX_RANKS];
     char *out[DTRAIN_MAX_RANKS];
@@ -10531,8 +10617,8 @@ static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work
     }
     if (!length) return true; /* and recv may be NULL */
     if (!direct && !local->scratch) {
-        local->scratch = (char *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__SCRATCH_BYTES,
-                                               1, "blocks of other ranks");
+        local->scratch = (char *)dtrain__alloc(&comm->world->allocator, DTRAIN__SCRATCH_BYTES, 1,
+                                               "blocks of other ranks");
         if (!local->scratch) return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
     }
     block = direct ? length
@@ -10560,11 +10646,11 @@ static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work
 
 /* Take from each rank what belongs into this rank's result as it is, the next rank's first, so that
  * not all read the same rank. */
-static bool dtrain__take_pieces(dtrain__engine *comm, const dtrain__local_work *work)
+static bool dtrain__take_pieces(dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const int size = comm->base.size, own = comm->base.rank;
+    const int size = comm->size, own = comm->rank;
     for (int turn = 1; turn <= size; turn++) {
         const int i = (own + turn) % size;
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
@@ -10594,23 +10680,23 @@ static bool dtrain__take_pieces(dtrain__engine *comm, const dtrain__local_work *
  * before they reached stage c + 2. After the last stage, chunks + 2, all have pulled everything and
  * the next operation may use the buffers; so only the oldest one in flight uses them. */
 
-static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_collective *what)
+static size_t dtrain__chunk_count(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
+    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
 /* Copy chunk c of this rank's input into its buffer: one piece, or one for each rank's slice. */
-static bool dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what, size_t c)
+static bool dtrain__chunk_in(dtrain_comm *comm, const dtrain_collective *what, size_t c)
 {
-    dtrain__part *part = dtrain__part_of(comm, comm->base.rank);
+    dtrain__part *part = dtrain__part_of(comm, comm->rank);
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
+    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
     void *stage;
-    if (!dtrain__gives(what, comm->base.rank)) return true;
+    if (!dtrain__gives(what, comm->rank)) return true;
     if (!part->stage) {
-        if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
+        if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
             return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
@@ -10618,41 +10704,41 @@ static bool dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what
     for (size_t i = 0; i < pieces; i++)
         memcpy(half + i * chunk * unit,
                (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
-    comm->base.info.staged_bytes += pieces * length * unit;
+    comm->info.staged_bytes += pieces * length * unit;
     return true;
 }
 
 /* Compute chunk c of this rank's result from the buffers of all; ranks that give nothing may have
  * none. */
-static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *what, size_t c)
+static void dtrain__chunk_out(dtrain_comm *comm, const dtrain_collective *what, size_t c)
 {
     const char *in[DTRAIN_MAX_RANKS];
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.rank * chunk : 0;
-    for (int i = 0; i < comm->base.size; i++) {
+    const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->rank * chunk : 0;
+    for (int i = 0; i < comm->size; i++) {
         const char *stage = dtrain__part_of(comm, i)->stage;
         in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
     }
-    dtrain__pull(&comm->base, what, in, c * chunk, length);
+    dtrain__pull(comm, what, in, c * chunk, length);
 }
 
 /* Choose the path from what all ranks have shown. All are at stage 1. */
-static void dtrain__choose_path(const dtrain__engine *comm, dtrain__local_work *work)
+static void dtrain__choose_path(const dtrain_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const size_t chunk = dtrain__chunk_count(comm, what);
     uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
-    for (int i = 0; i < comm->base.size; i++)
+    for (int i = 0; i < comm->size; i++)
         paths &= dtrain__slot_of(comm, i, work->base.sequence)->paths;
-    work->seen = comm->base.size;
+    work->seen = comm->size;
     work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT : paths ? DTRAIN__READ : DTRAIN__COPIED;
     work->final = work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
     if (work->path == DTRAIN__COPIED) work->final += (uint32_t)((what->count + chunk - 1) / chunk);
 }
 
 /* Do what follows the stage that all ranks have reached; false: it cannot be done now. */
-static bool dtrain__next_stage(dtrain__engine *comm, dtrain__local_work *work, bool oldest)
+static bool dtrain__next_stage(dtrain_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
@@ -10660,26 +10746,13 @@ static bool dtrain__next_stage(dtrain__engine *comm, dtrain__local_work *work, b
         return work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins))
                    ? dtrain__compute_slice(comm, work)
                    : dtrain__take_pieces(comm, work);
-    if (!oldest) return false;
+    if (!work->base.oldest) return false;
     if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
     return work->stage + 1 >= work->final || dtrain__chunk_in(comm, what, work->stage - 1);
 }
 
-static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool oldest)
-{
-    dtrain__local_work *work = (dtrain__local_work *)base;
-    if (base->small) return true;
-    if (!work->final) dtrain__choose_path(comm, work);
-    while (dtrain__all_reached(comm, work)) {
-        if (work->stage >= work->final) return true;
-        if (!dtrain__next_stage(comm, work, oldest)) return false;
-        dtrain__reach(comm, work, work->stage + 1);
-    }
-    return false;
-}
-
 /* Reach the additional stage of emulated links. A small operation has only stage 1 before it. */
-static bool dtrain__local_meet(dtrain__engine *comm, dtrain__work *base)
+static bool dtrain__local_meet(dtrain_comm *comm, dtrain_transport_work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
     const uint32_t last = base->small ? 2 : work->final + 1;
@@ -10689,16 +10762,15 @@ static bool dtrain__local_meet(dtrain__engine *comm, dtrain__work *base)
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
 
-static dtrain__channel *dtrain__channel_of(const dtrain__engine *comm,
-                                           const dtrain_collective *what)
+static dtrain__channel *dtrain__channel_of(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->base.rank : what->root;
-    const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->base.rank;
+    const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->rank : what->root;
+    const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->rank;
     return dtrain__load(&dtrain__part_of(comm, from)->channels[to]);
 }
 
 /* Say whether the other side has to act first. */
-static bool dtrain__message_stuck(const dtrain__engine *comm, const dtrain__local_work *work)
+static bool dtrain__message_stuck(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
     const dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
@@ -10709,11 +10781,11 @@ static bool dtrain__message_stuck(const dtrain__engine *comm, const dtrain__loca
 }
 
 /* Say how the receiver comes to a message that is longer than the channel. */
-static dtrain__path dtrain__message_path(const dtrain__engine *comm, const dtrain_collective *what,
+static dtrain__path dtrain__message_path(const dtrain_comm *comm, const dtrain_collective *what,
                                          size_t bytes)
 {
     if (bytes <= DTRAIN__CELLS * DTRAIN__CELL_BYTES) return DTRAIN__COPIED;
-    if (dtrain__is_shared(comm->base.world, what->send, bytes)) return DTRAIN__DIRECT;
+    if (dtrain__is_shared(comm->world, what->send, bytes)) return DTRAIN__DIRECT;
     return dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
                    dtrain__is_readable(what->send, bytes)
                ? DTRAIN__READ
@@ -10721,29 +10793,29 @@ static dtrain__path dtrain__message_path(const dtrain__engine *comm, const dtrai
 }
 
 /* Fill a cell with the next part of a message, or with where all of it lies. */
-static void dtrain__cell_fill(dtrain__engine *comm, dtrain__local_work *work, dtrain__cell *cell,
+static void dtrain__cell_fill(dtrain_comm *comm, dtrain__local_work *work, dtrain__cell *cell,
                               size_t bytes)
 {
     const dtrain_collective *what = &work->base.what;
     const size_t rest = bytes - work->moved;
     size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
     if (work->moved == 0) work->path = dtrain__message_path(comm, what, bytes);
-    cell->shown = work->base.shown;
+    cell->shown = work->base.call;
     cell->path = (uint64_t)work->path;
     cell->lies = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
     if (cell->lies) {
         length = bytes;
     } else if (length) {
         memcpy(cell->data, (const char *)what->send + work->moved, length);
-        comm->base.info.staged_bytes += length;
+        comm->info.staged_bytes += length;
     }
     work->moved += length;
 }
 
 /* Take what a cell has. False: it has to wait for an emulated link, or the communicator has
  * failed. */
-static bool dtrain__cell_take(dtrain__engine *comm, dtrain__local_work *work,
-                              const dtrain__cell *cell, size_t bytes)
+static bool dtrain__cell_take(dtrain_comm *comm, dtrain__local_work *work, const dtrain__cell *cell,
+                              size_t bytes)
 {
     const dtrain_collective *what = &work->base.what;
     const size_t rest = bytes - work->moved;
@@ -10751,21 +10823,23 @@ static bool dtrain__cell_take(dtrain__engine *comm, dtrain__local_work *work,
                           : rest < DTRAIN__CELL_BYTES ? rest
                                                       : DTRAIN__CELL_BYTES;
     char *to = (char *)what->recv + work->moved;
-    if (!dtrain__message_due(comm, &work->base, cell->shown.started_ns) && length == rest)
+    if (!work->base.agreed) return false;
+    if (!dtrain__message_due(dtrain__engine_of(comm), dtrain__work_of(&work->base.base),
+                             cell->shown.started_ns) &&
+        length == rest)
         return false;
-    if (!dtrain__message_agrees(comm, &work->base, &cell->shown)) return false;
     if (cell->path == DTRAIN__READ) {
         if (!dtrain__fetch(comm, what->root, cell->lies, to, length)) return false;
     } else if (length) {
         memcpy(to, cell->lies ? cell->lies : cell->data, length);
-        comm->base.info.staged_bytes += cell->lies ? 0 : length;
+        comm->info.staged_bytes += cell->lies ? 0 : length;
     }
     work->moved += length;
     return true;
 }
 
 /* Fill or empty one cell; an empty message is one empty cell. */
-static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work, size_t bytes)
+static bool dtrain__message_cell(dtrain_comm *comm, dtrain__local_work *work, size_t bytes)
 {
     dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
     const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
@@ -10774,35 +10848,50 @@ static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work,
     if (sends) dtrain__cell_fill(comm, work, cell, bytes);
     else if (!dtrain__cell_take(comm, work, cell, bytes)) return false;
     dtrain__store(mine, *mine + 1);
-    comm->base.world->moves++;
+    ++*comm->moves;
     work->end = *mine;
-    work->base.posted = sends && work->moved == bytes &&
-                        (cell->lies || (bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
-                                        dtrain__message_crosses(comm, &work->base)));
+    work->base.posted =
+        sends && work->moved == bytes &&
+        (cell->lies ||
+         (bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
+          dtrain__message_crosses(dtrain__engine_of(comm), dtrain__work_of(&work->base.base))));
     return true;
 }
 
-static bool dtrain__local_message(dtrain__engine *comm, dtrain__work *base)
+static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 {
-    dtrain__local_work *work = (dtrain__local_work *)base;
-    const dtrain_collective *what = &base->what;
+    const dtrain_collective *what = &work->base.what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     void *channel;
     if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what)) {
-        if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
+        if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
             return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
-        dtrain__store(&dtrain__part_of(comm, comm->base.rank)->channels[what->root],
+        dtrain__store(&dtrain__part_of(comm, comm->rank)->channels[what->root],
                       (dtrain__channel *)channel);
     }
     while (!dtrain__message_stuck(comm, work)) {
-        if (base->posted) return true;
+        if (work->base.posted) return true;
         if (!dtrain__message_cell(comm, work, bytes)) return false;
-        if (work->moved == bytes && !base->posted) return true;
+        if (work->moved == bytes && !work->base.posted) return true;
     }
     return false;
 }
 
-static bool dtrain__local_lags(const dtrain__engine *comm, const dtrain__work *base, int rank)
+static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
+{
+    dtrain__local_work *work = (dtrain__local_work *)base;
+    if (!base->sequence) return dtrain__local_message(comm, work);
+    if (base->small) return true;
+    if (!work->final) dtrain__choose_path(comm, work);
+    while (dtrain__all_reached(comm, work)) {
+        if (work->stage >= work->final) return true;
+        if (!dtrain__next_stage(comm, work)) return false;
+        dtrain__reach(comm, work, work->stage + 1);
+    }
+    return false;
+}
+
+static bool dtrain__local_lags(const dtrain_comm *comm, const dtrain_transport_work *base, int rank)
 {
     const dtrain__local_work *work = (const dtrain__local_work *)base;
     if (!base->sequence) return dtrain__message_stuck(comm, work);
@@ -10811,14 +10900,14 @@ static bool dtrain__local_lags(const dtrain__engine *comm, const dtrain__work *b
 
 /* ---- Memory, life -----------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__local_map(dtrain__engine *comm, size_t bytes, void **out)
+static dtrain_result dtrain__local_map(dtrain_comm *comm, size_t bytes, void **out)
 {
-    return dtrain__shared_alloc(comm->base.world, bytes, out);
+    return dtrain__shared_alloc(comm->world, bytes, out);
 }
-static void dtrain__local_unmap(dtrain__engine *comm, void *memory, size_t bytes)
+static void dtrain__local_unmap(dtrain_comm *comm, void *memory, size_t bytes)
 {
     (void)bytes;
-    dtrain__shared_free(comm->base.world, memory);
+    dtrain__shared_free(comm->world, memory);
 }
 
 /* Free retired parts: those of destroyed communicators that all members have left. */
@@ -10838,18 +10927,27 @@ static void dtrain__sweep_retired(dtrain_world *world)
     }
 }
 
-static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
+static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    dtrain_world *world = base->base.world;
+    dtrain_world *world = base->world;
     void *part;
+    if (!world->control->arenas)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
+            "communicator "
+            "needs that; between hosts give one that crosses them: on GPUs NCCL (comm_ops, "
+            "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
+            world->size, world->node_count, world->node_count == 1 ? "" : "s",
+            world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
     dtrain__sweep_retired(world);
-    comm->parts = (dtrain__part **)dtrain__alloc(&world->allocator, (size_t)base->base.size,
+    comm->parts = (dtrain__part **)dtrain__alloc(&world->allocator, (size_t)base->size,
                                                  sizeof *comm->parts, "a table of ranks");
     if (!comm->parts) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__shared_alloc(world, sizeof(dtrain__part), &part));
-    dtrain__part *own = comm->parts[base->base.rank] = (dtrain__part *)part;
-    own->size = (uint32_t)base->base.size;
+    dtrain__part *own = comm->parts[base->rank] = (dtrain__part *)part;
+    own->size = (uint32_t)base->size;
     own->pid = getpid();
     own->proof = &comm->proof;
     own->proof_value = comm->proof = dtrain__now_ns() ^ (uint64_t)(uintptr_t)part;
@@ -10860,73 +10958,60 @@ static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
     return DTRAIN_OK;
 }
 
-static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
+static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    for (int i = 0; i < base->base.size; i++)
-        comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
+    for (int i = 0; i < base->size; i++) comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
     comm->reads = dtrain__reads_all(comm);
-    dtrain__store(&comm->parts[base->base.rank]->reads, (uint32_t)comm->reads);
-    base->report = &comm->parts[0]->report;
+    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)comm->reads);
+    return &comm->parts[0]->report;
 }
 
 /* Free this rank's private memory. Its part stays until every member has left, because others may
  * still read it. */
-static void dtrain__local_release(dtrain__engine *base)
+static void dtrain__local_release(dtrain_comm *base, bool joined)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    dtrain_world *world = base->base.world;
+    dtrain_world *world = base->world;
     if (!comm->parts) return;
-    dtrain__part *part = comm->parts[base->base.rank];
-    if (base->report) {
+    dtrain__part *part = comm->parts[base->rank];
+    if (joined) {
         part->next = world->retired;
         world->retired = part;
-        for (int i = 0; i < base->base.size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
+        for (int i = 0; i < base->size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
         dtrain__sweep_retired(world);
     } else {
         dtrain__shared_free(world, part);
     }
     dtrain__free(&world->allocator, comm->scratch, DTRAIN__SCRATCH_BYTES, 1);
-    dtrain__free(&world->allocator, comm->parts, (size_t)base->base.size, sizeof *comm->parts);
+    dtrain__free(&world->allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
 }
 
-static const dtrain__transport dtrain__local_transport = {sizeof(dtrain__local_comm),
-                                                          sizeof(dtrain__local_work),
-                                                          0,
-                                                          dtrain__local_show,
-                                                          dtrain__local_heard,
-                                                          dtrain__local_move,
-                                                          dtrain__local_message,
-                                                          dtrain__local_lags,
-                                                          dtrain__local_map,
-                                                          dtrain__local_unmap,
-                                                          dtrain__local_make,
-                                                          dtrain__local_join,
-                                                          dtrain__local_release,
-                                                          NULL,
-                                                          dtrain__local_meet,
-                                                          NULL};
+static const dtrain_transport_ops dtrain__local_transport = {sizeof(dtrain__local_comm),
+                                                             sizeof(dtrain__local_work),
+                                                             0,
+                                                             dtrain__local_make,
+                                                             dtrain__local_join,
+                                                             dtrain__local_release,
+                                                             dtrain__local_map,
+                                                             dtrain__local_unmap,
+                                                             dtrain__local_show,
+                                                             dtrain__local_heard,
+                                                             dtrain__local_move,
+                                                             dtrain__local_lags,
+                                                             NULL,
+                                                             dtrain__local_meet};
 
-static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out);
-static const dtrain_comm_ops dtrain__local_ops = DTRAIN__ENGINE_OPS("local", dtrain__local_create);
-static const dtrain_comm_ops dtrain__staged_ops =
-    DTRAIN__ENGINE_OPS("staged", dtrain__local_create);
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void) { return &dtrain__local_ops; }
-
-static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out)
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void)
 {
-    if (!world->control->arenas)
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
-            "communicator "
-            "needs that; between hosts give one that crosses them: on GPUs NCCL (comm_ops, "
-            "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
-            world->size, world->node_count, world->node_count == 1 ? "" : "s",
-            world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
-    return dtrain__engine_create(
-        world, world->device->ops->host_memory ? &dtrain__local_ops : &dtrain__staged_ops,
-        &dtrain__local_transport, out);
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("local", &dtrain__local_transport);
+    return &ops;
+}
+
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__staged_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("staged", &dtrain__local_transport);
+    return &ops;
 }
 #if DTRAIN__COLD
 #pragma GCC push_options
@@ -10972,9 +11057,9 @@ static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
     char call[80] = "dtrain_world_all_gather", ranks[64] = "";
     size_t used = 0;
     dtrain__store(&own->comm, work ? comm->base.number : -1);
-    dtrain__store(&own->sequence, work ? work->sequence : world->gather_count);
-    dtrain__store(&own->kind, work ? work->what.kind : 0);
-    if (work) dtrain__describe(&work->shown, work->sequence, call, sizeof call);
+    dtrain__store(&own->sequence, work ? work->op.sequence : world->gather_count);
+    dtrain__store(&own->kind, work ? work->op.what.kind : 0);
+    if (work) dtrain__describe(&work->op.call, work->op.sequence, call, sizeof call);
     for (int i = 0; work && i < comm->base.size && i < 6; i++)
         used +=
             (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
@@ -10999,8 +11084,8 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
     if (!comm) return false;
     if (sequence) return comm->sequence >= sequence;
     for (const dtrain__work *work = comm->queue; work; work = work->next)
-        if (!work->sequence && comm->base.world_ranks[work->what.root] == waiter &&
-            work->what.kind != dtrain__load(&other->kind))
+        if (!work->op.sequence && comm->base.world_ranks[work->op.what.root] == waiter &&
+            work->op.what.kind != dtrain__load(&other->kind))
             return true;
     return false;
 }
@@ -11023,8 +11108,8 @@ static void dtrain__write_facts(const dtrain_world *world, uint64_t m)
 static bool dtrain__misses(const dtrain__engine *comm, const dtrain__work *work, int rank)
 {
     if (work->done) return false;
-    if (work->sequence) return !comm->transport->heard(comm, work->sequence, rank);
-    return rank == work->what.root && comm->transport->lags(comm, work, rank);
+    if (work->op.sequence) return !comm->transport->heard(&comm->base, work->op.sequence, rank);
+    return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
 }
 
 /* Confirm what other ranks have written about the wait of this one, after moving what they did
@@ -11143,10 +11228,10 @@ static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
  * results, or the inputs of a small operation. */
 static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *work, int to)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->op.what;
     const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
     if (!dtrain__kind_of(what->kind)->reduces || dtrain__kind_of(what->kind)->cuts) return bytes;
-    if (work->small) return dtrain__gets(what, to) ? bytes : 0;
+    if (work->op.small) return dtrain__gets(what, to) ? bytes : 0;
     return (dtrain__gets(what, to) ? 2 : 1) * bytes / comm->base.size;
 }
 
@@ -11182,7 +11267,7 @@ static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, doubl
 /* Book this rank's transfers of a collective that all ranks have shown. */
 DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->op.what;
     const int rank = comm->base.rank, own = dtrain__emulated_node(comm, rank);
     const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
     bool known[DTRAIN_MAX_RANKS], first = false; /* this rank is the first one of its node */
@@ -11205,7 +11290,7 @@ DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain_
         in = first && own != dtrain__emulated_node(comm, what->root) ? bytes : 0;
     }
     if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE)
-        rounds = work->small ? 1 : 2;
+        rounds = work->op.small ? 1 : 2;
     while (what->kind == DTRAIN_COLLECTIVE_BARRIER && 1 << rounds < nodes) rounds++;
     work->due_ns =
         dtrain__book_both(comm->base.world, own, out, own, in, work->last_started_ns, rounds);
@@ -11213,8 +11298,9 @@ DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain_
 
 DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work)
 {
-    return dtrain__node_ranks(comm->base.world) && dtrain__emulated_node(comm, work->what.root) !=
-                                                       dtrain__emulated_node(comm, comm->base.rank);
+    return dtrain__node_ranks(comm->base.world) &&
+           dtrain__emulated_node(comm, work->op.what.root) !=
+               dtrain__emulated_node(comm, comm->base.rank);
 }
 
 /* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
@@ -11223,13 +11309,14 @@ DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const d
 DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
                                          uint64_t sent_ns)
 {
-    const uint64_t start = sent_ns > work->shown.started_ns ? sent_ns : work->shown.started_ns;
-    const double bytes = (double)work->what.count * (double)dtrain_dtype_bytes(work->what.dtype);
+    const uint64_t start = sent_ns > work->op.call.started_ns ? sent_ns : work->op.call.started_ns;
+    const double bytes =
+        (double)work->op.what.count * (double)dtrain_dtype_bytes(work->op.what.dtype);
     if (!dtrain__message_crosses(comm, work)) return true;
     if (!work->due_ns)
         work->due_ns =
-            dtrain__book_both(comm->base.world, dtrain__emulated_node(comm, work->what.root), bytes,
-                              dtrain__emulated_node(comm, comm->base.rank), bytes, start, 1);
+            dtrain__book_both(comm->base.world, dtrain__emulated_node(comm, work->op.what.root),
+                              bytes, dtrain__emulated_node(comm, comm->base.rank), bytes, start, 1);
     return dtrain__now_ns() >= work->due_ns;
 }
 
@@ -11372,7 +11459,8 @@ static const dtrain_comm_ops *dtrain__counting_ops(void)
                                         dtrain__counting_free,
                                         dtrain__counting_split,
                                         dtrain__counting_fail,
-                                        dtrain__counting_destroy};
+                                        dtrain__counting_destroy,
+                                        NULL};
     return &ops;
 }
 
@@ -11392,7 +11480,7 @@ static const dtrain_comm_ops *dtrain__counting_ops(void)
  * started, each when its copy has ended. */
 
 struct dtrain__bounce {
-    dtrain_collective called; /* the program's buffers; those of work->what are in the image */
+    dtrain_collective called; /* the program's buffers; those of work->op.what are in the image */
     dtrain_event *computed, *copied;
     char *image; /* page-locked, and mapped by the transport; it grows */
     size_t bytes;
@@ -11403,7 +11491,7 @@ static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
     dtrain_device *device = comm->base.world->device;
     if (!bounce->image) return;
     if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image);
-    comm->transport->unmap(comm, bounce->image, bounce->bytes);
+    comm->transport->unmap(&comm->base, bounce->image, bounce->bytes);
     bounce->image = NULL;
     bounce->bytes = 0;
 }
@@ -11441,11 +11529,11 @@ static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bo
     if (bytes <= bounce->bytes) return DTRAIN_OK;
     DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
     dtrain__image_free(comm, bounce);
-    DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
+    DTRAIN__TRY(comm->transport->map(&comm->base, bytes, &image));
     const dtrain_result locked =
         DTRAIN__ORDER(device, host_register, image, dtrain__round_up(bytes, dtrain__page_bytes()));
     if (locked != DTRAIN_OK) {
-        comm->transport->unmap(comm, image, bytes);
+        comm->transport->unmap(&comm->base, image, bytes);
         return locked;
     }
     bounce->image = (char *)image;
@@ -11458,7 +11546,7 @@ static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bo
 static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    dtrain_collective *what = &work->what;
+    dtrain_collective *what = &work->op.what;
     const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
     size_t send_bytes = 0, recv_bytes = 0, send_at = 0;
     if (what->send && !dtrain__on_host(device, what->send))
@@ -11493,7 +11581,7 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, 
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->op.what;
     if (!work->bounce) DTRAIN__TRY(dtrain__bounce_make(comm, work));
     dtrain__bounce *bounce = work->bounce;
     bounce->called = *what;
@@ -11518,7 +11606,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtra
 /* Start the copy out of the image, when the transport is done. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->op.what;
     const bool gets = dtrain__gets(what, comm->base.rank);
     return dtrain__copy(comm, work->bounce, gets ? work->bounce->called.recv : what->recv,
                         what->recv, dtrain__recv_bytes(what, comm->base.size),
@@ -11625,7 +11713,7 @@ typedef enum dtrain__mpi_tag {
 } dtrain__mpi_tag;
 
 typedef struct dtrain__mpi_work {
-    dtrain__work base;
+    dtrain_transport_work base;
     int pending;  /* requests in flight, except receives of records */
     size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
 } dtrain__mpi_work;
@@ -11637,14 +11725,14 @@ typedef struct dtrain__mpi_token {
 } dtrain__mpi_token;
 
 typedef struct dtrain__mpi_comm {
-    dtrain__engine base;
+    dtrain_comm base;
     dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
     int active;                /* requests in flight: so many of requests and tokens are used */
     MPI_Request *requests;     /* (room), as the next three */
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
-    uint64_t *heard; /* (window, size) sequence number of the newest record received */
+    uint64_t *heard; /* (window + 1, size) sequence number of the newest record received */
     char *records;   /* see dtrain__mpi_record */
     char *temporary; /* (size, chunk_bytes) */
     size_t record_bytes, chunk_bytes;
@@ -11653,6 +11741,13 @@ typedef struct dtrain__mpi_comm {
 } dtrain__mpi_comm;
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
+
+/* Say whether this rank has heard of a failure in the world: MPI is not called any more. */
+static bool dtrain__mpi_failed(const dtrain__mpi_comm *comm)
+{
+    if (dtrain__load(&comm->base.world->control->aborted.state)) comm->hub->failed = true;
+    return comm->hub->failed;
+}
 
 /* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
  * exit status, which is the better sentence: so wait a second for it first. */
@@ -11663,9 +11758,9 @@ static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *ca
     int length = 0;
     dtrain_result turn = DTRAIN_OK;
     while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
-        turn = dtrain__wait_turn(comm->base.base.world, &wait);
+        turn = dtrain__wait_turn(comm->base.world, &wait);
     if (turn == DTRAIN_ERROR_PEER) {
-        (void)dtrain__engine_fail(&comm->base.base, turn, dtrain_last_error());
+        (void)dtrain__engine_fail(&comm->base, turn, dtrain_last_error());
         return;
     }
     MPI_Error_string(code, text, &length);
@@ -11675,12 +11770,12 @@ static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *ca
 static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtrain__mpi_use use,
                              dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
 {
-    const int peer = comm->hub->ranks[comm->base.base.world_ranks[rank]];
-    const int tag = (int)comm->base.base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const int peer = comm->hub->ranks[comm->base.world_ranks[rank]];
+    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
     const MPI_Comm mpi = comm->hub->mpi;
     dtrain__mpi_token *token = &comm->tokens[comm->active];
     MPI_Request *request = &comm->requests[comm->active];
-    if (comm->base.failed) return;
+    if (dtrain__mpi_failed(comm)) return;
     const int code = use == DTRAIN__SENT
                          ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request)
                          : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request);
@@ -11695,18 +11790,24 @@ static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtr
     comm->active++;
 }
 
+/* Return the line of records that belongs to a collective, or to sends and receives (0). */
+static uint64_t dtrain__mpi_line(uint64_t sequence)
+{
+    return sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
+}
+
 static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t sequence, int rank)
 {
-    return &comm->heard[sequence % DTRAIN__WINDOW * (size_t)comm->base.base.size + (size_t)rank];
+    return &comm->heard[dtrain__mpi_line(sequence) * (size_t)comm->base.size + (size_t)rank];
 }
 
 /* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
  * completed sends to move. */
-static void dtrain__mpi_poll(dtrain__engine *base)
+static void dtrain__mpi_poll(dtrain_comm *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
-    if (!comm->active && !base->queue)
+    if (!comm->active && !base->in_flight)
         MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
     if (!comm->active) return;
     int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
@@ -11722,7 +11823,7 @@ static void dtrain__mpi_poll(dtrain__engine *base)
         const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
         const uint64_t sequence = token->work->base.sequence;
         if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
-        else *dtrain__mpi_heard_at(comm, sequence, token->rank) = sequence;
+        else *dtrain__mpi_heard_at(comm, sequence, token->rank) = sequence ? sequence : 1;
     }
     for (int i = 0; i < comm->active; i++) {
         if (comm->requests[i] == MPI_REQUEST_NULL) continue;
@@ -11730,29 +11831,29 @@ static void dtrain__mpi_poll(dtrain__engine *base)
         comm->tokens[kept++] = comm->tokens[i];
     }
     comm->active = kept;
-    base->base.world->moves++;
+    ++*base->moves;
 }
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
-/* Return the buffer of a record. With a window of W, line s % W belongs to collective s and line W
- * to sends and receives. In a line, place r < size receives from rank r; the places from `size` on
- * hold what this rank sends: one record for all ranks in a collective, else one for each peer. */
-static dtrain__shown *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
+/* Return the buffer of a record. In a line, place r < size receives from rank r; the places from
+ * `size` on hold what this rank sends: one record for all ranks in a collective, else one for each
+ * peer. */
+static dtrain_call *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
 {
-    const size_t places = 2 * (size_t)comm->base.base.size;
-    return (dtrain__shown *)(void *)(comm->records +
-                                     (line * places + (size_t)place) * comm->record_bytes);
+    const size_t places = 2 * (size_t)comm->base.size;
+    return (dtrain_call *)(void *)(comm->records +
+                                   (line * places + (size_t)place) * comm->record_bytes);
 }
 
-static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
+static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    const int size = base->base.size, rank = base->base.rank;
-    const uint64_t line = work->sequence % DTRAIN__WINDOW;
-    dtrain__shown *record = dtrain__mpi_record(comm, line, size);
-    const size_t bytes = dtrain__write_shown(base, work, record);
+    const int size = base->size, rank = base->rank;
+    const uint64_t line = dtrain__mpi_line(work->sequence);
+    dtrain_call *record = dtrain__mpi_record(comm, line, size);
+    const size_t bytes = dtrain__write_shown(work, record);
     for (int i = 1; i < size; i++) {
         const int peer = (rank + size - i) % size;
         dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, DTRAIN__TAG_RECORD, peer,
@@ -11763,12 +11864,45 @@ static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
                          bytes);
 }
 
-static const dtrain__shown *dtrain__mpi_heard(const dtrain__engine *base, uint64_t sequence,
-                                              int rank)
+static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t sequence, int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    if (*dtrain__mpi_heard_at(comm, sequence, rank) < sequence) return NULL;
-    return dtrain__mpi_record(comm, sequence % DTRAIN__WINDOW, rank);
+    const uint64_t heard = *dtrain__mpi_heard_at(comm, sequence, rank);
+    if (!heard || heard < sequence) return NULL;
+    return dtrain__mpi_record(comm, dtrain__mpi_line(sequence), rank);
+}
+
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+/* A receiver first posts the record, whose call the engine compares before it agrees. */
+static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
+{
+    dtrain_transport_work *work = &own->base;
+    const dtrain_collective *what = &work->what;
+    const int size = comm->base.size;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const size_t all = work->small ? 0 : dtrain__send_bytes(what, size);
+    dtrain_call *record =
+        dtrain__mpi_record(comm, dtrain__mpi_line(0), what->root + (sends ? size : 0));
+    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
+        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
+        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
+        if (own->round == 0) {
+            dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__RECORD_IN,
+                             DTRAIN__TAG_MESSAGE, what->root, record,
+                             sends ? dtrain__write_shown(work, record) : comm->record_bytes);
+            continue;
+        }
+        if (!sends && !work->agreed) return false;
+        if (!sends) *dtrain__mpi_heard_at(comm, 0, what->root) = 0; /* the next one's is not here */
+        if (own->round == 1 && !sends && work->small && what->count)
+            memcpy(what->recv, record + 1, work->recv_bytes);
+        if (at >= all) return true;
+        dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__PART_IN, DTRAIN__TAG_MESSAGE,
+                         what->root, buffer + at,
+                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
+    }
+    return false;
 }
 
 /* ---- Rounds -----------------------------------------------------------------------------------*/
@@ -11786,7 +11920,7 @@ static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_coll
                                  bool results, int from, int to, size_t c, dtrain__transfer *chunk)
 {
     const size_t each = dtrain__mpi_chunk(comm, what), at = c * each;
-    if (!dtrain__transfer_of(what, comm->base.base.size, results, from, to, chunk)) return false;
+    if (!dtrain__transfer_of(what, comm->base.size, results, from, to, chunk)) return false;
     if (at >= chunk->bytes) return false;
     chunk->source += at;
     chunk->target += at;
@@ -11799,7 +11933,7 @@ static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_coll
 static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
                              size_t offset)
 {
-    const int rank = comm->base.base.rank;
+    const int rank = comm->base.rank;
     if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
     return (char *)what->recv +
            (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
@@ -11814,7 +11948,7 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
     const bool reduces = dtrain__kind_of(what->kind)->reduces;
     dtrain__transfer chunk;
     if (!dtrain__mpi_chunk_of(comm, what, results, from, to, c, &chunk)) return;
-    if (from == comm->base.base.rank)
+    if (from == comm->base.rank)
         dtrain__mpi_post(comm, work, DTRAIN__SENT, DTRAIN__TAG_ROUND, to,
                          results && reduces ? dtrain__mpi_sum(comm, what, c, chunk.source)
                                             : (char *)(uintptr_t)what->send + chunk.source,
@@ -11831,15 +11965,15 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
 static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                 size_t c)
 {
-    const int rank = comm->base.base.rank;
+    const int rank = comm->base.rank;
     const char *in[DTRAIN_MAX_RANKS];
     dtrain__transfer chunk;
     if (!dtrain__mpi_chunk_of(comm, what, false, rank, rank, c, &chunk)) return;
-    for (int i = 0; i < comm->base.base.size; i++)
+    for (int i = 0; i < comm->base.size; i++)
         in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
     in[rank] = (const char *)what->send + chunk.source;
     char *out = dtrain__mpi_sum(comm, what, c, chunk.source);
-    dtrain__combine(what, in, comm->base.base.size, &out, 1,
+    dtrain__combine(what, in, comm->base.size, &out, 1,
                     chunk.bytes / dtrain_dtype_bytes(what->dtype));
 }
 
@@ -11847,7 +11981,7 @@ static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_colle
 static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const size_t slice = (size_t)comm->base.base.rank * bytes;
+    const size_t slice = (size_t)comm->base.rank * bytes;
     const char *from = (const char *)what->send + (dtrain__kind_of(what->kind)->cuts ? slice : 0);
     char *to = (char *)what->recv + slice;
     if (dtrain__kind_of(what->kind)->joins && from != to) memcpy(to, from, bytes);
@@ -11855,21 +11989,22 @@ static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_coll
 
 /* Post rounds until one is in flight; return true when the collective is complete. The sends of
  * this rank's records count as pending: the next collective of the line reuses their buffers. */
-static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
+static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const int size = base->base.size, rank = base->base.rank;
+    const int size = base->size, rank = base->rank;
     const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
     size_t first, length;                   /* of slice 0, which is the longest */
+    if (!work->sequence) return dtrain__mpi_message(comm, own);
     if (own->pending || work->small) return !own->pending;
-    if (!oldest) return false;
+    if (!work->oldest) return false;
     dtrain__slice(what, size, 0, &first, &length);
     const size_t bytes = length * dtrain_dtype_bytes(what->dtype);
     const size_t each = dtrain__mpi_chunk(comm, what), chunks = bytes / each + (bytes % each != 0);
-    for (; !own->pending && !base->failed; own->round++) {
+    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
         const size_t r = own->round;
         if (r == 0) dtrain__mpi_copy_own(comm, what);
         else if (kind->reduces) dtrain__mpi_combine(comm, what, r - 1);
@@ -11885,7 +12020,7 @@ static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool olde
     return false;
 }
 
-static bool dtrain__mpi_lags(const dtrain__engine *base, const dtrain__work *work, int rank)
+static bool dtrain__mpi_lags(const dtrain_comm *base, const dtrain_transport_work *work, int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
     dtrain__mpi_use first = DTRAIN__RECORD_IN;
@@ -11900,38 +12035,6 @@ static bool dtrain__mpi_lags(const dtrain__engine *base, const dtrain__work *wor
     return lags;
 }
 
-/* ---- Messages ---------------------------------------------------------------------------------*/
-
-static bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *work)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    const dtrain_collective *what = &work->what;
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
-    const dtrain__mpi_use use = sends ? DTRAIN__SENT : DTRAIN__PART_IN;
-    const size_t all = work->small ? 0 : dtrain__send_bytes(what, base->base.size);
-    dtrain__shown *record =
-        dtrain__mpi_record(comm, DTRAIN__WINDOW, what->root + (sends ? base->base.size : 0));
-    for (; !own->pending && !base->failed; own->round++) {
-        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
-        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
-        if (own->round == 0) {
-            dtrain__mpi_post(comm, own, use, DTRAIN__TAG_MESSAGE, what->root, record,
-                             sends ? dtrain__write_shown(base, work, record) : comm->record_bytes);
-            continue;
-        }
-        if (own->round == 1 && !sends) {
-            if (!dtrain__message_agrees(base, work, record)) return false;
-            if (work->small && what->count)
-                memcpy(what->recv, record + 1, dtrain__recv_bytes(what, base->base.size));
-        }
-        if (at >= all) return true;
-        dtrain__mpi_post(comm, own, use, DTRAIN__TAG_MESSAGE, what->root, buffer + at,
-                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
-    }
-    return false;
-}
-
 /* ---- Memory, failure, life --------------------------------------------------------------------*/
 
 static size_t dtrain__mpi_pages(size_t bytes)
@@ -11940,15 +12043,15 @@ static size_t dtrain__mpi_pages(size_t bytes)
     return dtrain__round_up(bytes < 1 ? 1 : bytes < most ? bytes : most, dtrain__page_bytes());
 }
 
-static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **out)
+static dtrain_result dtrain__mpi_map(dtrain_comm *comm, size_t asked, void **out)
 {
     const size_t bytes = dtrain__mpi_pages(asked);
     *out = NULL;
-    DTRAIN__TRY(dtrain__promise(comm->base.world, bytes));
+    DTRAIN__TRY(dtrain__promise(comm->world, bytes));
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
-        dtrain__unpromise(comm->base.world, bytes);
+        dtrain__unpromise(comm->world, bytes);
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
                            strerror(errno));
     }
@@ -11957,18 +12060,11 @@ static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **
 }
 
 /* Unmap memory, except after a failure: MPI may still write to it. */
-static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
+static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
 {
     const size_t bytes = dtrain__mpi_pages(asked);
-    if (!((dtrain__mpi_comm *)comm)->hub->failed) munmap(memory, bytes);
-    dtrain__unpromise(comm->base.world, bytes);
-}
-
-/* Report a failure to the world. The first report is kept, and fails all communicators. */
-static void dtrain__mpi_publish(dtrain__engine *comm, dtrain_result code, const char *text)
-{
-    dtrain_world_abort(comm->base.world, code, text);
-    ((dtrain__mpi_comm *)comm)->hub->failed = true;
+    if (!dtrain__mpi_failed((dtrain__mpi_comm *)comm)) munmap(memory, bytes);
+    dtrain__unpromise(comm->world, bytes);
 }
 
 /* Take whole cache lines of the communicator's memory; before it is mapped, only count them. */
@@ -11983,35 +12079,36 @@ static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
  * record each way, the four requests of one round, and one of a send and of a receive. */
 static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
 {
-    const size_t size = (size_t)comm->base.base.size, room = size * (2 * DTRAIN__WINDOW + 4 + 2);
+    const size_t size = (size_t)comm->base.size, room = size * (2 * DTRAIN_WINDOW + 4 + 2);
     comm->memory_bytes = 0;
     comm->requests = (MPI_Request *)dtrain__mpi_take(comm, room * sizeof *comm->requests);
     comm->tokens = (dtrain__mpi_token *)dtrain__mpi_take(comm, room * sizeof *comm->tokens);
     comm->statuses = (MPI_Status *)dtrain__mpi_take(comm, room * sizeof *comm->statuses);
     comm->indices = (int *)dtrain__mpi_take(comm, room * sizeof *comm->indices);
-    comm->heard = (uint64_t *)dtrain__mpi_take(comm, DTRAIN__WINDOW * size * sizeof *comm->heard);
+    comm->heard =
+        (uint64_t *)dtrain__mpi_take(comm, (DTRAIN_WINDOW + 1) * size * sizeof *comm->heard);
     comm->temporary = (char *)dtrain__mpi_take(comm, size * comm->chunk_bytes);
     comm->records =
-        (char *)dtrain__mpi_take(comm, (DTRAIN__WINDOW + 1) * 2 * size * comm->record_bytes);
+        (char *)dtrain__mpi_take(comm, (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes);
 }
 
 /* Start MPI if this is the world's communicator; all others share its hub. */
-static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
+static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    const size_t size = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
+    const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
     size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
     void *memory;
-    comm->hub = base->base.number ? ((dtrain__mpi_comm *)base->base.world->comm)->hub : &comm->own;
-    if (base->base.number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->base.world, comm->hub));
-    if (base->base.number >= comm->hub->number_limit)
+    comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
+    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->world, comm->hub));
+    if (base->number >= comm->hub->number_limit)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
-                           (long long)base->base.number);
-    if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
+                           (long long)base->number);
+    if (data > DTRAIN_SMALL_BYTES) data = DTRAIN_SMALL_BYTES;
     if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
     comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(sizeof(dtrain__shown) + data, line);
+    comm->record_bytes = dtrain__round_up(sizeof(dtrain_call) + data, line);
     dtrain__mpi_tables(comm);
     DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
     comm->memory = (char *)memory;
@@ -12020,42 +12117,48 @@ static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
     return DTRAIN_OK;
 }
 
-/* Exchange no addresses: MPI knows the ranks. */
-static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
+/* Exchange no addresses: MPI knows the ranks. There is no memory for a report: a failure fails all
+ * communicators of the world. */
+static void *dtrain__mpi_join(dtrain_comm *comm, const int64_t *addresses)
 {
+    (void)comm;
     (void)addresses;
-    comm->report = &comm->base.world->control->aborted;
+    return NULL;
 }
 
-static void dtrain__mpi_release(dtrain__engine *base)
+static void dtrain__mpi_release(dtrain_comm *base, bool joined)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     if (!comm->hub) return;
-    if (comm->active && !comm->hub->failed)
-        dtrain__mpi_publish(base, DTRAIN_ERROR_USAGE, "left with operations in flight");
-    if (!base->report && base->base.number == 0) comm->hub->failed = true;
-    if (base->base.number == 0) dtrain__mpi_part(base->base.world, comm->hub);
+    if (comm->active && !dtrain__mpi_failed(comm)) {
+        dtrain_world_abort(base->world, DTRAIN_ERROR_USAGE, "left with operations in flight");
+        comm->hub->failed = true;
+    }
+    if (!joined && base->number == 0) comm->hub->failed = true;
+    if (base->number == 0) dtrain__mpi_part(base->world, comm->hub);
     if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 
 /* A rank that left normally is missed only after two seconds: its last messages may arrive later
  * than the control plane's notice of its end. */
-static const dtrain__transport dtrain__mpi_transport = {
-    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,
-    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move,
-    dtrain__mpi_message,      dtrain__mpi_lags,         dtrain__mpi_map,
-    dtrain__mpi_unmap,        dtrain__mpi_make,         dtrain__mpi_join,
-    dtrain__mpi_release,      dtrain__mpi_poll,         NULL,
-    dtrain__mpi_publish};
-
-static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
-{
-    return dtrain__engine_create(world, dtrain__mpi_comm_ops(), &dtrain__mpi_transport, out);
-}
+static const dtrain_transport_ops dtrain__mpi_transport = {sizeof(dtrain__mpi_comm),
+                                                           sizeof(dtrain__mpi_work),
+                                                           2000000000u,
+                                                           dtrain__mpi_make,
+                                                           dtrain__mpi_join,
+                                                           dtrain__mpi_release,
+                                                           dtrain__mpi_map,
+                                                           dtrain__mpi_unmap,
+                                                           dtrain__mpi_show,
+                                                           dtrain__mpi_heard,
+                                                           dtrain__mpi_move,
+                                                           dtrain__mpi_lags,
+                                                           dtrain__mpi_poll,
+                                                           NULL};
 
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
 {
-    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", dtrain__mpi_create);
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", &dtrain__mpi_transport);
     return &ops;
 }
 
@@ -12351,22 +12454,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     const dtrain_comm_ops *ops = world->comm_ops                  ? world->comm_ops
                                  : world->control->arenas || !mpi ? local
                                                                   : mpi;
-    const bool over_mpi = mpi && ops == mpi; /* it stages device memory itself */
+    const bool on_host = world->device->ops->host_memory;
     bool shared = false;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)ops->abi, (unsigned)DTRAIN_COMM_ABI);
-    if (world->device->ops->host_memory || over_mpi) return ops->create(world, &world->comm);
-    if (ops != local) {
+    if (!on_host && !ops->transport) {
         DTRAIN__TRY(dtrain__shared_device(world, &shared));
         if (shared) ops = local;
-    } else if (world->rank == 0 && world->size > 1) {
+    } else if (!on_host && ops == local && world->rank == 0 && world->size > 1) {
         dtrain_log(world, DTRAIN_LOG_INFO,
                    "no comm_ops given: collectives between %d ranks go through host memory; "
                    "dtrain_nccl.h has a faster way when each has a device",
                    world->size);
     }
+    if (!on_host && ops == local) ops = dtrain__staged_comm_ops();
+    world->comm_ops = ops;
     return ops->create(world, &world->comm);
 }
 
@@ -12383,7 +12487,7 @@ DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 {
     for (dtrain__engine *comm = world->comms; comm; comm = comm->next)
-        if (comm->transport->poll && !comm->failed) (void)comm->transport->poll(comm);
+        if (comm->transport->poll && !comm->failed) comm->transport->poll(&comm->base);
 }
 
 /* ==== src/launch/launch.c ===================================================================== */

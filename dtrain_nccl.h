@@ -2146,7 +2146,8 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
                                         dtrain_nccl__free_entry,
                                         dtrain_nccl__split,
                                         dtrain_nccl__fail_entry,
-                                        dtrain_nccl__destroy};
+                                        dtrain_nccl__destroy,
+                                        NULL};
     return &ops;
 }
 
