@@ -123,12 +123,14 @@
        src/strategy/view_internal.h         A strategy as the rooms above it see it
        src/strategy/stages.c                Stages: which part of a model a rank of a pipeline axis has
        src/strategy/layout.c                The layout: which parameters travel together, and which rank keeps which part of them
+       src/strategy/memory.c                Memory of a layout
        src/strategy/reduce.c                How gradients become their mean: ready, bucket, steps, finish, publish
        src/strategy/steps_internal.h        The steps of buckets, for strategy/steps.c, which makes the lists; and what their files share
        src/strategy/weights.c               Weights: the mean of a step over all its samples
        src/strategy/norm.c                  The norm of gradients
        src/strategy/missing.c               What the end of a step does beside the gradients' reduction: missing gradients, buffers
        src/strategy/units.c                 Units come and go: gather, release, and the walk back
+       src/strategy/values.c                Whole values: shards that were updated are gathered, a whole parameter is read
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
        src/strategy/ties.c                  The sum over the stages that a weight is tied between
        src/strategy/tensor.c                The sum over the tensor axis, under sequence parallelism
@@ -143,7 +145,7 @@
        src/strategy/settings.c              Settings: zeros become defaults, and fields that contradict each other are refused
        src/strategy/create.c                Making and destroying a strategy
        src/strategy/count.c                 dtrain_strategy_create: make a strategy, and count what a step of it sends
-       src/strategy/query.c                 Queries: what a strategy is, and the value of a parameter
+       src/strategy/query.c                 Queries: what a strategy is, what it updates, what it has sent
        src/strategy/view.c                  Answers to the rooms above: see strategy/view_internal.h
        src/strategy/plan.c                  Planning, and AUTO
        src/tape/tape.c                      Tape and tensors
@@ -15072,6 +15074,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
  *     ties.c, tensor.c, levels.c, compress.c, topk.c, powersgd.c, offload.c    further steps
  *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
+ *     memory.c, values.c      memory of a layout; whole values
  *     query.c, view.c         answers to the host, to the rooms above
  *     count.c, plan.c         what a step sends; what a strategy needs, before it is made */
 
@@ -15445,12 +15448,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
-DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
-DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
+
+/* strategy/memory.c */
+DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
+DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
 
 /* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
 #define DTRAIN__SQUARES 2
@@ -15623,14 +15628,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 /* strategy/units.c */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u);
+DTRAIN__PRIVATE dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit);
+DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit);
+DTRAIN__PRIVATE void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown);
+DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
+                                                 const dtrain__unit *unit);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  dtrain_dtype dtype);
+
+/* strategy/values.c */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
+
+/* strategy/query.c */
+DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy);
 
 /* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
@@ -15654,6 +15676,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
                                                    dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind);
+DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
+                                                const dtrain_strategy_desc *desc,
+                                                const dtrain__groups *groups);
+DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
                                                        const dtrain__groups *groups,
                                                        dtrain_result mine);
@@ -16389,7 +16415,36 @@ DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layou
     return bucket && bucket->sharded ? bucket : NULL;
 }
 
-/* ---- Memory of a layout
+/* Count the elements of parameter i that lie in [first, first + count) of a bucket, and set *low to
+ * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
+DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                        size_t i, int64_t first, int64_t count, int64_t *low)
+{
+    const dtrain_param *p = &layout->params[i];
+    const dtrain__entry *entry = &layout->entries[i];
+    *low = dtrain__max(entry->offset, first);
+    if (p->state.storage != p || entry->bucket != bucket) return 0;
+    return dtrain__min(entry->offset + p->count, first + count) - *low;
+}
+
+/* Find the part of storage i that this rank keeps and, if it is trainable, updates; return false if
+ * it keeps none. */
+DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
+                                   int64_t *count)
+{
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    *offset = 0;
+    *count = layout->params[i].count;
+    if (layout->params[i].state.storage != &layout->params[i]) return false;
+    if (!bucket) return dtrain__has_memory(&layout->params[i]);
+    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
+    *offset -= layout->entries[i].offset;
+    return *count > 0;
+}
+
+/* ==== src/strategy/memory.c =================================================================== */
+
+/* Memory of a layout
  *
  * Three blocks: values, gradients, buffers; and a fourth one in host memory for shards that are
  * offloaded. The same code runs twice: first to count their bytes, then, when the blocks are
@@ -16511,33 +16566,6 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
     for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
-}
-
-/* Count the elements of parameter i that lie in [first, first + count) of a bucket, and set *low to
- * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
-DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
-                                        size_t i, int64_t first, int64_t count, int64_t *low)
-{
-    const dtrain_param *p = &layout->params[i];
-    const dtrain__entry *entry = &layout->entries[i];
-    *low = dtrain__max(entry->offset, first);
-    if (p->state.storage != p || entry->bucket != bucket) return 0;
-    return dtrain__min(entry->offset + p->count, first + count) - *low;
-}
-
-/* Find the part of storage i that this rank keeps and, if it is trainable, updates; return false if
- * it keeps none. */
-DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
-                                   int64_t *count)
-{
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    *offset = 0;
-    *count = layout->params[i].count;
-    if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (!bucket) return dtrain__has_memory(&layout->params[i]);
-    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *offset -= layout->entries[i].offset;
-    return *count > 0;
 }
 
 /* ==== src/strategy/reduce.c =================================================================== */
@@ -17697,15 +17725,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
  * units; in backward, where gradients may be missing on one of them, dtrain__walk_back makes their
  * order the same. */
 
-static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit);
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit);
-static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown);
 static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                 bool shown);
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                          dtrain_dtype dtype);
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                         dtrain_dtype dtype);
 
 /* ---- Gather and release -----------------------------------------------------------------------*/
 
@@ -17900,7 +17922,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
 /* ---- The states of a unit ---------------------------------------------------------------------*/
 
 /* Return unit number u; after the last one comes that of parameters that several units use. */
-static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
+DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 {
     dtrain__layout *layout = &strategy->layout;
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
@@ -17925,7 +17947,7 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
 }
 
 /* HERE -> SHOWN, or back: set the parameters' pointers. */
-static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
+DTRAIN__PRIVATE void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
     dtrain__show_values(strategy, unit->trainable, shown);
     dtrain__show_values(strategy, unit->frozen, shown);
@@ -17934,7 +17956,7 @@ static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, boo
 }
 
 /* Any state -> ABSENT, after the collectives under way. */
-static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
+DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
     dtrain__unit_show(strategy, unit, false);
@@ -17943,7 +17965,8 @@ static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit 
 }
 
 /* Make the slot of a unit, if it has one, free: evict the unit that is there. */
-static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__unit *unit)
+DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
+                                                 const dtrain__unit *unit)
 {
     if (unit->own_memory) return DTRAIN_OK;
     const uint32_t at = (uint32_t)(unit - strategy->layout.units);
@@ -17966,7 +17989,7 @@ static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit 
 }
 
 /* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */
-static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
+DTRAIN__PRIVATE dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_fetch(strategy, unit));
     return dtrain__unit_wait(strategy, unit);
@@ -17989,23 +18012,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
- * plan). *passing: the value is there only while its unit is gathered. */
-DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
-                                         uint32_t dtype, const void **low, bool *passing)
-{
-    const size_t i = storage->state.index;
-    *passing = false;
-    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
-        return false;
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    if (!bucket) return false;
-    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
-    if (layout->desc->param_dtype != dtype) return false;
-    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
-    return true;
-}
-
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
 /* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
@@ -18016,8 +18022,8 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
  * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
  * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
  * million parameters, 512 tokens a rank), which is why there is none. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                          dtrain_dtype dtype)
+DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     const size_t unit = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->fetch[1] != NULL;
@@ -18049,8 +18055,8 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
 }
 
 /* With several nodes, wait for the first collective and start the second one. */
-static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           dtrain_dtype dtype)
+DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     const bool low = dtype != DTRAIN_DTYPE_F32;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
@@ -18063,8 +18069,8 @@ static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bu
 }
 
 /* Wait until a bucket's values, as dtype, have been gathered. */
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                         dtrain_dtype dtype)
+DTRAIN__PRIVATE dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  dtrain_dtype dtype)
 {
     DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
     return dtrain__wait_works(strategy, bucket->gathers);
@@ -18081,6 +18087,10 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
         if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
     }
 }
+
+/* ==== src/strategy/values.c =================================================================== */
+
+/* Whole values: shards that were updated are gathered, a whole parameter is read */
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
@@ -18158,6 +18168,77 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
         if (unit->before == DTRAIN__UNIT_SHOWN) dtrain__unit_show(strategy, unit, true);
     }
     return DTRAIN_OK;
+}
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* Put the parts that ranks of the tensor axis have of a parameter together in `host`. Each sends
+ * its own to the others, through `staging`, which holds the largest: parts differ in length. */
+static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_param *part,
+                                        float *staging, float *host)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    dtrain__share share;
+    for (int r = 0; r < groups->tensor_ranks; r++) {
+        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
+        if (r == groups->tensor_rank)
+            DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, part->value,
+                                           (size_t)share.count * sizeof *staging));
+        DTRAIN__TRY(dtrain_broadcast(groups->tensor, staging, (size_t)share.count, DTRAIN_DTYPE_F32,
+                                     r, NULL));
+        for (int64_t i = 0, run; i < share.count; i += run) {
+            const int64_t at = dtrain__share_place(&share, i, &run);
+            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* Read a parameter of which ranks of the tensor axis have parts, where it is here. Collective over
+ * the mesh. */
+static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
+                                        float *host)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    dtrain__share share;
+    size_t most = 0;
+    for (int r = 0; r < groups->tensor_ranks; r++) {
+        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
+        if ((size_t)share.count > most) most = (size_t)share.count;
+    }
+    float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
+                                            "a part of a parameter");
+    dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
+    if (result == DTRAIN_OK && part->count)
+        result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
+    dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
+{
+    dtrain_param whole;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_read"));
+    if (index >= strategy->param_count || !host)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
+                           index, strategy->param_count);
+    const size_t storage = strategy->params[index].state.storage->state.index;
+    dtrain__note_units(strategy);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
+    dtrain_result result = DTRAIN_OK;
+    if (strategy->groups.tensor && whole.cut.axis)
+        result = dtrain__read_parts(strategy, &whole, host);
+    else if (whole.count)
+        result = dtrain_device_copy(strategy->device, host, whole.value,
+                                    (size_t)whole.count * sizeof(float));
+    if (strategy->groups.pipeline && result == DTRAIN_OK) /* from the first stage that has it */
+        result = dtrain__strategy_keep(
+            strategy,
+            dtrain_broadcast(strategy->groups.pipeline, host, (size_t)dtrain__whole_count(&whole),
+                             DTRAIN_DTYPE_F32, dtrain__stage_first(strategy, storage), NULL));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
+    return result;
 }
 
 /* ==== src/strategy/calls.c ==================================================================== */
@@ -20398,22 +20479,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
     return dtrain__same(groups->all, mine, "dtrain_strategy_create", lists, 2);
 }
 
-/* ==== src/strategy/create.c =================================================================== */
-
-/* Making and destroying a strategy
- *
- * 1. local: check the array and the desc
- * 2. bring errors of step 1 to all ranks, and compare what they have registered
- * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
- * 4. local: lay out, allocate, initialise                       -> agree
- * 5. broadcast rank 0's values of parameters the host owns; publish
- *
- * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
-
 /* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
  * of count.c has the mesh of the strategy and groups of its own. */
-static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
-                                       const dtrain__groups *groups)
+DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
+                                                const dtrain_strategy_desc *desc,
+                                                const dtrain__groups *groups)
 {
     const char *const call = "dtrain_strategy_create";
     dtrain_comm *data = dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA);
@@ -20431,6 +20501,44 @@ static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_s
         "a mesh leave comm NULL",
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
 }
+
+/* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
+ * are sharded. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (uint32_t i = 0; i < strategy->desc.kept_unit_count; i++) {
+        const uint32_t id = strategy->desc.kept_units[i];
+        size_t u = 0;
+        while (u < layout->unit_count && layout->units[u].id != id) u++;
+        if (u == layout->unit_count)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_strategy_create: kept_units has unit %u, to which no "
+                               "parameter belongs",
+                               id);
+    }
+    for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->value && dtrain__shard_bucket(layout, i))
+            return dtrain__param_fail(p, i,
+                                      "its value is the host's, but %s shards parameters and has "
+                                      "to own them: leave value NULL and give it an init",
+                                      strategy->kind->name);
+    }
+    return DTRAIN_OK;
+}
+
+/* ==== src/strategy/create.c =================================================================== */
+
+/* Making and destroying a strategy
+ *
+ * 1. local: check the array and the desc
+ * 2. bring errors of step 1 to all ranks, and compare what they have registered
+ * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
+ * 4. local: lay out, allocate, initialise                       -> agree
+ * 5. broadcast rank 0's values of parameters the host owns; publish
+ *
+ * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
 
 /* Put units into stages, and note which parameters are of those of this rank. */
 static dtrain_result dtrain__strategy_stages(dtrain_strategy *strategy)
@@ -20490,32 +20598,6 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
     return dtrain__strategy_stages(strategy);
-}
-
-/* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
- * are sharded. */
-static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    for (uint32_t i = 0; i < strategy->desc.kept_unit_count; i++) {
-        const uint32_t id = strategy->desc.kept_units[i];
-        size_t u = 0;
-        while (u < layout->unit_count && layout->units[u].id != id) u++;
-        if (u == layout->unit_count)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_strategy_create: kept_units has unit %u, to which no "
-                               "parameter belongs",
-                               id);
-    }
-    for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->value && dtrain__shard_bucket(layout, i))
-            return dtrain__param_fail(p, i,
-                                      "its value is the host's, but %s shards parameters and has "
-                                      "to own them: leave value NULL and give it an init",
-                                      strategy->kind->name);
-    }
-    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
@@ -20645,35 +20727,6 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
-}
-
-/* Fill in what dtrain_strategy_query answers, except the desc and what count.c counts. */
-static void dtrain__fill_info(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain_strategy_info *info = &strategy->info;
-    info->name = strategy->kind->name;
-    info->comm = strategy->groups.data;
-    info->param_count = strategy->param_count;
-    info->bucket_count = layout->bucket_count;
-    info->unit_count = layout->unit_count;
-    info->shard_ranks = layout->ranks;
-    info->replicas = layout->all / layout->ranks;
-    info->value_bytes = layout->value_bytes;
-    info->grad_bytes = layout->grad_bytes;
-    info->host_bytes = layout->bytes[DTRAIN__HOST];
-    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
-    info->state_bytes = layout->state_bytes;
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        if (layout->buckets[b].trainable)
-            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p) continue;
-        const uint64_t count = (uint64_t)dtrain__whole_count(p);
-        info->total_elements += count;
-        if (!(p->flags & DTRAIN_PARAM_FROZEN)) info->trainable_elements += count;
-    }
 }
 
 /* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each
@@ -20947,7 +21000,36 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* ==== src/strategy/query.c ==================================================================== */
 
-/* Queries: what a strategy is, and the value of a parameter */
+/* Queries: what a strategy is, what it updates, what it has sent */
+
+/* Fill in what dtrain_strategy_query answers, except the desc and what count.c counts. */
+DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_strategy_info *info = &strategy->info;
+    info->name = strategy->kind->name;
+    info->comm = strategy->groups.data;
+    info->param_count = strategy->param_count;
+    info->bucket_count = layout->bucket_count;
+    info->unit_count = layout->unit_count;
+    info->shard_ranks = layout->ranks;
+    info->replicas = layout->all / layout->ranks;
+    info->value_bytes = layout->value_bytes;
+    info->grad_bytes = layout->grad_bytes;
+    info->host_bytes = layout->bytes[DTRAIN__HOST];
+    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
+    info->state_bytes = layout->state_bytes;
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].trainable)
+            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p) continue;
+        const uint64_t count = (uint64_t)dtrain__whole_count(p);
+        info->total_elements += count;
+        if (!(p->flags & DTRAIN_PARAM_FROZEN)) info->trainable_elements += count;
+    }
+}
 
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
 {
@@ -21014,77 +21096,6 @@ DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strat
         if (tie && tie != before) dtrain__add_comm(info, tie);
         if (tie) before = tie;
     }
-}
-
-/* ---- Values -----------------------------------------------------------------------------------*/
-
-/* Put the parts that ranks of the tensor axis have of a parameter together in `host`. Each sends
- * its own to the others, through `staging`, which holds the largest: parts differ in length. */
-static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_param *part,
-                                        float *staging, float *host)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    dtrain__share share;
-    for (int r = 0; r < groups->tensor_ranks; r++) {
-        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
-        if (r == groups->tensor_rank)
-            DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, part->value,
-                                           (size_t)share.count * sizeof *staging));
-        DTRAIN__TRY(dtrain_broadcast(groups->tensor, staging, (size_t)share.count, DTRAIN_DTYPE_F32,
-                                     r, NULL));
-        for (int64_t i = 0, run; i < share.count; i += run) {
-            const int64_t at = dtrain__share_place(&share, i, &run);
-            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Read a parameter of which ranks of the tensor axis have parts, where it is here. Collective over
- * the mesh. */
-static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
-                                        float *host)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    dtrain__share share;
-    size_t most = 0;
-    for (int r = 0; r < groups->tensor_ranks; r++) {
-        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
-        if ((size_t)share.count > most) most = (size_t)share.count;
-    }
-    float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
-                                            "a part of a parameter");
-    dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
-    if (result == DTRAIN_OK && part->count)
-        result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
-    dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
-{
-    dtrain_param whole;
-    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_read"));
-    if (index >= strategy->param_count || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
-                           index, strategy->param_count);
-    const size_t storage = strategy->params[index].state.storage->state.index;
-    dtrain__note_units(strategy);
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    dtrain_result result = DTRAIN_OK;
-    if (strategy->groups.tensor && whole.cut.axis)
-        result = dtrain__read_parts(strategy, &whole, host);
-    else if (whole.count)
-        result = dtrain_device_copy(strategy->device, host, whole.value,
-                                    (size_t)whole.count * sizeof(float));
-    if (strategy->groups.pipeline && result == DTRAIN_OK) /* from the first stage that has it */
-        result = dtrain__strategy_keep(
-            strategy,
-            dtrain_broadcast(strategy->groups.pipeline, host, (size_t)dtrain__whole_count(&whole),
-                             DTRAIN_DTYPE_F32, dtrain__stage_first(strategy, storage), NULL));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
-    return result;
 }
 
 /* ==== src/strategy/view.c ===================================================================== */
@@ -21162,6 +21173,23 @@ DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, si
 DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy)
 {
     return &strategy->layout;
+}
+
+/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
+ * plan). *passing: the value is there only while its unit is gathered. */
+DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
+                                         uint32_t dtype, const void **low, bool *passing)
+{
+    const size_t i = storage->state.index;
+    *passing = false;
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
+        return false;
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    if (!bucket) return false;
+    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
+    if (layout->desc->param_dtype != dtype) return false;
+    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
+    return true;
 }
 
 /* ==== src/strategy/plan.c ===================================================================== */

@@ -11,28 +11,6 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
- * of count.c has the mesh of the strategy and groups of its own. */
-static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
-                                       const dtrain__groups *groups)
-{
-    const char *const call = "dtrain_strategy_create";
-    dtrain_comm *data = dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA);
-    if (data && groups->all != dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL)) return DTRAIN_OK;
-    if (!data || data->world != world)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "%s: the mesh of the desc was made %s, and a strategy's is made with its "
-            "world; create it by dtrain_mesh_create(world, ...)",
-            call, data ? "in another world" : "without a world, for plans");
-    if (!desc->comm || desc->comm == data) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "%s: the desc has a comm of %d ranks and a mesh whose data axis has %d; with "
-        "a mesh leave comm NULL",
-        call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
-}
-
 /* Put units into stages, and note which parameters are of those of this rank. */
 static dtrain_result dtrain__strategy_stages(dtrain_strategy *strategy)
 {
@@ -91,32 +69,6 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
     return dtrain__strategy_stages(strategy);
-}
-
-/* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
- * are sharded. */
-static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    for (uint32_t i = 0; i < strategy->desc.kept_unit_count; i++) {
-        const uint32_t id = strategy->desc.kept_units[i];
-        size_t u = 0;
-        while (u < layout->unit_count && layout->units[u].id != id) u++;
-        if (u == layout->unit_count)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_strategy_create: kept_units has unit %u, to which no "
-                               "parameter belongs",
-                               id);
-    }
-    for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->value && dtrain__shard_bucket(layout, i))
-            return dtrain__param_fail(p, i,
-                                      "its value is the host's, but %s shards parameters and has "
-                                      "to own them: leave value NULL and give it an init",
-                                      strategy->kind->name);
-    }
-    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
@@ -246,35 +198,6 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
-}
-
-/* Fill in what dtrain_strategy_query answers, except the desc and what count.c counts. */
-static void dtrain__fill_info(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain_strategy_info *info = &strategy->info;
-    info->name = strategy->kind->name;
-    info->comm = strategy->groups.data;
-    info->param_count = strategy->param_count;
-    info->bucket_count = layout->bucket_count;
-    info->unit_count = layout->unit_count;
-    info->shard_ranks = layout->ranks;
-    info->replicas = layout->all / layout->ranks;
-    info->value_bytes = layout->value_bytes;
-    info->grad_bytes = layout->grad_bytes;
-    info->host_bytes = layout->bytes[DTRAIN__HOST];
-    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
-    info->state_bytes = layout->state_bytes;
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        if (layout->buckets[b].trainable)
-            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p) continue;
-        const uint64_t count = (uint64_t)dtrain__whole_count(p);
-        info->total_elements += count;
-        if (!(p->flags & DTRAIN_PARAM_FROZEN)) info->trainable_elements += count;
-    }
 }
 
 /* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each

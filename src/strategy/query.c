@@ -1,7 +1,36 @@
-/* Queries: what a strategy is, and the value of a parameter */
+/* Queries: what a strategy is, what it updates, what it has sent */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+
+/* Fill in what dtrain_strategy_query answers, except the desc and what count.c counts. */
+DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_strategy_info *info = &strategy->info;
+    info->name = strategy->kind->name;
+    info->comm = strategy->groups.data;
+    info->param_count = strategy->param_count;
+    info->bucket_count = layout->bucket_count;
+    info->unit_count = layout->unit_count;
+    info->shard_ranks = layout->ranks;
+    info->replicas = layout->all / layout->ranks;
+    info->value_bytes = layout->value_bytes;
+    info->grad_bytes = layout->grad_bytes;
+    info->host_bytes = layout->bytes[DTRAIN__HOST];
+    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
+    info->state_bytes = layout->state_bytes;
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].trainable)
+            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p) continue;
+        const uint64_t count = (uint64_t)dtrain__whole_count(p);
+        info->total_elements += count;
+        if (!(p->flags & DTRAIN_PARAM_FROZEN)) info->trainable_elements += count;
+    }
+}
 
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
 {
@@ -68,75 +97,4 @@ DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strat
         if (tie && tie != before) dtrain__add_comm(info, tie);
         if (tie) before = tie;
     }
-}
-
-/* ---- Values -----------------------------------------------------------------------------------*/
-
-/* Put the parts that ranks of the tensor axis have of a parameter together in `host`. Each sends
- * its own to the others, through `staging`, which holds the largest: parts differ in length. */
-static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_param *part,
-                                        float *staging, float *host)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    dtrain__share share;
-    for (int r = 0; r < groups->tensor_ranks; r++) {
-        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
-        if (r == groups->tensor_rank)
-            DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, part->value,
-                                           (size_t)share.count * sizeof *staging));
-        DTRAIN__TRY(dtrain_broadcast(groups->tensor, staging, (size_t)share.count, DTRAIN_DTYPE_F32,
-                                     r, NULL));
-        for (int64_t i = 0, run; i < share.count; i += run) {
-            const int64_t at = dtrain__share_place(&share, i, &run);
-            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Read a parameter of which ranks of the tensor axis have parts, where it is here. Collective over
- * the mesh. */
-static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
-                                        float *host)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    dtrain__share share;
-    size_t most = 0;
-    for (int r = 0; r < groups->tensor_ranks; r++) {
-        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
-        if ((size_t)share.count > most) most = (size_t)share.count;
-    }
-    float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
-                                            "a part of a parameter");
-    dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
-    if (result == DTRAIN_OK && part->count)
-        result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
-    dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
-{
-    dtrain_param whole;
-    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_read"));
-    if (index >= strategy->param_count || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
-                           index, strategy->param_count);
-    const size_t storage = strategy->params[index].state.storage->state.index;
-    dtrain__note_units(strategy);
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    dtrain_result result = DTRAIN_OK;
-    if (strategy->groups.tensor && whole.cut.axis)
-        result = dtrain__read_parts(strategy, &whole, host);
-    else if (whole.count)
-        result = dtrain_device_copy(strategy->device, host, whole.value,
-                                    (size_t)whole.count * sizeof(float));
-    if (strategy->groups.pipeline && result == DTRAIN_OK) /* from the first stage that has it */
-        result = dtrain__strategy_keep(
-            strategy,
-            dtrain_broadcast(strategy->groups.pipeline, host, (size_t)dtrain__whole_count(&whole),
-                             DTRAIN_DTYPE_F32, dtrain__stage_first(strategy, storage), NULL));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
-    return result;
 }

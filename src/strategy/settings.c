@@ -273,3 +273,52 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
     }
     return dtrain__same(groups->all, mine, "dtrain_strategy_create", lists, 2);
 }
+
+/* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
+ * of count.c has the mesh of the strategy and groups of its own. */
+DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
+                                                const dtrain_strategy_desc *desc,
+                                                const dtrain__groups *groups)
+{
+    const char *const call = "dtrain_strategy_create";
+    dtrain_comm *data = dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA);
+    if (data && groups->all != dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL)) return DTRAIN_OK;
+    if (!data || data->world != world)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: the mesh of the desc was made %s, and a strategy's is made with its "
+            "world; create it by dtrain_mesh_create(world, ...)",
+            call, data ? "in another world" : "without a world, for plans");
+    if (!desc->comm || desc->comm == data) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: the desc has a comm of %d ranks and a mesh whose data axis has %d; with "
+        "a mesh leave comm NULL",
+        call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
+}
+
+/* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
+ * are sharded. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (uint32_t i = 0; i < strategy->desc.kept_unit_count; i++) {
+        const uint32_t id = strategy->desc.kept_units[i];
+        size_t u = 0;
+        while (u < layout->unit_count && layout->units[u].id != id) u++;
+        if (u == layout->unit_count)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_strategy_create: kept_units has unit %u, to which no "
+                               "parameter belongs",
+                               id);
+    }
+    for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->value && dtrain__shard_bucket(layout, i))
+            return dtrain__param_fail(p, i,
+                                      "its value is the host's, but %s shards parameters and has "
+                                      "to own them: leave value NULL and give it an init",
+                                      strategy->kind->name);
+    }
+    return DTRAIN_OK;
+}

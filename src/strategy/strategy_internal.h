@@ -17,6 +17,7 @@
  *     ties.c, tensor.c, levels.c, compress.c, topk.c, powersgd.c, offload.c    further steps
  *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
+ *     memory.c, values.c      memory of a layout; whole values
  *     query.c, view.c         answers to the host, to the rooms above
  *     count.c, plan.c         what a step sends; what a strategy needs, before it is made */
 
@@ -208,14 +209,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 /* strategy/units.c */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u);
+DTRAIN__PRIVATE dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit);
+DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit);
+DTRAIN__PRIVATE void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown);
+DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
+                                                 const dtrain__unit *unit);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  dtrain_dtype dtype);
+
+/* strategy/values.c */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
+
+/* strategy/query.c */
+DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy);
 
 /* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
@@ -239,6 +257,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
                                                    dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind);
+DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
+                                                const dtrain_strategy_desc *desc,
+                                                const dtrain__groups *groups);
+DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
                                                        const dtrain__groups *groups,
                                                        dtrain_result mine);

@@ -39,15 +39,9 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit);
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit);
-static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown);
 static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                 bool shown);
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                          dtrain_dtype dtype);
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                         dtrain_dtype dtype);
 
 /* ---- Gather and release -----------------------------------------------------------------------*/
 
@@ -242,7 +236,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
 /* ---- The states of a unit ---------------------------------------------------------------------*/
 
 /* Return unit number u; after the last one comes that of parameters that several units use. */
-static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
+DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 {
     dtrain__layout *layout = &strategy->layout;
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
@@ -267,7 +261,7 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
 }
 
 /* HERE -> SHOWN, or back: set the parameters' pointers. */
-static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
+DTRAIN__PRIVATE void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
     dtrain__show_values(strategy, unit->trainable, shown);
     dtrain__show_values(strategy, unit->frozen, shown);
@@ -276,7 +270,7 @@ static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, boo
 }
 
 /* Any state -> ABSENT, after the collectives under way. */
-static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
+DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
     dtrain__unit_show(strategy, unit, false);
@@ -285,7 +279,8 @@ static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit 
 }
 
 /* Make the slot of a unit, if it has one, free: evict the unit that is there. */
-static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__unit *unit)
+DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
+                                                 const dtrain__unit *unit)
 {
     if (unit->own_memory) return DTRAIN_OK;
     const uint32_t at = (uint32_t)(unit - strategy->layout.units);
@@ -308,7 +303,7 @@ static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit 
 }
 
 /* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */
-static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
+DTRAIN__PRIVATE dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_fetch(strategy, unit));
     return dtrain__unit_wait(strategy, unit);
@@ -331,23 +326,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
- * plan). *passing: the value is there only while its unit is gathered. */
-DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
-                                         uint32_t dtype, const void **low, bool *passing)
-{
-    const size_t i = storage->state.index;
-    *passing = false;
-    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
-        return false;
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    if (!bucket) return false;
-    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
-    if (layout->desc->param_dtype != dtype) return false;
-    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
-    return true;
-}
-
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
 /* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
@@ -358,8 +336,8 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
  * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
  * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
  * million parameters, 512 tokens a rank), which is why there is none. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                          dtrain_dtype dtype)
+DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     const size_t unit = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->fetch[1] != NULL;
@@ -391,8 +369,8 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
 }
 
 /* With several nodes, wait for the first collective and start the second one. */
-static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           dtrain_dtype dtype)
+DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     const bool low = dtype != DTRAIN_DTYPE_F32;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
@@ -405,8 +383,8 @@ static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bu
 }
 
 /* Wait until a bucket's values, as dtype, have been gathered. */
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                         dtrain_dtype dtype)
+DTRAIN__PRIVATE dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  dtrain_dtype dtype)
 {
     DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
     return dtrain__wait_works(strategy, bucket->gathers);
@@ -422,82 +400,4 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
         if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
     }
-}
-
-/* ---- Whole values, updated by shards ----------------------------------------------------------*/
-
-/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
- * own. */
-DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-        if (p->state.storage != p || entry->lends_value || !bucket) continue;
-        float *place = bucket->values + entry->offset;
-        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
-                                       to_host ? place : p->value,
-                                       (size_t)p->count * sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
-/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
- * buckets are under way before one is waited for. */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
-{
-    dtrain__bucket *const first = strategy->layout.buckets;
-    dtrain__bucket *const end = first + strategy->layout.bucket_count;
-    for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
-    for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
-    for (dtrain__bucket *b = first; b < end; b++)
-        DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
-    return dtrain__copy_host_values(strategy, true);
-}
-
-/* ---- Whole parameters -------------------------------------------------------------------------*/
-
-/* Make *whole storage i with its value whole, with the bits that the shards have; it is valid until
- * the next call. Where units are gathered rounded, a slot does not have those: then the parameter's
- * bucket is gathered in fp32 into the slot, and its unit counts as ABSENT. */
-DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
-                                                  dtrain_param *whole)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    *whole = strategy->params[i];
-    if (!layout->shards.params || !bucket) return DTRAIN_OK;
-    dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
-    whole->value = bucket->values + layout->entries[i].offset;
-    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) return dtrain__unit_need(strategy, unit);
-    DTRAIN__TRY(dtrain__unit_evict(strategy, unit));
-    DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
-    DTRAIN__TRY(dtrain__gather_start(strategy, bucket, DTRAIN_DTYPE_F32));
-    return dtrain__gather_wait(strategy, bucket, DTRAIN_DTYPE_F32);
-}
-
-/* Note the states of all units before whole parameters are read. */
-DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
-{
-    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
-        dtrain__unit *unit = dtrain__unit_at(strategy, u);
-        unit->before = unit->state;
-    }
-}
-
-/* Bring back the units that reading has displaced: a tape or a host that has gathered a unit counts
- * on its values. */
-DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
-{
-    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
-        dtrain__unit *unit = dtrain__unit_at(strategy, u);
-        if (unit->before == DTRAIN__UNIT_ABSENT) continue;
-        DTRAIN__TRY(dtrain__unit_need(strategy, unit));
-        if (unit->before == DTRAIN__UNIT_SHOWN) dtrain__unit_show(strategy, unit, true);
-    }
-    return DTRAIN_OK;
 }

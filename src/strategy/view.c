@@ -75,3 +75,20 @@ DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_stra
 {
     return &strategy->layout;
 }
+
+/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
+ * plan). *passing: the value is there only while its unit is gathered. */
+DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
+                                         uint32_t dtype, const void **low, bool *passing)
+{
+    const size_t i = storage->state.index;
+    *passing = false;
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
+        return false;
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    if (!bucket) return false;
+    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
+    if (layout->desc->param_dtype != dtype) return false;
+    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
+    return true;
+}

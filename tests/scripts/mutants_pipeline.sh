@@ -26,7 +26,7 @@ mutant "tie: each stage has its own" strategy/ties.c 's/    if (!bucket->tied) r
 mutant "norm: each stage counts a tied weight" strategy/norm.c 's/!= strategy->groups.pipeline_rank)/!= strategy->groups.pipeline_rank \&\& false)/'
 mutant "norm: the last stage is not counted" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline_rank \&\& strategy->groups.pipeline_rank == strategy->groups.pipeline_ranks - 1) return false;\n&/'
 mutant "loss: every stage's counts" strategy/stages.c '/_loss_counts(/,/^}/s/return strategy->stages.here.*/return true ||/'
-mutant "read: from the first stage" strategy/query.c 's/if (strategy->groups.pipeline \&\& result == DTRAIN_OK)/if (false)/'
+mutant "read: from the first stage" strategy/values.c 's/if (strategy->groups.pipeline \&\& result == DTRAIN_OK)/if (false)/'
 
 arguments=""
 prepare test_stage_passes

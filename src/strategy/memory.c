@@ -1,0 +1,126 @@
+/* Memory of a layout
+ *
+ * Three blocks: values, gradients, buffers; and a fourth one in host memory for shards that are
+ * offloaded. The same code runs twice: first to count their bytes, then, when the blocks are
+ * allocated, to cut them into pieces. */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+
+/* Cut the next piece, of count fp32 elements, from a block. */
+DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count)
+{
+    char *memory = layout->memory[block];
+    float *piece = memory ? (float *)(void *)(memory + layout->bytes[block]) : NULL;
+    layout->bytes[block] += (size_t)dtrain__padded(count) * sizeof(float);
+    return piece;
+}
+
+/* Cut a piece of fp32 and, where it travels as a dtype of 16 bits, a piece of that from buffers. */
+static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
+                                 uint16_t **low)
+{
+    if (dtype != DTRAIN_DTYPE_F32)
+        *low = (uint16_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, (count + 1) / 2);
+    return dtrain__carve(layout, block, count);
+}
+
+DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
+
+static int64_t dtrain__bucket_length(const dtrain__bucket *bucket)
+{
+    return bucket ? bucket->count : 0;
+}
+
+/* Lay out a bucket's values: whole ones in one piece, or a shard and memory to gather them in. */
+static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
+{
+    const dtrain__turns *turns = &layout->turns;
+    if (!bucket->sharded) return;
+    if (!layout->shards.params) {
+        bucket->values = dtrain__carve(layout, DTRAIN__VALUES, bucket->count);
+        bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
+        return;
+    }
+    bucket->value_on_host = layout->values_on_host;
+    bucket->value_shard = dtrain__carve(
+        layout, bucket->value_on_host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count);
+    if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].own_memory) {
+        bucket->values = dtrain__carve_both(layout, DTRAIN__BUFFERS, bucket->count,
+                                            layout->desc->param_dtype, &bucket->low_values);
+        return;
+    }
+    const dtrain__unit *unit = &layout->units[bucket->unit];
+    const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(unit->trainable);
+    uint16_t *low = turns->low_values[bucket->unit & 1];
+    bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
+    bucket->low_values = low ? low + first : NULL;
+}
+
+/* Lay out a bucket's gradients: the memory in which backward makes them, and that of the reduced
+ * shard. */
+static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
+{
+    const bool apart = layout->shards.grads && bucket->sharded;
+    bucket->grad_on_host = apart && layout->grads_on_host;
+    if (!bucket->trainable) return;
+    bucket->shards_grads = apart;
+    if (apart && bucket->unit != DTRAIN__NONE) {
+        bucket->grads = layout->turns.grads[bucket->unit & 1];
+        bucket->low_grads = layout->turns.low_grads[bucket->unit & 1];
+    } else
+        bucket->grads =
+            dtrain__carve_both(layout, apart ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
+                               layout->desc->reduce_dtype, &bucket->low_grads);
+    if (apart)
+        bucket->grad_shard = dtrain__carve(
+            layout, bucket->grad_on_host ? DTRAIN__HOST : DTRAIN__GRADS, bucket->shard_count);
+    else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
+}
+
+/* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
+ * the library owns in registration order, and two bounce buffers in host memory, of the length of
+ * the longest gradient shard there. Count the bytes that this rank holds on the device, whoever
+ * allocated them. */
+DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
+{
+    int64_t values = 0, grads = 0, longest = 0;
+    dtrain__turns *turns = &layout->turns;
+    memset(layout->bytes, 0, sizeof layout->bytes);
+    layout->value_bytes = layout->grad_bytes = 0;
+    for (size_t u = 0; u < layout->unit_count; u++) {
+        const dtrain__unit *unit = &layout->units[u];
+        const int64_t trainable = dtrain__bucket_length(unit->trainable);
+        const int64_t both = trainable + dtrain__bucket_length(unit->frozen);
+        if (layout->shards.params && !unit->own_memory) values = dtrain__max(values, both);
+        if (layout->shards.grads) grads = dtrain__max(grads, trainable);
+    }
+    for (int i = 0; i < 2; i++) {
+        turns->values[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, values,
+                                              layout->desc->param_dtype, &turns->low_values[i]);
+        turns->grads[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, grads,
+                                             layout->desc->reduce_dtype, &turns->low_grads[i]);
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain__lay_values(layout, bucket);
+        dtrain__lay_grads(layout, bucket);
+        if (bucket->grad_on_host) longest = dtrain__max(longest, bucket->shard_count);
+        else if (bucket->trainable)
+            layout->grad_bytes +=
+                4 * (uint64_t)(bucket->shards_grads ? bucket->shard_count : bucket->count);
+        if (bucket->sharded && !bucket->value_on_host)
+            layout->value_bytes +=
+                4 * (uint64_t)(layout->shards.params ? bucket->shard_count : bucket->count);
+    }
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        dtrain__entry *entry = &layout->entries[i];
+        if (p->state.storage != p) continue;
+        const bool whole = !dtrain__shard_bucket(layout, i);
+        if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
+        if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
+    }
+    for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
+}

@@ -1,0 +1,153 @@
+/* Whole values: shards that were updated are gathered, a whole parameter is read */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+
+/* ---- Whole values, updated by shards ----------------------------------------------------------*/
+
+/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
+ * own. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+        if (p->state.storage != p || entry->lends_value || !bucket) continue;
+        float *place = bucket->values + entry->offset;
+        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
+                                       to_host ? place : p->value,
+                                       (size_t)p->count * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
+
+/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+ * buckets are under way before one is waited for. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
+{
+    dtrain__bucket *const first = strategy->layout.buckets;
+    dtrain__bucket *const end = first + strategy->layout.bucket_count;
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
+    return dtrain__copy_host_values(strategy, true);
+}
+
+/* ---- Whole parameters -------------------------------------------------------------------------*/
+
+/* Make *whole storage i with its value whole, with the bits that the shards have; it is valid until
+ * the next call. Where units are gathered rounded, a slot does not have those: then the parameter's
+ * bucket is gathered in fp32 into the slot, and its unit counts as ABSENT. */
+DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
+                                                  dtrain_param *whole)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    *whole = strategy->params[i];
+    if (!layout->shards.params || !bucket) return DTRAIN_OK;
+    dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
+    whole->value = bucket->values + layout->entries[i].offset;
+    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) return dtrain__unit_need(strategy, unit);
+    DTRAIN__TRY(dtrain__unit_evict(strategy, unit));
+    DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
+    DTRAIN__TRY(dtrain__gather_start(strategy, bucket, DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, bucket, DTRAIN_DTYPE_F32);
+}
+
+/* Note the states of all units before whole parameters are read. */
+DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        unit->before = unit->state;
+    }
+}
+
+/* Bring back the units that reading has displaced: a tape or a host that has gathered a unit counts
+ * on its values. */
+DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        if (unit->before == DTRAIN__UNIT_ABSENT) continue;
+        DTRAIN__TRY(dtrain__unit_need(strategy, unit));
+        if (unit->before == DTRAIN__UNIT_SHOWN) dtrain__unit_show(strategy, unit, true);
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* Put the parts that ranks of the tensor axis have of a parameter together in `host`. Each sends
+ * its own to the others, through `staging`, which holds the largest: parts differ in length. */
+static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_param *part,
+                                        float *staging, float *host)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    dtrain__share share;
+    for (int r = 0; r < groups->tensor_ranks; r++) {
+        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
+        if (r == groups->tensor_rank)
+            DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, part->value,
+                                           (size_t)share.count * sizeof *staging));
+        DTRAIN__TRY(dtrain_broadcast(groups->tensor, staging, (size_t)share.count, DTRAIN_DTYPE_F32,
+                                     r, NULL));
+        for (int64_t i = 0, run; i < share.count; i += run) {
+            const int64_t at = dtrain__share_place(&share, i, &run);
+            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* Read a parameter of which ranks of the tensor axis have parts, where it is here. Collective over
+ * the mesh. */
+static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
+                                        float *host)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    dtrain__share share;
+    size_t most = 0;
+    for (int r = 0; r < groups->tensor_ranks; r++) {
+        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
+        if ((size_t)share.count > most) most = (size_t)share.count;
+    }
+    float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
+                                            "a part of a parameter");
+    dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
+    if (result == DTRAIN_OK && part->count)
+        result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
+    dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
+{
+    dtrain_param whole;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_read"));
+    if (index >= strategy->param_count || !host)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
+                           index, strategy->param_count);
+    const size_t storage = strategy->params[index].state.storage->state.index;
+    dtrain__note_units(strategy);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
+    dtrain_result result = DTRAIN_OK;
+    if (strategy->groups.tensor && whole.cut.axis)
+        result = dtrain__read_parts(strategy, &whole, host);
+    else if (whole.count)
+        result = dtrain_device_copy(strategy->device, host, whole.value,
+                                    (size_t)whole.count * sizeof(float));
+    if (strategy->groups.pipeline && result == DTRAIN_OK) /* from the first stage that has it */
+        result = dtrain__strategy_keep(
+            strategy,
+            dtrain_broadcast(strategy->groups.pipeline, host, (size_t)dtrain__whole_count(&whole),
+                             DTRAIN_DTYPE_F32, dtrain__stage_first(strategy, storage), NULL));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
+    return result;
+}
