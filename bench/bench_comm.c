@@ -51,15 +51,13 @@ enum {
     MAX_WORLD = 64,
     SAMPLES_EACH = 4,
     MAX_SAMPLES = 1024,
-    TABLE = 65536,
-    POWERSGD_RANK = 4
+    TABLE = 65536
 };
 
 static const char *const model_names[] = {"tiny", "baby", "gpt2", NULL};
 static const char *const part_names[] = {"copies", "links", "overlap", "train", "loss", NULL};
-static const char *const method_ids[] = {"plain", "bucketed", "step",     "hier",
-                                         "bf16",  "topk",     "powersgd", NULL};
-enum method_id { ID_PLAIN, ID_BUCKETED, ID_STEP, ID_HIER, ID_BF16, ID_TOPK, ID_POWERSGD };
+static const char *const method_ids[] = {"plain", "bucketed", "step", "hier", "bf16", "topk", NULL};
+enum method_id { ID_PLAIN, ID_BUCKETED, ID_STEP, ID_HIER, ID_BF16, ID_TOPK };
 
 static struct options {
     const char *model, *gbps, *program, *data, *svg, *flags, *loss_model;
@@ -71,7 +69,7 @@ static struct options {
          .gbps = "1,10,25,100",
          .nodes = {3, {2, 4, 8}},
          .node_ranks = {2, {1, 4}},
-         .methods = {7, {0, 1, 2, 3, 4, 5, 6}},
+         .methods = {6, {0, 1, 2, 3, 4, 5}},
          .program = "build/train_gpt",
          .data = "dtrain.h",
          .flags = "",
@@ -110,8 +108,6 @@ static const method methods[] = {
     {ID_TOPK, "top-k 0.1 %", DTRAIN_COMPRESSION_TOPK, 0, 0.001f, false, false, true, 25 * MIB},
     {ID_TOPK, "hierarchical, top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0.01f, true, false, true,
      25 * MIB},
-    {ID_POWERSGD, "PowerSGD, rank 4", DTRAIN_COMPRESSION_POWERSGD, 0, 0, false, false, true,
-     25 * MIB},
 };
 enum { METHODS = sizeof methods / sizeof *methods };
 
@@ -130,7 +126,6 @@ static dtrain_compression_desc compression_desc(const method *m)
 {
     dtrain_compression_desc desc = {0};
     desc.kind = m->compression;
-    desc.powersgd_rank = POWERSGD_RANK;
     desc.dense_steps = DTRAIN_DENSE_STEPS_NONE;
     desc.topk_ratio = m->ratio;
     return desc;
@@ -433,33 +428,23 @@ static dtrain_result look_at_residuals(job *j)
 
 /* ---- what the formula says ---- */
 
-typedef struct traffic {
-    double bytes; /* a node sends */
-    int rounds;
-} traffic;
-
-static traffic formula(const job *j, const method *m)
+/* Return the bytes that a node sends. */
+static double formula(const job *j, const method *m)
 {
     const double n = j->ranks, nodes = j->at.nodes, g = j->at.node_ranks, away = n - g;
     const double reduced = m->hierarchical ? 2 * (nodes - 1) / nodes : 2 * g * away / n;
     const double gathered = m->hierarchical ? nodes - 1 : g * away;
-    double whole = 0, selected = 0, factors = 0;
-    traffic t = {0, 2};
+    double whole = 0, selected = 0;
     for (size_t i = 0; i < j->model.param_count; i++) {
         const dtrain_param *p = &j->model.params[i];
-        const double count = (double)p->count,
-                     sides = POWERSGD_RANK * (double)(p->shape[0] + p->shape[1]);
+        const double count = (double)p->count;
         const bool matrix = p->shape[1] > 0 && p->count >= 1024;
         if (p->alias_of) continue;
         if (m->compression == DTRAIN_COMPRESSION_TOPK && matrix)
             selected += fmax(1, floor((double)m->ratio * count + 0.5));
-        else if (m->compression == DTRAIN_COMPRESSION_POWERSGD && matrix && 2 * sides < count)
-            factors += sides;
         else whole += count;
     }
-    t.bytes = reduced * (whole * (m->reduce_dtype ? 2 : 4) + factors * 4) + gathered * selected * 8;
-    if (factors > 0) t.rounds = 4;
-    return t;
+    return reduced * whole * (m->reduce_dtype ? 2 : 4) + gathered * selected * 8;
 }
 
 /* A step with overlap: buckets in their order through one link, none before its last gradient. */
@@ -480,14 +465,14 @@ static double overlapped_seconds(const job *j, double backward, double seconds_e
 
 static void predict(const job *j, const method *m, double gbps, result *r)
 {
-    const traffic t = formula(j, m);
+    const double bytes = formula(j, m);
     const double rate = gbps * 1e9 / 8 / j->at.shrink;
-    const double latency = 1e-6 * opt.latency * t.rounds;
+    const double latency = 1e-6 * opt.latency * 2;
     const double elements = j->at.gradient_bytes / 4;
-    r->formula_bytes = t.bytes;
-    r->formula = t.bytes / rate + latency + r->backward;
+    r->formula_bytes = bytes;
+    r->formula = bytes / rate + latency + r->backward;
     if (m->backward && m->overlap)
-        r->formula = overlapped_seconds(j, r->backward, t.bytes / rate / elements) + latency;
+        r->formula = overlapped_seconds(j, r->backward, bytes / rate / elements) + latency;
 }
 
 /* ---- one method on one rank ---- */
@@ -838,8 +823,8 @@ static double break_even(const shape *at, int which)
     return cost > 0 ? low * saved / cost : INFINITY;
 }
 
-enum { CURVES = 4 };
-static const int curves[CURVES] = {6, 8, 9, 11}; /* places in the table of methods */
+enum { CURVES = 3 };
+static const int curves[CURVES] = {6, 8, 9}; /* places in the table of methods */
 
 /* The plain exchange of the next shape with nodes of one rank, from place *i on, or NULL. */
 static const shape *next_shape(int *i)
@@ -1037,8 +1022,7 @@ static const struct variant {
 } variants[] = {{"none", "", false},
                 {"bf16", "--reduce-dtype bf16", false},
                 {"top-k 1 %", "--compression topk --topk-ratio 0.01", true},
-                {"top-k 0.1 %", "--compression topk --topk-ratio 0.001", true},
-                {"PowerSGD, rank 4", "--compression powersgd --powersgd-rank 4", false}};
+                {"top-k 0.1 %", "--compression topk --topk-ratio 0.001", true}};
 enum { VARIANTS = sizeof variants / sizeof *variants };
 
 /* Write the flags that begin a compressed run, in shares of its steps: 20 % without compression, as
@@ -1053,7 +1037,6 @@ static void schedule_flags(const struct variant *v, int steps, char *flags, size
         snprintf(flags, room,
                  " --dense-steps %d --variance-steps %d --compression-warmup %d --clip 0", dense,
                  dense, steps / 2);
-    else if (strstr(v->flags, "powersgd")) snprintf(flags, room, " --dense-steps %d", dense);
 }
 
 /* Train on two ranks. */

@@ -1,5 +1,4 @@
-/* bench_sparse.c: the CPU kernels of compressed communication: top-k, scatter-add, orthonormal columns,
- * thin products.
+/* bench_sparse.c: the CPU kernels of compressed communication: top-k and scatter-add.
  *
  *   run:     make bench, or build/bench/bench_sparse [--threads 2] [--reps 9] [--log FILE]
  *   build:   cc -O2 -I. -Ibench bench/bench_sparse.c -o bench_sparse -lm -lpthread
@@ -14,19 +13,15 @@
  *   floor     the rate of one thread that does nothing but move the same streams: a read of x, an
  *             update y += x, both; for scatter-add the update
  *   of_floor  our GB/s over threads x floor
- *   thin      products of low-rank gradients, with a matrix M (count, 768): M Q, M^T P, P Q^T, k columns
- *             of P and Q; bytes are M's, which is read, or for P Q^T written (floor: written, too)
  *   naive     the time of the obvious C over ours: quickselect on the magnitudes and one more pass;
- *             the bare loop; modified Gram-Schmidt, column by column, twice; three loops
- *   of_gemm   orthonormal columns: the time over that of the product (rows, 768) x (768, columns)
- *             that goes with it in a PowerSGD step
- *   correct   top-k: the bits of the naive result after three steps; else 1e-5, and Q^T Q = I to 1e-6 */
+ *             the bare loop
+ *   correct   the bits of the naive result, for top-k after three steps */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
 #include "bench.h"
 
-enum { MAX_REPS = 64, FLOOR = 0, OURS = 1, NAIVE = 2, GEMM = 3, RUNNERS = 4, INNER = 768 };
+enum { MAX_REPS = 64, FLOOR = 0, OURS = 1, NAIVE = 2, RUNNERS = 3 };
 
 static struct {
     long threads, reps;
@@ -36,10 +31,8 @@ static dtrain_device *device;
 
 /* ---- The floor ---- */
 
-enum { PLAIN = 0, RESIDUAL = 1, VELOCITY = 2, WRITE = 3 };
-enum { M_Q = 0, MT_P = 1, P_QT = 2 };
+enum { PLAIN = 0, RESIDUAL = 1, VELOCITY = 2 };
 static const char *const mode_names[] = {"plain", "residual", "velocity"};
-static const char *const thin_names[] = {"M Q", "M^T P", "P Q^T"};
 static volatile uint32_t sink;
 
 #define DEFINE_STREAMS(id, target, lanes)                                                        \
@@ -64,8 +57,6 @@ static volatile uint32_t sink;
             *(vec *)(void *)(v + i) += *(const vec *)(const void *)(x + i);                      \
             *(vec *)(void *)(r + i) += *(const vec *)(const void *)(v + i);                      \
         }                                                                                        \
-        for (int64_t i = 0; mode == WRITE && i + (lanes) <= count; i += (lanes))                 \
-            *(vec *)(void *)(r + i) = (vec)a;                                                    \
     }
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -138,34 +129,16 @@ static void naive_topk(const dtrain_topk_args *a, uint32_t *keys)
     }
 }
 
-static void naive_orthogonalize(float *x, int64_t rows, int64_t columns)
-{
-    for (int64_t j = 0; j < columns; j++) {
-        double norm = 0;
-        for (int64_t onto = 0; onto < 2 * j; onto++) {
-            const int64_t i = onto % j;
-            double dot = 0;
-            for (int64_t r = 0; r < rows; r++)
-                dot += (double)x[r * columns + i] * (double)x[r * columns + j];
-            for (int64_t r = 0; r < rows; r++)
-                x[r * columns + j] -= (float)(dot * (double)x[r * columns + i]);
-        }
-        for (int64_t r = 0; r < rows; r++)
-            norm += (double)x[r * columns + j] * (double)x[r * columns + j];
-        for (int64_t r = 0; r < rows; r++) x[r * columns + j] *= (float)(1 / sqrt(norm));
-    }
-}
-
 /* ---- A trial: one kernel at one size, all that it is compared with ---- */
 
-typedef enum kind { TOPK, SCATTER_ADD, ORTHOGONALIZE, THIN } kind;
+typedef enum kind { TOPK, SCATTER_ADD } kind;
 
 typedef struct trial {
     kind kind;
-    int64_t count, k; /* of a matrix: rows, columns */
+    int64_t count, k;
     int mode;
     double bytes;
-    float *x, *y, *z; /* read by all; GEMM's operands and result */
+    float *x; /* read by all */
     float *residual[RUNNERS], *velocity[RUNNERS], *values[RUNNERS];
     int32_t *indices[RUNNERS];
     uint32_t *keys;
@@ -205,42 +178,25 @@ static void give(void *memory, int64_t count)
     device->ops->free(device, memory, (size_t)count * 4);
 }
 
-static int64_t elements(const trial *t)
-{
-    return t->kind == ORTHOGONALIZE ? t->count * t->k
-           : t->kind == THIN        ? t->count * INNER
-                                    : t->count;
-}
-
 static void open_trial(trial *t)
 {
-    const int64_t n = elements(t);
+    const int64_t n = t->count;
     t->x = noise(n, 1);
-    if (t->kind == THIN) {
-        t->y = noise(t->count * t->k, 2);
-        t->z = noise(INNER * t->k, 3);
-    } else if (t->kind == ORTHOGONALIZE) {
-        t->y = noise(t->count * INNER, 2);
-        t->z = noise(INNER * t->k, 3);
-    } else t->keys = (uint32_t *)take(n);
+    t->keys = (uint32_t *)take(n);
     for (int r = FLOOR; r <= NAIVE; r++) {
         t->residual[r] = (float *)take(n);
         t->velocity[r] = (float *)take(n);
-        if (t->kind == THIN) continue;
         t->values[r] = noise(t->k, 4);
         t->indices[r] = (int32_t *)take(t->k);
         for (int64_t i = 0; i < t->k; i++)
             t->indices[r][i] = (int32_t)(i * (t->count / t->k) + i % (t->count / t->k));
-        if (t->kind == ORTHOGONALIZE) memcpy(t->residual[r], t->x, (size_t)n * 4);
     }
 }
 
 static void close_trial(trial *t)
 {
-    const int64_t n = elements(t);
+    const int64_t n = t->count;
     give(t->x, n);
-    give(t->y, t->count * (t->kind == THIN ? t->k : INNER));
-    give(t->z, INNER * t->k);
     give(t->keys, n);
     for (int r = FLOOR; r <= NAIVE; r++) {
         give(t->residual[r], n);
@@ -273,77 +229,13 @@ static void call_scatter_add(trial *t, int runner)
     else if (device->ops->scatter_add(device, &args) != DTRAIN_OK) t->correct = false;
 }
 
-static void call_orthogonalize(trial *t, int runner)
-{
-    const dtrain_orthogonalize_args args = {t->count, t->k, t->residual[runner]};
-    if (runner == NAIVE) naive_orthogonalize(args.x, t->count, t->k);
-    else if (device->ops->orthogonalize(device, &args) != DTRAIN_OK) t->correct = false;
-}
-
-static void call_gemm(trial *t)
-{
-    dtrain_gemm_args g;
-    memset(&g, 0, sizeof g);
-    g.m = t->count;
-    g.n = g.ldb = g.ldc = t->k;
-    g.k = g.lda = INNER;
-    g.alpha = 1;
-    g.a = t->y;
-    g.b = t->z;
-    g.c = t->residual[FLOOR];
-    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_DTYPE_F32;
-    if (device->ops->gemm(device, &g) != DTRAIN_OK) t->correct = false;
-}
-
-/* C (m, n) = op(A) op(B) as rows of products, each element in double. */
-static void naive_thin(const dtrain_gemm_args *g)
-{
-    const bool ta = g->flags & DTRAIN_GEMM_TRANS_A, tb = g->flags & DTRAIN_GEMM_TRANS_B;
-    const float *a = (const float *)g->a, *b = (const float *)g->b;
-    for (int64_t i = 0; i < g->m; i++)
-        for (int64_t j = 0; j < g->n; j++) {
-            double sum = 0;
-            for (int64_t p = 0; p < g->k; p++)
-                sum += (double)a[ta ? p * g->lda + i : i * g->lda + p] *
-                       (double)b[tb ? j * g->ldb + p : p * g->ldb + j];
-            ((float *)g->c)[i * g->ldc + j] = (float)sum;
-        }
-}
-
-static void call_thin(trial *t, int runner)
-{
-    const int64_t m = t->count, r = t->k;
-    dtrain_gemm_args g;
-    memset(&g, 0, sizeof g);
-    g.m = t->mode == MT_P ? INNER : m;
-    g.n = t->mode == P_QT ? INNER : r;
-    g.k = t->mode == M_Q ? INNER : t->mode == MT_P ? m : r;
-    g.flags = t->mode == MT_P ? DTRAIN_GEMM_TRANS_A : t->mode == P_QT ? DTRAIN_GEMM_TRANS_B : 0;
-    g.lda = t->mode == P_QT ? r : INNER;
-    g.ldb = r;
-    g.ldc = g.n;
-    g.alpha = 1;
-    g.a = t->mode == P_QT ? t->y : t->x;
-    g.b = t->mode == MT_P ? t->y : t->z;
-    g.c = t->residual[runner];
-    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_DTYPE_F32;
-    if (runner == NAIVE) naive_thin(&g);
-    else if (device->ops->gemm(device, &g) != DTRAIN_OK) t->correct = false;
-}
-
 static void call(trial *t, int runner)
 {
-    if (runner == GEMM) call_gemm(t);
-    else if (runner == FLOOR)
-        streams(t->kind == TOPK                      ? t->mode
-                : t->kind == THIN && t->mode == P_QT ? WRITE
-                : t->kind == THIN                    ? PLAIN
-                                                     : RESIDUAL,
-                t->x, t->residual[FLOOR], t->velocity[FLOOR], elements(t));
+    if (runner == FLOOR)
+        streams(t->kind == TOPK ? t->mode : RESIDUAL, t->x, t->residual[FLOOR], t->velocity[FLOOR],
+                t->count);
     else if (t->kind == TOPK) call_topk(t, runner);
-    else if (t->kind == SCATTER_ADD) call_scatter_add(t, runner);
-    else if (t->kind == THIN) call_thin(t, runner);
-    else call_orthogonalize(t, runner);
+    else call_scatter_add(t, runner);
 }
 
 /* ---- Correct ---- */
@@ -353,33 +245,6 @@ static bool equal(const void *const *arrays, int64_t count)
     return memcmp(arrays[OURS], arrays[NAIVE], (size_t)count * 4) == 0;
 }
 
-static bool orthonormal(const trial *t)
-{
-    const float *q = t->residual[OURS], *other = t->residual[NAIVE];
-    double off = 0, far = 0;
-    for (int64_t i = 0; i < elements(t); i++)
-        far = fmax(far, fabs((double)q[i] - (double)other[i]));
-    for (int64_t i = 0; i < t->k; i++)
-        for (int64_t j = 0; j <= i; j++) {
-            double sum = i == j ? -1 : 0;
-            for (int64_t r = 0; r < t->count; r++)
-                sum += (double)q[r * t->k + i] * (double)q[r * t->k + j];
-            off = fmax(off, fabs(sum));
-        }
-    return far < 1e-5 && off < 1e-6;
-}
-
-/* Relative to the largest. */
-static bool close_to_naive(const trial *t)
-{
-    double far = 0, most = 0;
-    for (int64_t i = 0; i < elements(t); i++) {
-        far = fmax(far, fabs((double)t->residual[OURS][i] - (double)t->residual[NAIVE][i]));
-        most = fmax(most, fabs((double)t->residual[NAIVE][i]));
-    }
-    return far < 1e-5 * most;
-}
-
 static void check(trial *t)
 {
     const void *const *residual = (const void *const *)t->residual;
@@ -387,13 +252,10 @@ static void check(trial *t)
     for (int step = 0; step < (t->kind == TOPK ? 3 : 1); step++) {
         call(t, OURS);
         call(t, NAIVE);
-        if (t->kind == THIN) t->correct = t->correct && close_to_naive(t);
-        else if (t->kind == ORTHOGONALIZE) t->correct = t->correct && orthonormal(t);
-        else
-            t->correct = t->correct && equal(residual, t->count) &&
-                         equal((const void *const *)t->velocity, t->count) &&
-                         equal((const void *const *)t->values, t->k) &&
-                         equal((const void *const *)t->indices, t->k);
+        t->correct = t->correct && equal(residual, t->count) &&
+                     equal((const void *const *)t->velocity, t->count) &&
+                     equal((const void *const *)t->values, t->k) &&
+                     equal((const void *const *)t->indices, t->k);
     }
 }
 
@@ -420,30 +282,23 @@ static spread ratio(const trial *t, int a, int b, double scale)
 
 static void report(const trial *t)
 {
-    static const char *const kinds[] = {"topk", "scatter_add", "orthogonalize", "thin"};
+    static const char *const kinds[] = {"topk", "scatter_add"};
     const spread seconds = spread_of(t->seconds[OURS], (int)opt.reps);
     const spread ms = {1e3 * seconds.median, 1e3 * seconds.min, 1e3 * seconds.max};
     const double floor = median(t->seconds[FLOOR], (int)opt.reps);
     const double moved = t->kind == SCATTER_ADD ? 12.0 * (double)t->count : t->bytes;
-    const bool matrix = t->kind == ORTHOGONALIZE;
-    const spread none = {NAN, NAN, NAN};
     bench_begin("sparse");
     bench_string("kernel", -13, kinds[t->kind]);
     bench_number("count", 9, 0, (double)t->count);
     bench_number("k", 7, 0, (double)t->k);
-    bench_string("mode", -8,
-                 t->kind == TOPK   ? mode_names[t->mode]
-                 : t->kind == THIN ? thin_names[t->mode]
-                                   : "");
+    bench_string("mode", -8, t->kind == TOPK ? mode_names[t->mode] : "");
     bench_number("threads", 0, 0, (double)opt.threads);
     bench_string("isa", 0, bench_kernels(false));
     bench_spread("ms", 8, 3, ms);
-    bench_number("GB/s", 6, 1, matrix ? NAN : 1e-9 * t->bytes / seconds.median);
-    bench_number("floor", 6, 1, matrix ? NAN : 1e-9 * moved / floor);
-    bench_spread("of_floor", 5, 2,
-                 matrix ? none : ratio(t, FLOOR, OURS, t->bytes / moved / (double)opt.threads));
+    bench_number("GB/s", 6, 1, 1e-9 * t->bytes / seconds.median);
+    bench_number("floor", 6, 1, 1e-9 * moved / floor);
+    bench_spread("of_floor", 5, 2, ratio(t, FLOOR, OURS, t->bytes / moved / (double)opt.threads));
     bench_number("naive", 6, 1, ratio(t, NAIVE, OURS, 1).median);
-    bench_spread("of_gemm", 5, 2, matrix ? ratio(t, OURS, GEMM, 1) : none);
     bench_end(t->correct);
 }
 
@@ -459,14 +314,12 @@ static void run(kind which, int64_t count, int64_t k, int mode)
                                : mode == RESIDUAL ? 12.0
                                                   : 20.0) *
                                   (double)count
-              : which == THIN ? 4.0 * (double)count * INNER
-                              : (8.0 + 128) * (double)k;
+                            : (8.0 + 128) * (double)k;
     open_trial(&t);
     check(&t);
-    const int runners = which == ORTHOGONALIZE ? RUNNERS : GEMM;
     for (int r = 0; r < opt.reps; r++)
-        for (int i = 0; i < runners; i++) {
-            const int runner = (r + i) % runners;
+        for (int i = 0; i < RUNNERS; i++) {
+            const int runner = (r + i) % RUNNERS;
             t.seconds[runner][r] = measure(&t, runner);
         }
     report(&t);
@@ -476,19 +329,12 @@ static void run(kind which, int64_t count, int64_t k, int mode)
 static void run_all(void)
 {
     static const int64_t sizes[] = {65536, 1 << 20, 1 << 24};
-    static const int64_t shapes[][2] = {{4096, 1},  {4096, 4},  {4096, 16}, {4096, 64},
-                                        {50257, 1}, {50257, 4}, {50257, 32}};
     for (int s = 0; s < (bench.quick ? 1 : 3); s++)
         for (int64_t part = 100; part <= 1000; part *= 10)
             for (int mode = PLAIN; mode <= VELOCITY; mode++)
                 run(TOPK, sizes[s], sizes[s] / part, mode);
     for (int s = 0; s < (bench.quick ? 1 : 3); s++)
         run(SCATTER_ADD, sizes[s], sizes[s] / 100, PLAIN);
-    for (int s = 0; s < (bench.quick ? 2 : 7); s++)
-        run(ORTHOGONALIZE, shapes[s][0], shapes[s][1], PLAIN);
-    for (int s = 0; s < (bench.quick ? 1 : 2); s++)
-        for (int mode = M_Q; mode <= P_QT; mode++)
-            for (int64_t rank = 1; rank <= 16; rank *= 4) run(THIN, s ? 50257 : 4096, rank, mode);
 }
 
 static const flag flag_table[] = {

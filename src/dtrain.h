@@ -132,7 +132,6 @@ extern "C" {
 #include "strategy/tensor.c"
 #include "strategy/compress.c"
 #include "strategy/topk.c"
-#include "strategy/powersgd.c"
 #include "strategy/steps.c"
 #include "strategy/join.c"
 #include "strategy/offload.c"

@@ -17,7 +17,6 @@
 #include "device/cuda/flash_tiles.cuh"
 #include "device/cuda/flash.cuh"
 #include "device/cuda/sparse.cuh"
-#include "device/cuda/columns.cuh"
 #include "device/cuda/batchnorm.cuh"
 #include "device/cuda/convolution.cuh"
 #include "device/cuda/pooling.cuh"

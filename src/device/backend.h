@@ -439,16 +439,6 @@ typedef struct dtrain_scatter_add_args {
     float *out;             /* (count) */
 } dtrain_scatter_add_args;
 
-/* The columns of x (rows, columns), row-major, become orthonormal: Gram-Schmidt in column order,
- * twice, so that nearly dependent columns come out orthogonal to rounding (Giraud et al., 2005). A
- * column that is zero, or that the ones before it span, becomes zero; with an element that is not
- * finite all become NaN. columns <= 64. */
-#define DTRAIN_ORTHOGONALIZE_COLUMNS 64
-typedef struct dtrain_orthogonalize_args {
-    int64_t rows, columns;
-    float *x;
-} dtrain_orthogonalize_args;
-
 /* Batch normalisation: every column (channel) of x (rows, n) is normalised over all rows, here and
  * on other ranks (Ioffe and Szegedy, 2015). In five steps, so that what ranks have to exchange lies
  * between kernels:
@@ -653,7 +643,6 @@ struct dtrain_device_ops {
     dtrain_result (*muon)(dtrain_device *, const dtrain_muon_args *);
     dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
     dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
-    dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);
     dtrain_result (*batchnorm_moments)(dtrain_device *, const dtrain_batchnorm_moments_args *);
     dtrain_result (*batchnorm_statistics)(dtrain_device *,
                                           const dtrain_batchnorm_statistics_args *);

@@ -24,12 +24,11 @@
  * mesh, strategy, node size, precision and offload may be others than those of the run that saved.
  * What is carried over:
  *
- *     values, moments, momentum, Q, scalars    exactly
+ *     values, moments, momentum, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
  *                              every rank begins with the mean over the old ranks that had the
  *                              element, so that the mean gradient gets what is owed to it; and with
  *                              zeros where either side is hierarchical, which owes it per node
- *     Q of parameters that a tensor axis cuts by rows    exactly by as many ranks of that axis
  *     arrays of the program's own that differ from rank to rank    by the ranks that were there
  *
  * What was not carried over exactly is said in dtrain_load_info.note. */

@@ -63,8 +63,7 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
-    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q &&
-           tensor->kind != DTRAIN_STATE_MISSED;
+    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_MISSED;
 }
 
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
@@ -118,7 +117,7 @@ static void dtrain__note_left_out(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
-    quiet[DTRAIN_STATE_MISSED] = quiet[DTRAIN_STATE_VELOCITY] = quiet[DTRAIN_STATE_Q] = true;
+    quiet[DTRAIN_STATE_MISSED] = quiet[DTRAIN_STATE_VELOCITY] = true;
     quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
     for (size_t i = 0; i < m->tensor_count; i++)
         if (load->wanted[i]) quiet[m->tensors[i].tensor.kind] = true;
@@ -287,19 +286,16 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     return DTRAIN_OK;
 }
 
-/* Note how residuals and Q were set, if not exactly as they were saved. */
+/* Note how residuals were set, if not exactly as they were saved. */
 static void dtrain__note_residuals(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
-    bool wanted = false, there = false, q_differs = false;
+    bool wanted = false, there = false;
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         wanted |= tensor->kind == DTRAIN_STATE_RESIDUAL;
-        q_differs |= tensor->kind == DTRAIN_STATE_Q && !dtrain__saved_for(load, tensor);
     }
-    if (q_differs)
-        dtrain__load_note(load, "Q of PowerSGD begins anew: it is not there, or has another rank");
     for (size_t i = 0; i < m->tensor_count; i++)
         there |= m->tensors[i].tensor.kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
     if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");

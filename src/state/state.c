@@ -33,7 +33,7 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
         "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity",
-        "q",     "host",    "lion",       "muon",     "missed",   "scalar"};
+        "host",  "lion",    "muon",       "missed",   "scalar"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -161,31 +161,8 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-/* Append Q of a parameter. Of a part it is the part's alone. Where columns are cut, Q has a row for
- * each, and is a slice of that of all columns; otherwise those of the tensor axis lie side by side,
- * so that no other number of ranks takes them for its own. */
-static dtrain_result dtrain__state_q(dtrain_state *state, const dtrain_compression_state *kept)
-{
-    const dtrain__groups groups = dtrain__groups_of(state->desc.strategy);
-    const dtrain__share part = dtrain__share_here(kept->param, &groups);
-    const bool columns = part.axis == 1 && kept->q_rows == part.length[0] * part.inner;
-    const bool beside = part.axis >= 0 && !columns;
-    const int64_t ranks = groups.tensor_ranks, rank = groups.tensor_rank;
-    const int64_t rows = columns ? part.whole * part.inner : kept->q_rows;
-    const int64_t shape[4] = {beside ? ranks : rows, beside ? rows : kept->q_columns,
-                              beside ? kept->q_columns : 0, 0};
-    dtrain_state_tensor *tensor = dtrain__state_append(state, DTRAIN_STATE_Q, kept->param->name,
-                                                       DTRAIN_DTYPE_F32, shape, kept->q);
-    if (!tensor) return DTRAIN_ERROR_MEMORY;
-    if (part.axis < 0) return DTRAIN_OK;
-    tensor->piece.first[0] = columns ? part.first[0] * part.inner : rank;
-    tensor->piece.length[0] = columns ? kept->q_rows : 1;
-    tensor->piece.count = kept->q_rows * kept->q_columns;
-    return DTRAIN_OK;
-}
-
-/* Append a parameter's residual and velocity, if this rank keeps such of any parameter, and Q. A
- * rank that keeps nothing of this one lists a piece of no elements. */
+/* Append a parameter's residual and velocity, if this rank keeps such of any parameter. A rank that
+ * keeps nothing of this one lists a piece of no elements. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain_compression_state *kept,
                                               const bool *keeps)
@@ -198,7 +175,7 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
         DTRAIN__TRY(dtrain__state_like(
             state, &piece, (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + i), memory[i], NULL));
     }
-    return kept && kept->q ? dtrain__state_q(state, kept) : DTRAIN_OK;
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)

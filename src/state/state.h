@@ -4,7 +4,7 @@
  * loader keep, and what the program adds. Checkpoints walk this list, and so can a program that
  * has its own way to store things:
  *
- *     tensors   values of parameters, moments, momentum; residuals, velocities and Q of
+ *     tensors   values of parameters, moments, momentum; residuals and velocities of
  *               compression; arrays of the program's own
  *     scalars   steps of optimizer, strategy and trainer, tokens seen, the loss scaler, position
  *               and seed of the loader, the seed of dropout
@@ -34,13 +34,12 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
     DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
     DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
-    DTRAIN_STATE_Q = 6,          /* PowerSGD */
-    DTRAIN_STATE_HOST = 7,       /* added by the program */
-    DTRAIN_STATE_LION = 8,       /* Lion's momentum: no optimizer goes on with another's state */
-    DTRAIN_STATE_MUON = 9,       /* Muon's */
-    DTRAIN_STATE_MISSED = 10,    /* of a parameter: in how many steps it was left out of updates */
-    DTRAIN_STATE_SCALAR = 11,    /* "optimizer.step" and the like: one number, on all ranks */
-    DTRAIN_STATE_KINDS = 12
+    DTRAIN_STATE_HOST = 6,       /* added by the program */
+    DTRAIN_STATE_LION = 7,       /* Lion's momentum: no optimizer goes on with another's state */
+    DTRAIN_STATE_MUON = 8,       /* Muon's */
+    DTRAIN_STATE_MISSED = 9,     /* of a parameter: in how many steps it was left out of updates */
+    DTRAIN_STATE_SCALAR = 10,    /* "optimizer.step" and the like: one number, on all ranks */
+    DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */

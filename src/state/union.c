@@ -179,7 +179,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                               : dtrain__piece_common(a, b, &common));
         }
     }
-    if (!overlap && (sum == tensor->total || tensor->kind == DTRAIN_STATE_Q)) return DTRAIN_OK;
+    if (!overlap && sum == tensor->total) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s: the pieces of the %s of \"%s\" %s: they have %lld of its %lld elements",
                        where, dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name),

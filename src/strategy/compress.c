@@ -26,9 +26,7 @@
 
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how)
 {
-    if (how->hook) return how->hook;
-    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) return dtrain__powersgd_hook();
-    return dtrain__topk_hook();
+    return how->hook ? how->hook : dtrain__topk_hook();
 }
 
 /* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
@@ -68,7 +66,6 @@ static void dtrain__lay_tensors(dtrain__layout *layout, dtrain__bucket *bucket,
             c->dense_count += tensor.count;
             continue;
         }
-        c->hook.q_count += tensor.q_rows * tensor.q_columns;
         memmove(&tensors[first_dense + 1], &tensors[first_dense],
                 (i - first_dense) * sizeof tensor);
         tensors[first_dense++] = tensor;
@@ -95,7 +92,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
         hook->ranks = layout->slice_ranks;
         hook->rank = layout->slice_rank;
         hook->dtype = dtype;
-        hook->seed = ~layout->desc->init_seed;
         hook->factor = 1.0f / (float)(means ? layout->slice_ranks : layout->all);
         hook->count = bucket->slice_count;
         dtrain__lay_tensors(layout, bucket, next);
@@ -117,22 +113,15 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__compressed *c = layout->buckets[b].compressed;
         dtrain_hook_bucket *hook = &c->hook;
-        int64_t kept = hook->q_count, q_at = 0;
-        c->packed = dtrain__carve(layout, DTRAIN__BUFFERS, c->dense_count + hook->averaged_count);
-        hook->averaged = hook->dtype == DTRAIN_DTYPE_F32
-                             ? dtrain__after(c->packed, c->dense_count)
-                             : dtrain__carve(layout, DTRAIN__BUFFERS, hook->averaged_count);
-        hook->q = dtrain__carve(layout, DTRAIN__BUFFERS, hook->q_count);
+        int64_t kept = 0;
+        c->packed = dtrain__carve(layout, DTRAIN__BUFFERS, c->dense_count);
         hook->scratch = dtrain__carve(layout, DTRAIN__BUFFERS, hook->scratch_count);
         for (size_t i = 0; i < hook->tensor_count; i++) {
             dtrain_hook_tensor *tensor = &hook->tensors[i];
-            const int64_t q_count = tensor->q_rows * tensor->q_columns;
             if (tensor->keeps_residual)
                 tensor->residual = dtrain__carve(layout, DTRAIN__BUFFERS, tensor->count);
             if (tensor->keeps_velocity)
                 tensor->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, tensor->count);
-            if (q_count) tensor->q = dtrain__after(hook->q, q_at);
-            q_at += q_count;
             kept += tensor->count * (tensor->keeps_residual + tensor->keeps_velocity);
         }
         layout->state_bytes += 4 * (uint64_t)kept;
@@ -141,7 +130,7 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Point the tensors at their gradients, let the hook fill its memory, and list what it keeps, for
+/* Point the tensors at their gradients, and list what the hook keeps of them, for
  * dtrain_strategy_compression. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
@@ -162,13 +151,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
             tensor->grad = bucket->grads + tensor->offset +
                            layout->entries[tensor->param - layout->params].offset;
             if (tensor->dense) continue;
-            const dtrain_compression_state state = {
-                tensor->param,    tensor->offset, tensor->count,  tensor->residual,
-                tensor->velocity, tensor->q,      tensor->q_rows, tensor->q_columns};
+            const dtrain_compression_state state = {tensor->param, tensor->offset, tensor->count,
+                                                    tensor->residual, tensor->velocity};
             strategy->states[strategy->state_count++] = state;
         }
-        if (desc->init && !dtrain__is_planned(strategy))
-            DTRAIN__TRY(desc->init(layout->compression, &c->hook));
     }
     return DTRAIN_OK;
 }
@@ -239,45 +225,28 @@ static dtrain_result dtrain__hook_end(dtrain_strategy *strategy, dtrain__bucket 
     return dtrain__hook_of(how)->decompress(how, &bucket->compressed->hook, round);
 }
 
-/* Find what the hook wants averaged, as it travels: behind the dense tensors. */
-static void *dtrain__averaged(const dtrain__compressed *c)
-{
-    return (char *)c->packed + (size_t)c->dense_count * dtrain_dtype_bytes(c->hook.dtype);
-}
-
-/* Begin the first round, and send dense tensors and what the hook wants averaged. */
+/* Begin the first round, and send the dense tensors. */
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
                                                     dtrain__bucket *bucket,
                                                     const dtrain__step *step)
 {
     const dtrain__compressed *c = bucket->compressed;
-    const dtrain_hook_bucket *hook = &c->hook;
-    const int64_t count = c->dense_count + hook->averaged_count;
     if (!dtrain__compresses(strategy)) return dtrain__all_reduce_begin(strategy, bucket, step);
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
     DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
-    if (hook->dtype != DTRAIN_DTYPE_F32)
-        DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, hook->averaged,
-                                    DTRAIN_DTYPE_F32, dtrain__averaged(c), hook->dtype));
-    if (count == 0) return DTRAIN_OK;
+    if (c->dense_count == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)count, hook->dtype,
-                             bucket->steps->op, &bucket->reduces[1]);
+    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)c->dense_count,
+                             c->hook.dtype, bucket->steps->op, &bucket->reduces[1]);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   const dtrain__step *step)
 {
-    const dtrain__compressed *c = bucket->compressed;
-    const dtrain_hook_bucket *hook = &c->hook;
     if (!dtrain__compresses(strategy)) {
         DTRAIN__TRY(dtrain__all_reduce_end(strategy, bucket, step));
         return dtrain__scale_begin(strategy, bucket, step);
     }
-    if (hook->dtype != DTRAIN_DTYPE_F32)
-        DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, dtrain__averaged(c),
-                                    hook->dtype, hook->averaged, DTRAIN_DTYPE_F32));
-    DTRAIN__TRY(dtrain__scale(strategy, bucket, hook->averaged, hook->averaged_count));
     DTRAIN__TRY(dtrain__hook_end(strategy, bucket, 0));
     return dtrain__pack_dense(strategy, bucket, true);
 }

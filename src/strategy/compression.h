@@ -5,31 +5,27 @@
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
  *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
- *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
- *     hook                as a program wants it: strategy/hook.h
+ *     hook                as a program wants it: strategy/hook.h; PowerSGD is examples/power_sgd.c
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply between nodes
- *                         alone; PowerSGD needs whole matrices and is refused
+ *                         alone; so does a hook that takes slices
  *
  *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
  *     reduce_dtype        x      x          x              x          x          x
  *     hierarchical        x      x          x              x                  by itself
- *     top-k, PowerSGD     x      and hooks
+ *     top-k, hooks        x
  *
  * Error feedback: what this rank did not send stays in its residual, and is added to its next
  * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
  * Residuals belong to parameters, not to buckets: see dtrain_strategy_compression. Loss scaling
  * cannot be combined with it (a residual is of yesterday's scale): use bf16. A NaN in a gradient is
- * sent at once by top-k, and is gone from its residual; PowerSGD's state keeps it.
+ * sent at once by top-k, and is gone from its residual.
  *
  * Top-k (Lin et al., "Deep Gradient Compression", ICLR 2018): with topk_momentum the residual
  * gathers velocity instead of gradients, and the optimizer should have no momentum of its own
  * (SGD). The warm-up of warmup_steps begins at warmup_ratio and falls by a constant factor a step.
  * Each rank sends its selection to all: N - 1 selections received. Sums are taken in rank order,
  * each term times 1/N.
- *
- * PowerSGD (Vogels et al., NeurIPS 2019) with warm start: Q begins as the last step's. Matrices for
- * which it would save less than half travel whole; of tensors with more dimensions the first is m.
  *
  * Optimizers and clipping see the decompressed mean like any gradient, and that is not harmless: an
  * element of top-k arrives rarely, with the sum of many steps. AdamW takes that for variance and
@@ -45,8 +41,7 @@
 
 typedef enum dtrain_compression {
     DTRAIN_COMPRESSION_NONE = 0,
-    DTRAIN_COMPRESSION_TOPK = 1,
-    DTRAIN_COMPRESSION_POWERSGD = 2
+    DTRAIN_COMPRESSION_TOPK = 1
 } dtrain_compression;
 
 #define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
@@ -56,7 +51,6 @@ typedef struct dtrain_comm_hook_desc dtrain_comm_hook_desc; /* strategy/hook.h *
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_compression_desc {
     uint32_t kind;          /* dtrain_compression; 0 = none */
-    uint32_t powersgd_rank; /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
     bool no_error_feedback; /* what is not sent is lost; for experiments */
     float topk_ratio;       /* share of a tensor's elements that are sent; 0 = 0.01 */
     float topk_momentum;    /* momentum correction, then in place of the optimizer's; 0 = off */
@@ -74,14 +68,12 @@ typedef struct dtrain_compression_desc {
 /* The state that compression keeps of a parameter from step to step, in memory of the device. Every
  * rank has residuals of its own; under hierarchical they are of the piece of the parameter that it
  * sends, and pieces are those of the buckets. To continue a run, copy them out and, after create,
- * back in. Q is the same on all ranks. */
+ * back in. */
 typedef struct dtrain_compression_state {
     const dtrain_param *param;
     int64_t offset, count; /* the piece: first element, elements */
     float *residual;       /* (count), or NULL without error feedback */
     float *velocity;       /* (count), or NULL without topk_momentum */
-    float *q;              /* (q_rows, q_columns), or NULL */
-    int64_t q_rows, q_columns;
 } dtrain_compression_state;
 
 /* List the states of all parameters that are compressed; count 0 without compression. Local. They

@@ -1,11 +1,10 @@
 /* Communication hooks: how the gradients of a bucket travel, in a way of one's own
  *
  * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook; the built-in
- * ones (topk.c, powersgd.c) are made of the same, and examples/sign_sgd.c is a complete
- * program. PyTorch's DDP has them by the same name. A hook has one or two rounds; the library calls
+ * one (topk.c) is made of the same; examples/sign_sgd.c and examples/power_sgd.c are complete
+ * programs. PyTorch's DDP has them by the same name. A hook has one or two rounds; the library calls
  *
  *     plan         when memory is laid out, on every rank, also for forecasts, which have no memory
- *     init         once, when memory is there
  *     compress     when the gradients of the bucket are final; and at once
  *     exchange     to start one collective
  *     decompress   when that is done; then compress of the second round
@@ -36,12 +35,10 @@ typedef struct dtrain_hook_tensor {
                             do 1-D tensors and those below dense_below, which are marked before */
     bool keeps_residual;   /* set in plan: what there is from step to step. Checkpoints hold it */
     bool keeps_velocity;
-    int64_t q_rows, q_columns;
     float *grad;     /* (count) compress finds this rank's, or the sum of its node's; after the last
                         decompress it is the mean over all ranks */
     float *residual; /* (count) or NULL: this rank's own, zero at first */
     float *velocity; /* (count) or NULL: the same */
-    float *q;        /* (q_rows, q_columns) or NULL: the same on all ranks; filled by init */
 } dtrain_hook_tensor;
 
 typedef struct dtrain_hook_bucket {
@@ -49,20 +46,16 @@ typedef struct dtrain_hook_bucket {
     dtrain_comm *comm; /* the ranks that exchange the bucket; the second round has one of its own */
     int ranks, rank;   /* size of comm, and this rank there */
     dtrain_dtype dtype; /* reduce_dtype, for what is sent */
-    uint64_t seed;      /* the same on all ranks and in every run */
     uint64_t step;      /* steps since compression began */
     float factor;       /* of this rank's gradient, or of its node's, in the mean over all ranks */
     dtrain_hook_tensor *tensors; /* (tensor_count) without dense ones, but for plan */
     size_t tensor_count;
     float *grads; /* (count) the gradients of all tensors, dense ones too, and padding */
     int64_t count;
-    float *q; /* (q_count) of all tensors, one after another */
-    int64_t q_count;
-    int64_t averaged_count; /* set in plan: fp32 elements that the first compress makes, and whose
-                               mean over ranks decompress finds; they travel with dense ones */
-    float *averaged;        /* (averaged_count) */
-    int64_t scratch_count;  /* set in plan */
-    float *scratch;         /* (scratch_count) for the hook; keeps what is in it */
+    int64_t scratch_count; /* set in plan */
+    float *scratch;        /* (scratch_count) for the hook: zero at first, and kept from step to step.
+                              Checkpoints do not hold it: what a resumed run must have of it lies
+                              in an array of the program, which its dtrain_state lists */
 } dtrain_hook_bucket;
 
 /* `how` is the resolved desc that was given to the strategy; for a hook of one's own
@@ -74,8 +67,6 @@ struct dtrain_comm_hook_desc {
     bool takes_low;    /* rounds what it sends to `dtype`; false: a reduce_dtype is refused */
     /* Mark tensors as dense, ask for memory of the others. May depend on its arguments alone. */
     void (*plan)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
-    /* Fill q and scratch, or NULL: they stay zero. */
-    dtrain_result (*init)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
     /* An error of these ends the strategy, on all ranks when they miss this one's collective. */
     dtrain_result (*compress)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket,
                               uint32_t round);

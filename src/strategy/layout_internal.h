@@ -128,7 +128,7 @@ typedef struct dtrain__layout {
     const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
     struct dtrain_hook_tensor *tensors;         /* (count) of compression, or NULL */
     struct dtrain__compressed *compressed;      /* (count), one a bucket */
-    uint64_t state_bytes;                       /* residuals, velocities and Q */
+    uint64_t state_bytes;                       /* residuals and velocities */
     float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count + 1), bucket_count in use */

@@ -42,10 +42,8 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          (double)desc->kept_unit_count, "0, for kept_units is NULL"},
         {desc->group_count && !desc->group_states, "group_count", (double)desc->group_count,
          "0, for group_states is NULL"},
-        {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
+        {how->kind > DTRAIN_COMPRESSION_TOPK, "compression", (double)how->kind,
          "a dtrain_compression"},
-        {how->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS, "powersgd_rank",
-         (double)how->powersgd_rank, "at most DTRAIN_ORTHOGONALIZE_COLUMNS"},
         {topk && !dtrain__is_share(how->topk_ratio), "topk_ratio", (double)how->topk_ratio,
          "a share above 0, at most 1"},
         {topk && how->warmup_steps && rises, "warmup_ratio", (double)how->warmup_ratio,
@@ -99,7 +97,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
     if (!desc->first_bucket_bytes)
         desc->first_bucket_bytes = (size_t)dtrain__min((int64_t)desc->bucket_bytes, 1 << 20);
     if (desc->compression) *how = *desc->compression;
-    how->powersgd_rank = dtrain__or(how->powersgd_rank, 1);
     if (how->topk_ratio == 0) how->topk_ratio = 0.01f;
     if (how->warmup_ratio == 0) how->warmup_ratio = 0.25f;
     if (!how->dense_below) how->dense_below = 1024;
@@ -153,8 +150,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
         {hook && ((desc->hierarchical && !hook->takes_slices) ||
                   (desc->reduce_dtype != DTRAIN_DTYPE_F32 && !hook->takes_low)),
-         "hierarchical cuts parameters and reduce_dtype rounds, and PowerSGD, or a hook that does "
-         "not say that it takes slices or rounds by itself, takes whole tensors in fp32: use "
+         "hierarchical cuts parameters and reduce_dtype rounds, and a hook that does not say that "
+         "it takes slices or rounds by itself takes whole tensors in fp32: use "
          "DTRAIN_COMPRESSION_TOPK with them"},
         {desc->hierarchical && (kind->owners || kind->replicas),
          "hierarchical: %s sends whole tensors to their owners (zero3), or goes node by node by "
@@ -223,8 +220,7 @@ static const dtrain__same_field dtrain__compared_fields[] = {
     DTRAIN__SAME_AS(dtrain__compared, ahead, "overlap (no_overlap is false)", BOOL),
     DTRAIN__OF(compression, TEXT),
     DTRAIN__SAME_AS(dtrain__compared, rounds, "hook->rounds", UINT),
-    DTRAIN__HOW(powersgd_rank, UINT), DTRAIN__HOW(no_error_feedback, BOOL),
-    DTRAIN__HOW(topk_ratio, FLOAT), DTRAIN__HOW(topk_momentum, FLOAT),
+    DTRAIN__HOW(no_error_feedback, BOOL), DTRAIN__HOW(topk_ratio, FLOAT), DTRAIN__HOW(topk_momentum, FLOAT),
     DTRAIN__HOW(warmup_ratio, FLOAT), DTRAIN__HOW(dense_below, INT), DTRAIN__HOW(dense_steps, UINT),
     DTRAIN__HOW(warmup_steps, UINT)};
 /* clang-format on */

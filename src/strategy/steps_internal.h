@@ -9,7 +9,7 @@ typedef struct dtrain__compressed {
     dtrain_hook_bucket hook;
     size_t tensor_count; /* in hook.tensors, the dense ones behind the others */
     int64_t dense_count; /* elements of dense tensors */
-    float *packed;       /* (dense_count + hook.averaged_count) of reduce_dtype */
+    float *packed;       /* (dense_count) of reduce_dtype */
     char label[48];      /* of its collectives in traces */
 } dtrain__compressed;
 
@@ -44,6 +44,5 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 
-/* strategy/topk.c, powersgd.c */
+/* strategy/topk.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void);
-DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void);

@@ -14,7 +14,7 @@
  *     params.c, stages.c      what the host registers; which part of it a rank of a pipeline has
  *     weights.c, norm.c       the mean over samples; the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
- *     ties.c, tensor.c, levels.c, compress.c, topk.c, powersgd.c, offload.c    further steps
+ *     ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
  *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values

@@ -272,7 +272,6 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
                                                true,
                                                true,
                                                dtrain__topk_plan,
-                                               NULL,
                                                dtrain__topk_compress,
                                                dtrain__topk_exchange,
                                                dtrain__topk_decompress,

@@ -37,13 +37,12 @@ BEGIN {
     maybe(0.1, "--lr-scaling " pick("linear sqrt"))
     maybe(0.2, "--clip " pick("0 0.5"))
     if (compressed) {
-        printf " --compression %s", pick("topk topk powersgd")
+        printf " --compression %s", "topk"
         maybe(0.5, "--dense-steps " pick("0 1"))
         maybe(0.2, "--compression-warmup 1 --warmup-ratio 0.5")
     }
     maybe(0.03, "--topk-ratio 0.1")
     maybe(0.02, "--topk-momentum 0.9")
-    maybe(0.02, "--powersgd-rank 2")
     maybe(0.02, "--no-error-feedback")
     maybe(0.02, "--dense-below 64")
     if (rand() < 0.3) {

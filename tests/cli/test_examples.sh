@@ -17,6 +17,11 @@ good "ddp, 5 ranks" "learned +\+1.00 -2.00 \+0.50" "$build/ddp" 5
 bad "ddp, ranks that are no number" "usage: ddp" "$build/ddp" two
 good "sign_sgd, 2 ranks" "^bytes sent a step +8332 +400" "$build/sign_sgd"
 bad "sign_sgd, ranks that are no number" "usage: sign_sgd" "$build/sign_sgd" two
+good "power_sgd, 2 ranks" "^bytes sent a step +8200 +776" "$build/power_sgd"
+good "power_sgd, 3 ranks, factors that say everything" "^bytes sent a step +10932 +16392" "$build/power_sgd" 3 32
+[ "$(awk '/^step/ && $4 == $5 { n++ } END { print n + 0 }' "$tmp/out")" -eq 4 ]
+result "power_sgd: then the losses are those of whole gradients" $? "$tmp/out"
+bad "power_sgd, ranks that are no number" "usage: power_sgd" "$build/power_sgd" two
 [ "$full" = 0 ] || good "sign_sgd, 5 ranks" "^step 200 loss +0\.0000[0-9]+ +0\.0[0-9]+" "$build/sign_sgd" 5
 # tensor_parallel: however many ranks share the block, its losses are those of one.
 for ranks in 1 2 3 4; do
@@ -255,7 +260,7 @@ fi
 topk="--compression topk --topk-ratio 0.05 --dense-below 100 --dense-steps 1"
 if ! $gpt --steps 4 | grep -q "cblas kernels"; then
     for flags in "$topk" "$topk --reduce-dtype bf16" "$topk --hierarchical --node-size 2" \
-                 "--compression powersgd --dense-below 100 --dense-steps 1" "--hierarchical --node-size 2 --strategy full_shard"; do
+                 "--hierarchical --node-size 2 --strategy full_shard"; do
         plain=$(hash_of $small $flags)
         for variant in "" "--no-overlap" "--thread-ranks" "--threads 2"; do
             hash=$(hash_of $small $flags $variant)
@@ -278,7 +283,6 @@ if ! $gpt --steps 4 | grep -q "cblas kernels"; then
     result "momentum in the compressor changes what is learned, repeatably" $? "$tmp/other"
 fi
 good "no error feedback" "without error feedback" $gpt $topk --no-error-feedback
-good "PowerSGD" "reduce +PowerSGD rank 2" $gpt --compression powersgd --powersgd-rank 2 --dense-below 100 --dense-steps 0
 good "an emulated cluster" "cluster emulated: 2 nodes x 2 ranks, 10 Gb/s and 20 us" $gpt --emulate 2x2:10:20
 grep -q "cluster  *2   emulated nodes of 2 ranks, 10 Gb/s" "$tmp/out"
 result "the emulated cluster is in the table" $? "$tmp/out"
@@ -383,10 +387,7 @@ bad "a share above 1" "--topk-ratio" $gpt --compression topk --topk-ratio 1.5
 bad "a warm-up that grows" "a warm-up begins at --topk-ratio" $gpt $topk --compression-warmup 5 --warmup-ratio 0.01
 bad "a setting without its warm-up" "--compression-warmup" $gpt $topk --warmup-ratio 0.5
 bad "a setting without compression" "--dense-steps does nothing without" $gpt --dense-steps 5
-bad "a setting of another compression" "--powersgd-rank does nothing without" $gpt $topk --powersgd-rank 2
 bad "compression and loss scaling" "bf16" $gpt $topk --precision fp16
-bad "PowerSGD node by node" "takes whole tensors in fp32" $gpt --compression powersgd --hierarchical
-bad "PowerSGD as bf16" "fp32" $gpt --compression powersgd --reduce-dtype bf16
 bad "momentum without a residual" "--topk-momentum" $gpt $topk --topk-momentum 0.9 --no-error-feedback
 bad "compression of every micro-batch" "DTRAIN_ACCUMULATION_LAST" $gpt $topk --accum 2 --accum-mode every
 bad "nodes for a strategy of owners" "zero3 sends whole tensors to their owners" $gpt --strategy zero3 --hierarchical

@@ -15,8 +15,6 @@ promised data-parallelism.md 3337432 $gpt
 promised where-time-goes.md "35 buckets" $gpt --bucket-kib 16
 promised compression.md 94056 $gpt --compression topk --dense-steps 0
 promised compression.md 689784 $gpt --compression topk --dense-steps 0 --topk-ratio 0.1
-promised compression.md 62936 $gpt --compression powersgd --dense-steps 0
-promised compression.md 168152 $gpt --compression powersgd --dense-steps 0 --powersgd-rank 4
 promised tensor-parallelism.md 3543784 sh -c "$gpt --ranks 2 --tensor 2 --log $tmp/tensor >$tmp/run && cat $tmp/tensor"
 promised one-parameter.md 4543448 $gpt --strategy full_shard
 promised one-parameter.md 3337432 $gpt --strategy full_shard --reshard-after-forward 0

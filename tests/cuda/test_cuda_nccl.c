@@ -403,18 +403,17 @@ static void test_autocast(void)
 /* What is sent is selected on the device and travels as it does over host memory. */
 static void test_compression(void)
 {
-    for (uint32_t kind = DTRAIN_COMPRESSION_TOPK; kind <= DTRAIN_COMPRESSION_POWERSGD; kind++) {
+    for (int bf16 = 0; bf16 < 2; bf16++) {
         run how = plain();
         start_test();
-        how.compression = kind;
+        how.compression = DTRAIN_COMPRESSION_TOPK;
         how.steps = 4;
         how.bucket_bytes = 2048;
-        how.tape_flags = kind == DTRAIN_COMPRESSION_TOPK ? 0 : DTRAIN_TAPE_BF16;
+        how.tape_flags = bf16 ? DTRAIN_TAPE_BF16 : 0;
         const run nccl = trained(how, 2);
         how.staged = true;
         const run staged = trained(how, 2);
-        check_near(&staged, &nccl, how.steps, kind == DTRAIN_COMPRESSION_TOPK ? 1e-5 : 1e-3,
-                   "compressed");
+        check_near(&staged, &nccl, how.steps, bf16 ? 1e-3 : 1e-5, "compressed");
     }
 }
 

@@ -1,5 +1,5 @@
-/* Tests of sparse.cuh: top-k against a sort, bit for bit, and, with velocity and for
- * orthonormal columns, against the CPU device; scatter-add. */
+/* Tests of sparse.cuh: top-k against a sort, bit for bit, and, with velocity,
+ * against the CPU device; scatter-add. */
 #include "test.h"
 #include "dtrain.h"
 #include "cuda_testing.h"
@@ -365,90 +365,6 @@ static void test_scatter_add_bad_index(void)
     gpu_close();
 }
 
-/* ---- Orthonormal columns ---- */
-
-/* Like the CPU's to rounding, the same bits in every order of the threads, and orthonormal. */
-static void check_orthogonalize(dtrain_device *cpu, const float *x, int64_t rows, int64_t columns)
-{
-    const size_t bytes = (size_t)(rows * columns) * sizeof *x;
-    float *want = (float *)malloc(bytes), *got = (float *)malloc(bytes), *first = NULL;
-    double far = 0, off = 0;
-    memcpy(want, x, bytes);
-    const dtrain_orthogonalize_args own = {rows, columns, want};
-    CHECK(cpu->ops->orthogonalize(cpu, &own) == DTRAIN_OK);
-    EACH_ORDER(order)
-    {
-        dtrain_orthogonalize_args args = {rows, columns, NULL};
-        args.x = (float *)gpu_give(x, bytes, 4);
-        CHECK_MSG(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
-        gpu_read(got, args.x, bytes);
-        if (first) CHECK(memcmp(first, got, bytes) == 0);
-        else {
-            first = (float *)malloc(bytes);
-            memcpy(first, got, bytes);
-        }
-        gpu_release();
-    }
-    for (int64_t i = 0; i < rows * columns; i++)
-        far = fmax(far, fabs((double)got[i] - (double)want[i]));
-    for (int64_t i = 0; i < columns; i++)
-        for (int64_t j = 0; j <= i; j++) {
-            double sum = 0;
-            for (int64_t r = 0; r < rows; r++)
-                sum += (double)got[r * columns + i] * (double)got[r * columns + j];
-            if (i == j && sum > 0) sum -= 1;
-            off = fmax(off, fabs(sum));
-        }
-    CHECK_MSG(far < 1e-5 && off < 1e-6, "%d x %d: %g from the CPU, Q^T Q off by %g", (int)rows,
-              (int)columns, far, off);
-    free(want), free(got), free(first);
-}
-
-static void test_orthogonalize(void)
-{
-    const int64_t shapes[][2] = {{1, 1},   {5, 3},   {700, 1}, {3001, 4},
-                                 {300, 7}, {90, 33}, {129, 64}};
-    const dtrain_device_desc desc = {0};
-    dtrain_device *cpu;
-    gpu_open();
-    CHECK(dtrain_device_create(NULL, &desc, &cpu) == DTRAIN_OK);
-    EACH(s, shapes)
-    {
-        const int64_t rows = shapes[s][0], columns = shapes[s][1];
-        float *x = (float *)gpu_noise(rows * columns, DTRAIN_DTYPE_F32, 1, 1);
-        check_orthogonalize(cpu, x, rows, columns);
-        for (int64_t r = 0; r < rows && columns > 3; r++) { /* zero, and spanned by others */
-            x[r * columns] = 0;
-            x[r * columns + 3] = x[r * columns + 2] - 2 * x[r * columns + 1];
-        }
-        if (columns > 3) check_orthogonalize(cpu, x, rows, columns);
-        free(x);
-    }
-    dtrain_device_destroy(cpu);
-    gpu_close();
-}
-
-static void test_orthogonalize_edges(void)
-{
-    const float x[4] = {1, INFINITY, 2, 3};
-    float got[4];
-    gpu_open();
-    dtrain_orthogonalize_args args = {2, 2, NULL};
-    args.x = (float *)gpu_give(x, sizeof x, 0);
-    CHECK(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_OK);
-    gpu_read(got, args.x, sizeof got);
-    for (int i = 0; i < 4; i++) CHECK(!isfinite(got[i]));
-    args.rows = 0;
-    CHECK(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_OK);
-    args.rows = -1;
-    CHECK(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
-    args.rows = 1;
-    args.columns = 65;
-    CHECK(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
-    gpu_release();
-    gpu_close();
-}
-
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -465,7 +381,5 @@ int main(int argc, char **argv)
     RUN(test_topk_errors);
     RUN(test_scatter_add);
     RUN(test_scatter_add_bad_index);
-    RUN(test_orthogonalize);
-    RUN(test_orthogonalize_edges);
     return test_summary();
 }

@@ -56,20 +56,14 @@ static saved_run *draw_run(draw *d)
         s->kind != DTRAIN_STRATEGY_HYBRID_SHARD)
         s->hierarchical = true, s->node_size = 2;
     if (s->kind == DTRAIN_STRATEGY_DDP && r->tape_flags != DTRAIN_TAPE_F16 && pick(d, 2)) {
-        r->compression.kind = s->hierarchical ? (uint32_t)DTRAIN_COMPRESSION_TOPK : 1 + pick(d, 2);
-        (void)pick(d, 2);
+        r->compression.kind = DTRAIN_COMPRESSION_TOPK;
         r->compression.topk_ratio = 0.02f * (float)(1 + pick(d, 5));
         r->compression.topk_momentum = pick(d, 2) ? 0.5f : 0;
-        r->compression.powersgd_rank = 1 + pick(d, 2);
         r->compression.no_error_feedback = pick(d, 5) == 0;
         r->compression.dense_steps = 1 + pick(d, 3);
         r->compression.warmup_steps = pick(d, 3);
         r->compression.dense_below = 1;
         if (r->compression.no_error_feedback) r->compression.topk_momentum = 0;
-        if (r->compression.kind == DTRAIN_COMPRESSION_POWERSGD)
-            s->reduce_dtype = 0, r->compression.topk_momentum = 0, r->compression.warmup_steps = 0,
-            r->compression.topk_ratio = 0;
-        else r->compression.powersgd_rank = 0;
         if (r->compression.topk_momentum > 0) r->momentum = 0;
     }
     snprintf(d->text, sizeof d->text,

@@ -739,14 +739,10 @@ static void generate_desc(program *g, uint64_t *state)
     g->no_overlap =
         sharded ? (pick(state, 3) ? 0 : 255) : (uint32_t)(pick(state, 256) & pick(state, 256));
     if (d->kind == DTRAIN_STRATEGY_DDP && pick(state, 3) == 0) {
-        g->compression.kind = 1 + (uint32_t)pick(state, 2);
+        g->compression.kind = DTRAIN_COMPRESSION_TOPK;
         g->compression.dense_steps = pick(state, 2) ? 100 : 1;
         g->compression.topk_ratio = 0.1f;
         g->compression.dense_below = 1 + (int64_t)pick(state, 100);
-        if (g->compression.kind == DTRAIN_COMPRESSION_POWERSGD) {
-            d->hierarchical = false, d->node_size = 0, d->reduce_dtype = 0;
-            g->compression.topk_ratio = 0;
-        }
     }
 }
 

@@ -37,7 +37,6 @@ for ranks in 1 2 3 4; do
     row full_shard/params/bf16 $ranks --strategy full_shard --param-dtype bf16 --reduce-dtype fp16
     row topk $ranks --compression topk --topk-ratio 0.05 --dense-steps 1 --dense-below 64 --variance-steps 1
     row topk/momentum $ranks --compression topk --topk-momentum 0.9 --topk-ratio 0.05 --dense-steps 1 --dense-below 64
-    row powersgd $ranks --compression powersgd --powersgd-rank 2 --dense-steps 1 --dense-below 64
     row threads $ranks --thread-ranks --strategy full_shard
     row no_overlap $ranks --no-overlap --clip 0
 done

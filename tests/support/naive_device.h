@@ -806,30 +806,6 @@ static dtrain_result naive_scatter_add(dtrain_device *device, const dtrain_scatt
     return DTRAIN_OK;
 }
 
-/* Modified Gram-Schmidt, column by column, in double. */
-static dtrain_result naive_orthogonalize(dtrain_device *device, const dtrain_orthogonalize_args *a)
-{
-    const int64_t n = a->columns;
-    double *q = (double *)malloc((size_t)(a->rows * n + 1) * sizeof *q);
-    (void)device;
-    for (int64_t i = 0; i < a->rows * n; i++) q[i] = (double)a->x[i];
-    for (int64_t j = 0; j < n; j++) {
-        double before = 0, after = 0;
-        for (int64_t r = 0; r < a->rows; r++) before += q[r * n + j] * q[r * n + j];
-        for (int64_t turn = 0; turn < 2 * j; turn++) {
-            double dot = 0;
-            for (int64_t r = 0; r < a->rows; r++) dot += q[r * n + j] * q[r * n + turn % j];
-            for (int64_t r = 0; r < a->rows; r++) q[r * n + j] -= dot * q[r * n + turn % j];
-        }
-        for (int64_t r = 0; r < a->rows; r++) after += q[r * n + j] * q[r * n + j];
-        for (int64_t r = 0; r < a->rows; r++)
-            q[r * n + j] *= after > 1e-12 * before ? 1 / sqrt(after) : 0;
-    }
-    for (int64_t i = 0; i < a->rows * n; i++) a->x[i] = (float)q[i];
-    free(q);
-    return DTRAIN_OK;
-}
-
 /* ---- Batch normalisation: columns of (rows, n) ---- */
 
 static dtrain_result naive_batchnorm_moments(dtrain_device *device,
@@ -980,7 +956,6 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.muon = naive_muon;
     ops.topk = naive_topk;
     ops.scatter_add = naive_scatter_add;
-    ops.orthogonalize = naive_orthogonalize;
     ops.batchnorm_moments = naive_batchnorm_moments;
     ops.batchnorm_statistics = naive_batchnorm_statistics;
     ops.batchnorm = naive_batchnorm;

@@ -425,8 +425,6 @@ static inline void saved_compare_state(const saved_run *a, const saved_run *b, c
                 strcmp(a->tensors[i].name, b->tensors[k].name) != 0)
                 continue;
             if (a->tensors[i].own && !all) continue;
-            if (a->tensors[i].kind == DTRAIN_STATE_Q && a->tensors[i].bytes != b->tensors[k].bytes)
-                continue; /* of another rank: begun anew */
             const uint64_t bytes =
                 a->tensors[i].bytes * (a->tensors[i].own ? (uint64_t)a->ranks : 1);
             CHECK_MSG(memcmp(a->image + a->tensors[i].at, b->image + b->tensors[k].at, bytes) == 0,

@@ -100,8 +100,6 @@ static void test_resume(void)
          true, false, false, 0, false},
         {"ddp, top-k, hierarchical", DTRAIN_STRATEGY_DDP, 4, 1, 0, 0, 0, DTRAIN_COMPRESSION_TOPK,
          false, false, true, 0, false},
-        {"ddp, PowerSGD", DTRAIN_STRATEGY_DDP, 3, 1, 0, 0, 0, DTRAIN_COMPRESSION_POWERSGD, false,
-         true, false, 0, false},
         {"zero1", DTRAIN_STRATEGY_ZERO1, 3, 2, 0, 0, 0, 0, false, false, false, 0.1f, false},
         {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, 2, 0, 0, 0, 0, false, true, false, 0.1f,
          false},

@@ -16,10 +16,7 @@
  *     test_nodes                      nodes that do not gather
  *     test_nodes_in_range             sums over a node as fp16
  *     test_node_kinds_4_ranks         shards that are sums
- *     test_powersgd                   P not orthonormal; Q summed up instead of averaged; a residual
- *                                     that keeps what was applied
- *     test_powersgd_wakes_up          directions that do not come back
- *     test_bytes, test_plan           one round of two counted; state without residuals */
+ *     test_bytes, test_plan           dense tensors not counted; state without residuals */
 #include "strategy/strategy_internal.h"
 #include "dtrain.h"
 
@@ -33,7 +30,7 @@
 /* ---- the field ---- */
 
 enum { WIDE, BIAS, SINGLE, TIED, STILL, SMALL, DEEP, LONG, LOST, SHY, ROW, TIED_TOO, FIELD_PARAMS };
-enum { FIELD_STEPS = 8, FIELD_RANKS = 8, FIELD_TOTAL = 9000, FIELD_Q = 700 };
+enum { FIELD_STEPS = 8, FIELD_RANKS = 8, FIELD_TOTAL = 9000 };
 
 /* TIED is full of equal magnitudes and zeros, ROW has one magnitude; TIED_TOO is TIED once more; LOST
  * never gets a gradient, SHY not in step 2 of rank 1; BIAS and LONG have one dimension. */
@@ -52,12 +49,10 @@ typedef struct field_case {
         copying; /* gradients of the host's own: 0 nobody, 1 all, 2 odd ranks */
     uint32_t mode;
     bool shuffle; /* other orders of ready on every rank */
-    int low_rank; /* gradients of matrices are sums of two outer products; 2: of one before step 2 */
     bool poison;  /* a NaN, an infinity, denormals and -0 in step 1 of the last rank */
     float factor; /* of gradients without a rule of their own; 0 = 1 */
     bool group;   /* the odd half of twice as many ranks, the others do the same beside */
     int emulated; /* ranks of an emulated node, or 0 */
-    int silent;   /* so many steps without any gradient at the beginning */
     dtrain_strategy_desc desc;
     dtrain_compression_desc how; /* dense_steps 0: none */
 } field_case;
@@ -66,7 +61,6 @@ typedef struct field_case {
 typedef struct field_seen {
     float mean[FIELD_RANKS][FIELD_STEPS][FIELD_TOTAL];
     float residual[FIELD_RANKS][FIELD_TOTAL], velocity[FIELD_RANKS][FIELD_TOTAL];
-    float first_q[FIELD_PARAMS][FIELD_Q], q[FIELD_RANKS][FIELD_PARAMS][FIELD_Q];
     bool compressed[FIELD_RANKS][FIELD_PARAMS];
     int64_t first[FIELD_RANKS][FIELD_PARAMS], pieces[FIELD_RANKS][FIELD_PARAMS];
     uint64_t wire_bytes[FIELD_RANKS][FIELD_STEPS];
@@ -89,9 +83,9 @@ static int64_t field_at(int p)
     return at;
 }
 
-static bool field_missing(const field_case *c, int p, int rank, int step)
+static bool field_missing(int p, int rank, int step)
 {
-    return p == LOST || (p == SHY && rank == 1 && step == 2) || step < c->silent;
+    return p == LOST || (p == SHY && rank == 1 && step == 2);
 }
 
 /* Random signs and mantissas, eight binades: another order of summation shows. */
@@ -110,18 +104,6 @@ static uint64_t field_mix(int p, int rank, int step, int micro, int64_t i)
     return ranks_mix(ranks_mix(who + (uint64_t)micro) ^ (uint64_t)i);
 }
 
-static float field_outer(const field_case *c, int p, int rank, int step, int micro, int64_t i)
-{
-    const int64_t columns = field_count(p) / field_tensors[p].shape[0];
-    const int products = c->low_rank == 2 && step < 2 ? 1 : 2;
-    float sum = 0;
-    int k;
-    for (k = 0; k < products; k++) /* rows are the same on all ranks: the mean has rank 2 as well */
-        sum += field_noise(field_mix(p, rank, step, micro, 1000 * k + i / columns)) *
-               field_noise(field_mix(p, 63, k, 0, i % columns));
-    return sum;
-}
-
 static float field_grad(const field_case *c, int p, int rank, int step, int micro, int64_t i)
 {
     const uint64_t x = field_mix(p, rank, step, micro, i);
@@ -130,7 +112,6 @@ static float field_grad(const field_case *c, int p, int rank, int step, int micr
         if (p == DEEP && i == 78) return -INFINITY;
         if (p == SHY) return x & 1 ? -0.0f : (float)(x & 1022) * 1.4e-45f;
     }
-    if (c->low_rank && field_tensors[p].shape[1]) return field_outer(c, p, rank, step, micro, i);
     if (p == TIED || p == TIED_TOO) return (x & 1024 ? -0.25f : 0.25f) * (float)(x % 7);
     if (p == ROW) return x & 1024 ? -1.5f : 1.5f;
     return field_noise(x) * (c->factor != 0 ? c->factor : 1);
@@ -142,7 +123,7 @@ static float field_own(const field_case *c, int p, int rank, int step, int64_t i
 {
     float sum = 0;
     int micro;
-    if (field_missing(c, p, rank, step)) return 0;
+    if (field_missing(p, rank, step)) return 0;
     for (micro = 0; micro < c->micro; micro++) {
         if (p == TIED) {
             const float head = field_grad(c, TIED_TOO, rank, step, micro, i);
@@ -353,7 +334,7 @@ static dtrain_result field_backward(field *f, const field_case *c, dtrain_strate
     }
     for (n = 0; n < FIELD_PARAMS; n++) {
         dtrain_param *q = &f->params[k = order[n]], *to = q->state.storage;
-        if (k == STILL || field_missing(c, k, rank, step)) continue;
+        if (k == STILL || field_missing(k, rank, step)) continue;
         for (i = 0; i < q->count; i++) {
             const float g = field_grad(c, k, rank, step, micro, i);
             to->grad[i] = to->state.grad_written ? to->grad[i] + g : g;
@@ -376,7 +357,7 @@ static dtrain_result field_step(field *f, const field_case *c, dtrain_strategy *
 
 /* What compression keeps, at the places of its tensors. */
 static dtrain_result field_keep(const field *f, const field_case *c, dtrain_strategy *s, int rank,
-                                field_seen *seen, bool first)
+                                field_seen *seen)
 {
     const dtrain_compression_state *states;
     size_t count, i;
@@ -385,20 +366,14 @@ static dtrain_result field_keep(const field *f, const field_case *c, dtrain_stra
         const int p = (int)(states[i].param - f->params);
         const int64_t at = field_at(p) + states[i].offset;
         const size_t bytes = (size_t)states[i].count * sizeof(float);
-        const size_t q = states[i].q ? (size_t)states[i].q_rows * c->how.powersgd_rank : 0;
         seen->compressed[rank][p] = true;
         seen->first[rank][p] = states[i].offset, seen->pieces[rank][p] = states[i].count;
-        if (!CHECK(states[i].offset >= 0 && states[i].offset + states[i].count <= field_count(p) &&
-                   q <= FIELD_Q))
+        if (!CHECK(states[i].offset >= 0 && states[i].offset + states[i].count <= field_count(p)))
             continue;
-        if (first && q && rank == 0) memcpy(seen->first_q[p], states[i].q, q * sizeof(float));
-        if (first) continue;
         if (states[i].residual) memcpy(seen->residual[rank] + at, states[i].residual, bytes);
         if (states[i].velocity) memcpy(seen->velocity[rank] + at, states[i].velocity, bytes);
-        if (q) memcpy(seen->q[rank][p], states[i].q, q * sizeof(float));
         CHECK((states[i].residual != NULL) == !c->how.no_error_feedback);
         CHECK((states[i].velocity != NULL) == (c->how.topk_momentum > 0));
-        CHECK((states[i].q != NULL) == (c->how.kind == DTRAIN_COMPRESSION_POWERSGD));
     }
     return DTRAIN_OK;
 }
@@ -445,7 +420,6 @@ static int field_rank(dtrain_world *world, void *user)
     if (run->c->group)
         RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), color, rank, &desc.comm));
     RANKS_TRY(dtrain_strategy_create(world, f->params, FIELD_PARAMS, &desc, &s));
-    RANKS_TRY(field_keep(f, run->c, s, rank, seen, true));
     for (step = 0; step < run->c->steps; step++) {
         dtrain__strategy_comm_info(s, &before);
         RANKS_TRY(field_step(f, run->c, s, rank, step));
@@ -456,7 +430,7 @@ static int field_rank(dtrain_world *world, void *user)
                 memcpy(seen->mean[rank][step] + field_at(p), f->params[p].grad,
                        (size_t)field_count(p) * sizeof(float));
     }
-    RANKS_TRY(field_keep(f, run->c, s, rank, seen, false));
+    RANKS_TRY(field_keep(f, run->c, s, rank, seen));
     dtrain_strategy_query(s, &seen->info[rank]);
     check_counted(run->c, &seen->info[rank], &before, &after, rank);
     dtrain_strategy_destroy(s);
@@ -495,7 +469,6 @@ static field_case usual(int ranks, uint32_t compression)
     c.how.dense_below = 100;
     c.how.dense_steps = 0;
     c.how.topk_ratio = 0.03f;
-    c.how.powersgd_rank = 2;
     c.desc.first_bucket_bytes = 500;
     c.desc.bucket_bytes = 5000;
     return c;
@@ -675,27 +648,22 @@ static void test_dense_steps_and_warmup(void)
  * from what is kept. */
 static void test_poison(void)
 {
-    int method;
-    for (method = 0; method < 2; method++) {
-        field_case c =
-            usual(4, method == 1 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
-        field_seen *seen;
-        int r;
-        int64_t i;
-        c.poison = true;
-        if (method == 0) check_topk(&c, "NaN and infinity");
-        seen = field_train(&c);
-        for (r = 0; r < 4; r++) {
-            CHECK(isnan(seen->mean[r][1][field_at(WIDE) + 77]));
-            CHECK(!isfinite(seen->mean[r][1][field_at(DEEP) + 78]));
-            CHECK(isfinite(seen->mean[r][0][field_at(WIDE) + 77]));
-            for (i = 0; i < FIELD_TOTAL && method < 1; i++)
-                if (!isfinite(seen->mean[r][2][i]) || !isfinite(seen->residual[r][i])) break;
-            CHECK_MSG(method == 1 || i == FIELD_TOTAL, "rank %d: element %lld stays poisoned", r,
-                      (long long)i);
-        }
-        seen_free(seen);
+    field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
+    field_seen *seen;
+    int r;
+    int64_t i;
+    c.poison = true;
+    check_topk(&c, "NaN and infinity");
+    seen = field_train(&c);
+    for (r = 0; r < 4; r++) {
+        CHECK(isnan(seen->mean[r][1][field_at(WIDE) + 77]));
+        CHECK(!isfinite(seen->mean[r][1][field_at(DEEP) + 78]));
+        CHECK(isfinite(seen->mean[r][0][field_at(WIDE) + 77]));
+        for (i = 0; i < FIELD_TOTAL; i++)
+            if (!isfinite(seen->mean[r][2][i]) || !isfinite(seen->residual[r][i])) break;
+        CHECK_MSG(i == FIELD_TOTAL, "rank %d: element %lld stays poisoned", r, (long long)i);
     }
+    seen_free(seen);
 }
 
 /* ---- conservation: nothing is lost, nothing is counted twice ---- */
@@ -765,252 +733,6 @@ static void test_topk_everything(void)
     seen = field_train(&c);
     check_conserved(&c, seen, "all elements");
     check_ranks_agree(&c, seen, "all elements");
-    seen_free(seen);
-}
-
-/* ---- PowerSGD ---- */
-
-static bool powersgd_compresses(const field_case *c, int p)
-{
-    const int64_t m = field_tensors[p].shape[0], n = m ? field_count(p) / m : 0;
-    return topk_compresses(c, p) && 2 * (int64_t)c->how.powersgd_rank * (m + n) < m * n;
-}
-
-/* Gram-Schmidt by the book, in double, twice. */
-static void orthonormal(double *x, int64_t rows, int64_t columns)
-{
-    int64_t i, j, k;
-    int pass;
-    for (pass = 0; pass < 2; pass++)
-        for (j = 0; j < columns; j++) {
-            double size = 0;
-            for (k = 0; k < j; k++) {
-                double dot = 0;
-                for (i = 0; i < rows; i++) dot += x[i * columns + k] * x[i * columns + j];
-                for (i = 0; i < rows; i++) x[i * columns + j] -= dot * x[i * columns + k];
-            }
-            for (i = 0; i < rows; i++) size += x[i * columns + j] * x[i * columns + j];
-            size = sqrt(size);
-            for (i = 0; i < rows; i++)
-                x[i * columns + j] = size > 0 ? x[i * columns + j] / size : 0;
-        }
-}
-
-/* One tensor, all steps, in double. The mean depends on the ranks' means alone: P = M Q, made
- * orthonormal; Q = M^T P; what is applied is P Q^T and the rest is kept. */
-static void check_powersgd_tensor(const field_case *c, const field_seen *seen, int p,
-                                  double tolerance, const char *what)
-{
-    const int64_t m = field_tensors[p].shape[0], n = field_count(p) / m;
-    const int64_t k = (int64_t)c->how.powersgd_rank;
-    double *a = (double *)calloc((size_t)(m * n), sizeof *a), worst = 0, size = 0;
-    double *x = (double *)calloc((size_t)(m * k), sizeof *x);
-    double *y = (double *)calloc((size_t)(n * k), sizeof *y);
-    int64_t i, j, l, bad_q;
-    int step, r = 0;
-    for (i = 0; i < n * k; i++) y[i] = (double)seen->first_q[p][i];
-    for (step = (int)c->how.dense_steps; step < c->steps; step++) {
-        for (i = 0; i < m * n; i++)
-            for (r = 0; r < c->ranks; r++) a[i] += (double)field_own(c, p, r, step, i) / c->ranks;
-        for (i = 0; i < m * k; i++)
-            for (x[i] = 0, j = 0; j < n; j++) x[i] += a[i / k * n + j] * y[j * k + i % k];
-        orthonormal(x, m, k);
-        for (i = 0; i < n * k; i++)
-            for (y[i] = 0, j = 0; j < m; j++) y[i] += a[j * n + i / k] * x[j * k + i % k];
-        for (i = 0; i < m * n; i++) {
-            double applied = 0, off;
-            if (fabs(a[i]) > size) size = fabs(a[i]);
-            for (l = 0; l < k; l++) applied += x[i / n * k + l] * y[i % n * k + l];
-            a[i] -= applied;
-            off = fabs((double)seen->mean[0][step][field_at(p) + i] - applied);
-            if (!(off <= worst)) worst = off;
-        }
-    }
-    CHECK_MSG(worst <= tolerance * size, "%s: \"%s\" is up to %g off, its largest element is %g",
-              what, field_tensors[p].name, worst, size);
-    for (i = 0; i < n * k; i++)
-        if (!(fabs(y[i] - (double)seen->q[0][p][i]) <= tolerance * size * (double)m)) break;
-    bad_q = i;
-    for (i = 0; i < m * n * c->ranks && !c->how.no_error_feedback; i++) {
-        const int64_t at = field_at(p) + i % (m * n);
-        double rest = 0;
-        r = (int)(i / (m * n));
-        for (step = (int)c->how.dense_steps; step < c->steps; step++)
-            rest += (double)field_own(c, p, r, step, i % (m * n)) - (double)seen->mean[0][step][at];
-        if (!(fabs(rest - (double)seen->residual[r][at]) <= tolerance * size)) break;
-    }
-    CHECK_MSG(i == m * n * c->ranks || c->how.no_error_feedback,
-              "%s: what rank %d keeps of \"%s\" is not what was not applied", what, r,
-              field_tensors[p].name);
-    CHECK_MSG(bad_q == n * k, "%s: Q of \"%s\" is %g, expected %g", what, field_tensors[p].name,
-              bad_q < n * k ? (double)seen->q[0][p][bad_q] : 0, bad_q < n * k ? y[bad_q] : 0);
-    free(a);
-    free(x);
-    free(y);
-}
-
-/* Dense tensors and steps by their bits, the others by the oracle. */
-static field_seen *check_powersgd(const field_case *c, double tolerance, const char *what)
-{
-    field_seen *truth = field_truth(c, NULL), *seen = field_train(c);
-    int p, r, step;
-    check_ranks_agree(c, seen, what);
-    for (p = 0; p < FIELD_PARAMS; p++) {
-        const size_t bytes = (size_t)field_count(p) * sizeof(float);
-        for (r = 0; r < c->ranks; r++)
-            CHECK_MSG(seen->compressed[r][p] == powersgd_compresses(c, p),
-                      "%s: \"%s\" compressed: %d", what, field_tensors[p].name,
-                      seen->compressed[r][p]);
-        for (step = 0; step < c->steps && field_trained(p); step++)
-            if ((uint64_t)step < c->how.dense_steps || !powersgd_compresses(c, p))
-                CHECK_MSG(memcmp(seen->mean[0][step] + field_at(p),
-                                 truth->mean[0][step] + field_at(p), bytes) == 0,
-                          "%s: \"%s\" differs from plain in step %d", what, field_tensors[p].name,
-                          step);
-        if (powersgd_compresses(c, p)) check_powersgd_tensor(c, seen, p, tolerance, what);
-    }
-    for (r = 1; r < c->ranks; r++) CHECK(memcmp(seen->q[r], seen->q[0], sizeof seen->q[0]) == 0);
-    if (!c->how.no_error_feedback) check_conserved(c, seen, what);
-    seen_free(truth);
-    return seen;
-}
-
-static void test_powersgd(void)
-{
-    static const int sizes[] = {1, 2, 3, 4, 8};
-    int i, rank;
-    for (i = 0; i < 5; i++)
-        for (rank = 1; rank <= 4; rank *= 2) {
-            field_case c = usual(sizes[i], DTRAIN_COMPRESSION_POWERSGD);
-            char what[60];
-            c.how.powersgd_rank = (uint32_t)rank;
-            c.mode = i % 2 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS;
-            c.how.dense_steps = i == 3 ? 2 : 0;
-            c.micro = i == 2 ? 3 : 1;
-            c.copying = i % 3;
-            c.steps = 4;
-            snprintf(what, sizeof what, "PowerSGD rank %d, %d ranks", rank, sizes[i]);
-            seen_free(check_powersgd(&c, 2e-4, what));
-        }
-}
-
-/* Gradients of any size: Q is as large as they are, and M Q their square. */
-static void test_powersgd_of_any_size(void)
-{
-    static const float factors[] = {1e30f, 1e-30f, 1e36f};
-    for (int i = 0; i < 3; i++) {
-        field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
-        c.factor = factors[i];
-        c.how.powersgd_rank = 2;
-        c.steps = 4;
-        seen_free(check_powersgd(&c, 2e-4, i == 1 ? "tiny gradients" : "huge gradients"));
-    }
-}
-
-static void test_powersgd_same_bits(void)
-{
-    field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
-    field_seen *base = field_train(&c);
-    size_t i;
-    for (i = 0; i < 5; i++) {
-        field_seen *other;
-        c.desc.bucket_bytes = i % 2 ? 64 : (size_t)1 << 20;
-        c.desc.no_overlap = i == 2;
-        c.copying = i == 3 ? 2 : 0;
-        c.shuffle = i == 4;
-        other = field_train(&c);
-        check_equal(&c, other, base, false, "PowerSGD, other buckets");
-        CHECK(memcmp(other->residual, base->residual, sizeof base->residual) == 0);
-        CHECK(memcmp(other->q, base->q, sizeof base->q) == 0);
-        seen_free(other);
-    }
-    seen_free(base);
-}
-
-/* A mean of rank 2 comes through P and Q of two columns as it is, and leaves nothing behind. */
-static void test_powersgd_reproduces_low_rank(void)
-{
-    int rank;
-    for (rank = 2; rank <= 4; rank += 2) {
-        field_case c = usual(4, DTRAIN_COMPRESSION_POWERSGD);
-        field_seen *truth, *seen;
-        int p, step;
-        int64_t i;
-        c.low_rank = 1;
-        c.how.powersgd_rank = (uint32_t)rank;
-        c.steps = 3;
-        truth = field_truth(&c, NULL);
-        seen = field_train(&c);
-        for (p = 0; p < FIELD_PARAMS; p++)
-            for (step = 0; step < c.steps && seen->compressed[0][p] && p != TIED; step++) {
-                double worst = 0, size = 0;
-                for (i = field_at(p); i < field_at(p) + field_count(p); i++) {
-                    const double expected = (double)truth->mean[0][step][i];
-                    const double off = fabs((double)seen->mean[0][step][i] - expected);
-                    if (!(off <= worst)) worst = off;
-                    if (fabs(expected) > size) size = fabs(expected);
-                }
-                CHECK_MSG(worst <= 2e-5 * size, "rank %d, step %d: \"%s\" is %g off, of %g", rank,
-                          step, field_tensors[p].name, worst, size);
-            }
-        seen_free(truth);
-        seen_free(seen);
-    }
-}
-
-/* A start without gradients, or with fewer directions than Q has columns, must not leave Q without
- * them for ever: in the end all that came has been applied. */
-static void test_powersgd_wakes_up(void)
-{
-    int i;
-    for (i = 0; i < 2; i++) {
-        field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
-        field_seen *truth, *seen;
-        int p, step;
-        int64_t k;
-        c.low_rank = i ? 2 : 1;
-        c.silent = i ? 0 : 2;
-        c.steps = 5;
-        truth = field_truth(&c, NULL);
-        seen = field_train(&c);
-        for (p = 0; p < FIELD_PARAMS; p++) {
-            double worst = 0, size = 0;
-            if (!seen->compressed[0][p] || p == TIED) continue;
-            for (k = field_at(p); k < field_at(p) + field_count(p); k++) {
-                double off = 0;
-                for (step = 0; step < c.steps; step++) {
-                    off += (double)seen->mean[0][step][k] - (double)truth->mean[0][step][k];
-                    size += fabs((double)truth->mean[0][step][k]) / (double)field_count(p);
-                }
-                worst += fabs(off) / (double)field_count(p);
-            }
-            CHECK_MSG(worst <= 1e-3 * size, "%s: of \"%s\" %g of %g was never applied",
-                      i ? "one direction, then two" : "two silent steps", field_tensors[p].name,
-                      worst, size);
-        }
-        seen_free(truth);
-        seen_free(seen);
-    }
-}
-
-/* More columns than a matrix has rows save nothing: it travels whole, by plain bits. */
-static void test_powersgd_saves_nothing(void)
-{
-    field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
-    field_seen *seen;
-    c.how.powersgd_rank = 64;
-    seen = check_powersgd(&c, 0, "rank 64");
-    CHECK(seen->info[0].state_bytes == 0);
-    seen_free(seen);
-}
-
-static void test_powersgd_without_feedback(void)
-{
-    field_case c = usual(2, DTRAIN_COMPRESSION_POWERSGD);
-    field_seen *seen;
-    c.how.no_error_feedback = true;
-    c.steps = 1; /* nothing is kept: the first step is that of the oracle */
-    seen = check_powersgd(&c, 2e-4, "without error feedback");
     seen_free(seen);
 }
 
@@ -1463,25 +1185,21 @@ static settings squares_desc(uint32_t compression)
     desc.how.kind = compression;
     desc.how.dense_steps = 1;
     desc.how.topk_ratio = 0.01f;
-    desc.how.powersgd_rank = 2;
     desc.base.first_bucket_bytes = desc.base.bucket_bytes = 7000;
     return desc;
 }
 
 /* The forms of the exchange that the tests below go through. */
-enum { METHODS = 4 };
+enum { METHODS = 3 };
 static settings method_desc(int method)
 {
-    settings desc =
-        squares_desc(method == 1 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
-    if (method == 2) desc.how.kind = DTRAIN_COMPRESSION_NONE;
-    desc.base.hierarchical = method >= 2;
-    desc.base.node_size = method >= 2 ? 2 : 0;
-    if (method == 3) desc.how.topk_momentum = 0.5f;
+    settings desc = squares_desc(method == 1 ? DTRAIN_COMPRESSION_NONE : DTRAIN_COMPRESSION_TOPK);
+    desc.base.hierarchical = method >= 1;
+    desc.base.node_size = method >= 1 ? 2 : 0;
+    if (method == 2) desc.how.topk_momentum = 0.5f;
     return desc;
 }
-static const char *const method_names[METHODS] = {"top-k", "PowerSGD", "nodes",
-                                                  "top-k between nodes"};
+static const char *const method_names[METHODS] = {"top-k", "nodes", "top-k between nodes"};
 
 /* ---- bytes ---- */
 
@@ -1520,13 +1238,12 @@ static void test_bytes(void)
     static const int sizes[] = {2, 4, 8};
     const double selection = SQUARES * 16 * 8;
     int i, r;
-    for (i = 0; i < 9; i++) {
+    for (i = 0; i < 6; i++) {
         bytes_run *run = (bytes_run *)ranks_shared(sizeof *run);
         const int ranks = sizes[i % 3], method = i / 3;
         double most = (ranks - 1) * selection, least = 0.99 * most;
         run->desc = method_desc(method);
-        if (method == 1) most = least = SQUARES * 2.0 * 2 * SIDE * 4 * 2 * (ranks - 1) / ranks;
-        if (method == 2) { /* half of it inside, half of the other half across */
+        if (method == 1) { /* half of it inside, half of the other half across */
             most = SQUARES * SQUARE * 4.0 * (1 + (ranks - 2.0) / ranks);
             least = 0.98 * most;
         }
@@ -1586,14 +1303,12 @@ static void refuse_numbers(dtrain_world *world)
         desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.topk_momentum = momenta[i];
         refused(try_create(world, &desc), "momentum", "topk_momentum", "");
     }
-    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.how.powersgd_rank = 65;
-    refused(try_create(world, &desc), "rank", "powersgd_rank", "65");
-    for (i = 0; i < 3; i++) { /* fields of top-k without top-k */
-        desc = squares_desc(i % 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_NONE);
-        if (i < 2) desc.how.topk_momentum = 0.5f;
+    for (i = 0; i < 2; i++) { /* fields of top-k without top-k */
+        desc = squares_desc(DTRAIN_COMPRESSION_NONE);
+        if (i == 0) desc.how.topk_momentum = 0.5f;
         else desc.how.no_error_feedback = true;
         refused(try_create(world, &desc), "not top-k",
-                i < 2 ? "topk_momentum" : "no_error_feedback", "compression");
+                i == 0 ? "topk_momentum" : "no_error_feedback", "compression");
     }
     desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.topk_momentum = 0.5f,
     desc.how.no_error_feedback = true;
@@ -1603,8 +1318,8 @@ static void refuse_numbers(dtrain_world *world)
     refused(try_create(world, &desc), "warm-up that rises", "warmup_ratio", "topk_ratio");
     desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.dense_below = -1;
     refused(try_create(world, &desc), "dense_below", "dense_below", "-1");
-    desc = squares_desc(3);
-    refused(try_create(world, &desc), "compression 3", "compression", "3");
+    desc = squares_desc(2);
+    refused(try_create(world, &desc), "compression 2", "compression", "2");
 }
 
 static int refuse_rank(dtrain_world *world, void *user)
@@ -1613,19 +1328,17 @@ static int refuse_rank(dtrain_world *world, void *user)
     uint32_t kind;
     int i;
     (void)user;
-    for (kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++)
-        for (i = DTRAIN_COMPRESSION_TOPK; i <= DTRAIN_COMPRESSION_POWERSGD; i++) {
-            desc = squares_desc((uint32_t)i), desc.base.kind = kind;
-            desc.base.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
-            refused(try_create(world, &desc), "compression of shards", "compression",
-                    strategy_kind_name(kind));
-        }
-    for (i = DTRAIN_COMPRESSION_TOPK; i <= DTRAIN_COMPRESSION_POWERSGD; i++) {
-        desc = squares_desc((uint32_t)i), desc.base.kind = DTRAIN_STRATEGY_AUTO;
-        refused(try_create(world, &desc), "AUTO", "AUTO", "");
-        desc = squares_desc((uint32_t)i), desc.base.accumulation = DTRAIN_ACCUMULATION_EVERY;
-        refused(try_create(world, &desc), "every micro-batch", "ACCUMULATION_EVERY", "ddp");
+    for (kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
+        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.base.kind = kind;
+        desc.base.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
+        refused(try_create(world, &desc), "compression of shards", "compression",
+                strategy_kind_name(kind));
     }
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.base.kind = DTRAIN_STRATEGY_AUTO;
+    refused(try_create(world, &desc), "AUTO", "AUTO", "");
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK),
+    desc.base.accumulation = DTRAIN_ACCUMULATION_EVERY;
+    refused(try_create(world, &desc), "every micro-batch", "ACCUMULATION_EVERY", "ddp");
     for (kind = DTRAIN_STRATEGY_ZERO3; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
         memset(&desc, 0, sizeof desc), desc.base.kind = kind, desc.base.hierarchical = true;
         desc.base.node_size = 2;
@@ -1636,11 +1349,6 @@ static int refuse_rank(dtrain_world *world, void *user)
                                        desc.base.node_size = (uint32_t)i;
         refused(try_create(world, &desc), "node_size", "node_size", i == 3 ? "3" : "8");
     }
-    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.base.hierarchical = true,
-    desc.base.node_size = 2;
-    refused(try_create(world, &desc), "PowerSGD + nodes", "PowerSGD", "hierarchical");
-    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.base.reduce_dtype = DTRAIN_DTYPE_BF16;
-    refused(try_create(world, &desc), "PowerSGD + bf16", "PowerSGD", "reduce_dtype");
     refuse_numbers(world);
     desc = squares_desc(DTRAIN_COMPRESSION_TOPK);
     RANKS_TRY(try_create(world, &desc)); /* the communicator is as good as before */
@@ -1664,10 +1372,9 @@ static int scaling_rank(dtrain_world *world, void *user)
 {
     int i;
     (void)user;
-    for (i = 0; i < 3; i++) {
+    for (i = 0; i < 2; i++) {
         const dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
-        settings desc =
-            squares_desc(i == 1 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
+        settings desc = squares_desc(DTRAIN_COMPRESSION_TOPK);
         dtrain_trainer_desc trainer_desc;
         dtrain_trainer *trainer = NULL;
         dtrain_optimizer *optimizer;
@@ -1679,10 +1386,10 @@ static int scaling_rank(dtrain_world *world, void *user)
         memset(&trainer_desc, 0, sizeof trainer_desc);
         trainer_desc.strategy = s, trainer_desc.optimizer = optimizer, trainer_desc.loss = no_loss;
         trainer_desc.schedule.lr = 1;
-        if (i < 2) trainer_desc.tape_flags = DTRAIN_TAPE_F16;
+        if (i == 0) trainer_desc.tape_flags = DTRAIN_TAPE_F16;
         else trainer_desc.loss_scaling.scale = 65536;
         refused(dtrain_trainer_create(world, &trainer_desc, &trainer), "loss scaling",
-                i < 2 ? "DTRAIN_TAPE_F16" : "loss_scaling", "compresses");
+                i == 0 ? "DTRAIN_TAPE_F16" : "loss_scaling", "compresses");
         CHECK(trainer == NULL);
         dtrain_trainer_destroy(trainer);
         dtrain_optimizer_destroy(optimizer);
@@ -1699,24 +1406,22 @@ static void test_loss_scaling_is_refused(void)
 
 /* ---- ranks that disagree ---- */
 
-enum { DISPUTES = 13 };
+enum { DISPUTES = 11 };
 
 static const char *dispute_desc(settings *desc, int which)
 {
-    *desc = squares_desc(which == 8 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
+    *desc = squares_desc(DTRAIN_COMPRESSION_TOPK);
     switch (which) {
     case 0: desc->how.topk_ratio = 0.02f; return "topk_ratio";
     case 1: desc->how.kind = DTRAIN_COMPRESSION_NONE; return "compression";
-    case 2: desc->how.kind = DTRAIN_COMPRESSION_POWERSGD; return "compression";
-    case 3: desc->base.bucket_bytes = 9000; return "bucket_bytes";
-    case 4: desc->how.dense_steps = 7; return "dense_steps";
-    case 5: desc->how.warmup_steps = 3; return "warmup_steps";
-    case 6: desc->how.dense_below = 17; return "dense_below";
-    case 7: desc->how.topk_momentum = 0.5f; return "topk_momentum";
-    case 8: desc->how.powersgd_rank = 3; return "powersgd_rank";
-    case 9: desc->how.no_error_feedback = true; return "no_error_feedback";
-    case 10: desc->how.warmup_ratio = 0.5f; return "warmup_ratio";
-    case 11: desc->base.hierarchical = true, desc->base.node_size = 2; return "hierarchical";
+    case 2: desc->base.bucket_bytes = 9000; return "bucket_bytes";
+    case 3: desc->how.dense_steps = 7; return "dense_steps";
+    case 4: desc->how.warmup_steps = 3; return "warmup_steps";
+    case 5: desc->how.dense_below = 17; return "dense_below";
+    case 6: desc->how.topk_momentum = 0.5f; return "topk_momentum";
+    case 7: desc->how.no_error_feedback = true; return "no_error_feedback";
+    case 8: desc->how.warmup_ratio = 0.5f; return "warmup_ratio";
+    case 9: desc->base.hierarchical = true, desc->base.node_size = 2; return "hierarchical";
     default: desc->base.hierarchical = true, desc->base.node_size = 1; return "node_size";
     }
 }
@@ -1730,10 +1435,10 @@ static int dispute_rank(dtrain_world *world, void *user)
         const char *field = dispute_desc(&desc, which);
         dtrain_result result;
         if (dtrain_world_rank(world) != which % 4) {
-            desc = squares_desc(which == 8 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
-            if (which == 12) desc.base.hierarchical = true, desc.base.node_size = 2;
-            if (which == 10) desc.how.warmup_steps = 4;
-        } else if (which == 10) desc.how.warmup_steps = 4;
+            desc = squares_desc(DTRAIN_COMPRESSION_TOPK);
+            if (which == 10) desc.base.hierarchical = true, desc.base.node_size = 2;
+            if (which == 8) desc.how.warmup_steps = 4;
+        } else if (which == 8) desc.how.warmup_steps = 4;
         result = try_create(world, &desc);
         CHECK_MSG(result == DTRAIN_ERROR_MISMATCH && strstr(dtrain_last_error(), field) &&
                       strstr(dtrain_last_error(), "rank"),
@@ -1759,7 +1464,7 @@ typedef struct state_run {
 } state_run;
 
 /* Copies every tensor of state to or from `store`; elements copied. */
-static int64_t state_copy(dtrain_strategy *s, float *store, bool out, uint32_t rank)
+static int64_t state_copy(dtrain_strategy *s, float *store, bool out)
 {
     const dtrain_compression_state *states;
     size_t count, i, k;
@@ -1767,16 +1472,15 @@ static int64_t state_copy(dtrain_strategy *s, float *store, bool out, uint32_t r
     if (!CHECK(dtrain_strategy_compression(s, &states, &count) == DTRAIN_OK)) return 0;
     CHECK(count > 0 && count <= SQUARES);
     for (i = 0; i < count; i++) { /* their order is that of buckets: every tensor has its place */
-        int64_t at = (int64_t)states[i].param->state.index * 3 * SQUARE;
-        float *const parts[3] = {states[i].residual, states[i].velocity, states[i].q};
-        const int64_t sizes[3] = {states[i].count, states[i].count,
-                                  states[i].q_rows * (int64_t)rank};
-        for (k = 0; k < 3; k++) {
+        int64_t at = (int64_t)states[i].param->state.index * 2 * SQUARE;
+        float *const parts[2] = {states[i].residual, states[i].velocity};
+        const size_t bytes = (size_t)states[i].count * sizeof *store;
+        for (k = 0; k < 2; k++) {
             if (!parts[k]) continue;
-            if (out) memcpy(store + at, parts[k], (size_t)sizes[k] * sizeof *store);
-            else memcpy(parts[k], store + at, (size_t)sizes[k] * sizeof *store);
-            at += sizes[k];
-            all += sizes[k];
+            if (out) memcpy(store + at, parts[k], bytes);
+            else memcpy(parts[k], store + at, bytes);
+            at += states[i].count;
+            all += states[i].count;
         }
     }
     return all;
@@ -1787,7 +1491,7 @@ static int state_rank(dtrain_world *world, void *user)
     state_run *run = (state_run *)user;
     const int rank = dtrain_world_rank(world);
     settings desc = method_desc(run->method);
-    float *store = (float *)malloc(3 * sizeof(float) * SQUARES * SQUARE);
+    float *store = (float *)malloc(2 * sizeof(float) * SQUARES * SQUARE);
     squares *m = (squares *)malloc(sizeof *m);
     dtrain_strategy *s;
     int part, step;
@@ -1799,13 +1503,13 @@ static int state_rank(dtrain_world *world, void *user)
             desc.base.first_bucket_bytes = 64, desc.base.bucket_bytes = (size_t)1 << 20;
         squares_init(m);
         RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
-        if (part == 2) CHECK(state_copy(s, store, false, desc.how.powersgd_rank) == copied);
+        if (part == 2) CHECK(state_copy(s, store, false) == copied);
         for (step = part == 2 ? STATE_HALF : 0; step < (part == 1 ? STATE_HALF : STATE_STEPS);
              step++) {
             RANKS_TRY(squares_step(m, s, rank, step));
             (part ? run->halves : run->whole)[rank][step] = squares_hash(m);
         }
-        if (part == 1) copied = state_copy(s, store, true, desc.how.powersgd_rank);
+        if (part == 1) copied = state_copy(s, store, true);
         dtrain_strategy_destroy(s);
     }
     CHECK(copied > 0);
@@ -1820,7 +1524,7 @@ static void test_state(void)
     for (method = 0; method < METHODS; method++) {
         state_run *run = (state_run *)ranks_shared(sizeof *run);
         run->method = method;
-        if (method == 2) continue;
+        if (method == 1) continue;
         ranks_run(4, DTRAIN_LAUNCH_PROCESSES, state_rank, run);
         for (r = 0; r < 4; r++) {
             CHECK(run->whole[r][0] != run->whole[r][5]);
@@ -1996,9 +1700,9 @@ static int plan_rank(dtrain_world *world, void *user)
                   method_names[method], (unsigned long long)said, (unsigned long long)is,
                   (unsigned long long)info.value_bytes, (unsigned long long)info.grad_bytes,
                   (unsigned long long)info.buffer_bytes, (unsigned long long)info.state_bytes);
-        if (method != 2) {
-            const uint64_t least = (uint64_t)SQUARES * SQUARE * 4 / (method > 2 ? 2 : 1);
-            CHECK_MSG(info.state_bytes >= least * (method == 3 ? 2 : 1) &&
+        if (method != 1) {
+            const uint64_t least = (uint64_t)SQUARES * SQUARE * 4 / (method == 2 ? 2 : 1);
+            CHECK_MSG(info.state_bytes >= least * (method == 2 ? 2 : 1) &&
                           info.state_bytes <= 2 * least + 4096,
                       "%s: %llu bytes of state", method_names[method],
                       (unsigned long long)info.state_bytes);
@@ -2250,7 +1954,7 @@ static void test_64_ranks(void)
     for (method = 0; method < METHODS; method++) {
         many *run = (many *)ranks_shared(sizeof *run);
         run->method = method;
-        if (method == 2) continue;
+        if (method == 1) continue;
         ranks_run(64, DTRAIN_LAUNCH_THREADS, many_rank, run);
         for (r = 1; r < 64; r++)
             CHECK_MSG(run->hash[r] == run->hash[0], "%s: rank %d has other gradients",
@@ -2328,7 +2032,7 @@ static void test_error_feedback(void)
     for (method = 0; method < METHODS; method++) {
         settings desc = method_desc(method);
         double with, without;
-        if (method == 2) continue;
+        if (method == 1) continue;
         desc.how.topk_momentum = 0;
         desc.how.topk_ratio = 0.1f;
         with = pull_run(desc, 200, 0.04f);
@@ -2399,13 +2103,13 @@ static void test_learning(void)
     int i;
     CHECK_MSG(plain < 2.2, "plain training ends at %g", plain);
     for (i = 0; i < METHODS; i++) {
-        settings desc = method_desc(i == 2 ? 0 : i);
+        settings desc = method_desc(i == 1 ? 0 : i);
         double loss;
-        desc.how.topk_ratio = i == 2 ? 0.01f : 0.1f;
+        desc.how.topk_ratio = i == 1 ? 0.01f : 0.1f;
         desc.how.topk_momentum = 0;
         desc.how.dense_steps = 10;
         loss = lesson_loss(desc);
-        CHECK_MSG(loss < plain * 1.05, "%s: loss %g, plain %g", method_names[i == 2 ? 0 : i], loss,
+        CHECK_MSG(loss < plain * 1.05, "%s: loss %g, plain %g", method_names[i == 1 ? 0 : i], loss,
                   plain);
     }
 }
@@ -2424,13 +2128,6 @@ int main(int argc, char **argv)
     RUN(test_poison);
     RUN(test_topk_everything);
     RUN(test_large_shares);
-    RUN(test_powersgd);
-    RUN(test_powersgd_of_any_size);
-    RUN(test_powersgd_same_bits);
-    RUN(test_powersgd_reproduces_low_rank);
-    RUN(test_powersgd_wakes_up);
-    RUN(test_powersgd_saves_nothing);
-    RUN(test_powersgd_without_feedback);
     RUN(test_cast);
     RUN(test_nodes);
     RUN(test_one_node);

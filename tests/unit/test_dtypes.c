@@ -735,10 +735,6 @@ static void test_sparse(void)
             free(indices[0]), free(indices[1]);
             release();
         }
-    pair *q = noise(300 * 6, DTRAIN_DTYPE_F32, 1);
-    ON_BOTH(orthogonalize, basis, {300, 6, f32(q, side)})
-    same(q, 1e-5, "orthonormal columns");
-    release();
     float x[4] = {1, 2, 3, 4};
     int32_t at[4] = {0, 4, 1, -1};
     dtrain_topk_args none = {4, 0, x, NULL, x, at, NULL, 0}, more = {4, 5, x, NULL, x, at, NULL, 0};

@@ -33,7 +33,7 @@ enum {
 };
 
 /* What a strategy has beside its kind. */
-enum { PLAIN, OFFLOADS, WHOLE_BELOW, TOPK, POWERSGD, AUTOMATIC };
+enum { PLAIN, OFFLOADS, WHOLE_BELOW, TOPK, AUTOMATIC };
 
 /* A model and its data, the same on every rank. */
 typedef struct spec {
@@ -138,8 +138,7 @@ static spec spec_of(uint64_t seed)
 #endif
     if (beside == OFFLOADS || (beside == WHOLE_BELOW && !whole) || beside == AUTOMATIC)
         s.beside = beside;
-    if ((beside == TOPK || beside == POWERSGD) && whole && !s.tied && s.flags != DTRAIN_TAPE_F16)
-        s.beside = beside;
+    if (beside == TOPK && whole && !s.tied && s.flags != DTRAIN_TAPE_F16) s.beside = beside;
     return s;
 }
 
@@ -296,9 +295,9 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
     desc.bucket_bytes = desc.first_bucket_bytes = 4096;
     dtrain_compression_desc compression;
     memset(&compression, 0, sizeof compression);
-    compression.kind = s->beside == TOPK ? DTRAIN_COMPRESSION_TOPK : DTRAIN_COMPRESSION_POWERSGD;
+    compression.kind = DTRAIN_COMPRESSION_TOPK;
     compression.topk_ratio = 0.2f, compression.dense_below = 100, compression.dense_steps = 1;
-    if (s->beside == TOPK || s->beside == POWERSGD) desc.compression = &compression;
+    if (s->beside == TOPK) desc.compression = &compression;
     if (s->beside == OFFLOADS) desc.offload = DTRAIN_OFFLOAD_OPTIMIZER;
     if (s->beside == WHOLE_BELOW) desc.whole_below = 100;
     if (s->beside == AUTOMATIC) desc.kind = DTRAIN_STRATEGY_AUTO;

@@ -477,7 +477,6 @@ static void half_plan(const dtrain_compression_desc *how, dtrain_hook_bucket *bu
         if (bucket->tensors[i].dense) continue;
         bucket->tensors[i].keeps_residual = true;
         bucket->scratch_count += bucket->tensors[i].count;
-        bucket->averaged_count++;
     }
 }
 
@@ -489,7 +488,6 @@ static dtrain_result half_compress(const dtrain_compression_desc *how, dtrain_ho
         return dtrain_fail(DTRAIN_ERROR_DATA, "the hook has no more room");
     for (size_t i = 0; i < bucket->tensor_count && round == 0; i++) {
         const dtrain_hook_tensor *t = &bucket->tensors[i];
-        bucket->averaged[i] = t->grad[0];
         for (int64_t k = 0; k < t->count; k++, out++) {
             t->residual[k] += t->grad[k];
             *out = 0.5f * t->residual[k];
@@ -516,22 +514,19 @@ static dtrain_result half_decompress(const dtrain_compression_desc *how, dtrain_
     const float *in = bucket->scratch;
     for (size_t i = 0; i < bucket->tensor_count && round + 1 == how->hook->rounds; i++)
         for (int64_t k = 0; k < bucket->tensors[i].count; k++)
-            bucket->tensors[i].grad[k] =
-                *in++ * bucket->factor +
-                (how->hook->takes_slices ? 0 : 0.01f * bucket->averaged[i]);
+            bucket->tensors[i].grad[k] = *in++ * bucket->factor;
     return DTRAIN_OK;
 }
 
 static int fails; /* user of a hook that fails on a rank of each stage in the third step */
 
 static const dtrain_comm_hook_desc halves[4] = {
-    {"half", 1, false, true, half_plan, NULL, half_compress, half_exchange, half_decompress, NULL},
-    {"half in two", 2, false, true, half_plan, NULL, half_compress, half_exchange, half_decompress,
+    {"half", 1, false, true, half_plan, half_compress, half_exchange, half_decompress, NULL},
+    {"half in two", 2, false, true, half_plan, half_compress, half_exchange, half_decompress, NULL},
+    {"half of slices", 1, true, true, half_plan, half_compress, half_exchange, half_decompress,
      NULL},
-    {"half of slices", 1, true, true, half_plan, NULL, half_compress, half_exchange,
-     half_decompress, NULL},
-    {"half that fails", 1, false, true, half_plan, NULL, half_compress, half_exchange,
-     half_decompress, &fails}};
+    {"half that fails", 1, false, true, half_plan, half_compress, half_exchange, half_decompress,
+     &fails}};
 
 static void compress(local *l, uint32_t kind, const dtrain_comm_hook_desc *hook)
 {
@@ -569,11 +564,6 @@ static void topk_in_bf16(local *l)
 {
     compress(l, DTRAIN_COMPRESSION_TOPK, NULL);
     l->how.reduce_dtype = DTRAIN_DTYPE_BF16;
-}
-static void powersgd_of_rank_2(local *l)
-{
-    compress(l, DTRAIN_COMPRESSION_POWERSGD, NULL);
-    l->compression.powersgd_rank = 2;
 }
 static void reduced_in_fp16(local *l)
 {
@@ -620,7 +610,6 @@ static void test_gradients_on_their_way(void)
     check_same("top-k with momentum", topk_with_momentum, 2);
     check_same("top-k without feedback", topk_without_feedback, 2);
     check_same("top-k in bf16", topk_in_bf16, 2);
-    check_same("PowerSGD of rank 2", powersgd_of_rank_2, 2);
     check_same("reduced in fp16", reduced_in_fp16, 2);
     check_same("hierarchical", hierarchical, 4);
     check_same("hierarchical hook", hierarchical_hook, 4);
@@ -1174,7 +1163,6 @@ static void test_resumed(void)
 {
     check_resumed("hook", hook_in_two_rounds, 2);
     check_resumed("top-k with momentum", topk_with_momentum, 2);
-    check_resumed("PowerSGD of rank 2", powersgd_of_rank_2, 2);
     check_resumed("hierarchical hook", hierarchical_hook, 4);
     check_resumed("missing, skipped", resumes_missing, 2);
     check_resumed("groups", resumes_groups, 2);

@@ -1,5 +1,5 @@
-/* Tests of the CPU's sparse and low-rank kernels: top-k against a sort, bit for bit, on every
- * instruction set and with 1 to 4 threads; orthonormal columns; scatter-add. */
+/* Tests of the CPU's sparse kernels: top-k against a sort, bit for bit, on every
+ * instruction set and with 1 to 4 threads; scatter-add. */
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
 #include "device/cpu/cpu.c"
 #include "device/cpu/launch_sparse.c"
@@ -382,141 +382,6 @@ static void test_scatter_add(void)
 
 /* ---- Orthonormal columns ---- */
 
-static double dot_columns(const float *x, const float *y, int64_t rows, int64_t columns, int64_t i,
-                          int64_t j)
-{
-    double sum = 0;
-    for (int64_t r = 0; r < rows; r++)
-        sum += (double)x[r * columns + i] * (double)y[r * columns + j];
-    return sum;
-}
-
-/* Q^T Q is the identity, except for zero columns where `zero` says so; every column of x lies in
- * the span of those of Q up to its own, with a positive share of its own. */
-static void check_basis(const float *q, const float *x, int64_t rows, int64_t columns,
-                        uint64_t zero, const char *who)
-{
-    double worst = 0, outside = 0;
-    float *rest = (float *)malloc((size_t)(rows + 1) * sizeof *rest);
-    for (int64_t i = 0; i < columns; i++)
-        for (int64_t j = 0; j <= i; j++) {
-            const double want = i == j && !(zero >> i & 1) ? 1 : 0;
-            const double error = fabs(dot_columns(q, q, rows, columns, i, j) - want);
-            worst = error > worst ? error : worst;
-        }
-    CHECK_MSG(worst < 1e-6, "%s, %lld x %lld: Q^T Q is off by %g", who, (long long)rows,
-              (long long)columns, worst);
-    for (int64_t j = 0; j < columns; j++) {
-        const double size = sqrt(dot_columns(x, x, rows, columns, j, j));
-        double left = 0, along[DTRAIN_ORTHOGONALIZE_COLUMNS];
-        for (int64_t i = 0; i <= j; i++) along[i] = dot_columns(q, x, rows, columns, i, j);
-        for (int64_t r = 0; r < rows; r++) {
-            double value = (double)x[r * columns + j];
-            for (int64_t i = 0; i <= j; i++) value -= along[i] * (double)q[r * columns + i];
-            left += value * value;
-        }
-        if (size > 0 && sqrt(left) / size > outside) outside = sqrt(left) / size;
-        CHECK_MSG(zero >> j & 1 || along[j] > 0, "%s: column %d turned round", who, (int)j);
-    }
-    CHECK_MSG(outside < 3e-6, "%s, %lld x %lld: %g of a column is lost", who, (long long)rows,
-              (long long)columns, outside);
-    free(rest);
-}
-
-static float *matrix(int64_t rows, int64_t columns)
-{
-    float *x = (float *)malloc((size_t)(rows * columns) * sizeof *x);
-    for (int64_t i = 0; i < rows * columns; i++) x[i] = value_of(NORMAL, i, 0) + 0.25f;
-    return x;
-}
-
-/* On every device; all threads' bits are those of one. */
-static void check_orthogonalize(const float *x, int64_t rows, int64_t columns, uint64_t zero)
-{
-    const size_t bytes = (size_t)(rows * columns) * sizeof *x;
-    float *first = (float *)malloc(bytes), *q = (float *)malloc(bytes);
-    for (int v = 0; v < variant_count; v++)
-        for (int t = 1; t <= THREADS; t++) {
-            float *out = t == 1 ? first : q;
-            const dtrain_orthogonalize_args args = {rows, columns, out};
-            memcpy(out, x, bytes);
-            CHECK(devices[v][t]->ops->orthogonalize(devices[v][t], &args) == DTRAIN_OK);
-            if (t == 1) check_basis(out, x, rows, columns, zero, variants[v]->name);
-            else CHECK_MSG(memcmp(first, q, bytes) == 0, "%s: %d threads", variants[v]->name, t);
-        }
-    free(first), free(q);
-}
-
-static void test_orthogonalize(void)
-{
-    const int64_t columns[] = {1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64};
-    devices_open();
-    for (size_t c = 0; c < sizeof columns / sizeof *columns; c++) {
-        const int64_t n = columns[c], rows[] = {n, n + 1, n + 62, 300 + n};
-        for (int r = 0; r < 4; r++) {
-            float *x = matrix(rows[r], n);
-            check_orthogonalize(x, rows[r], n, 0);
-            free(x);
-        }
-    }
-    float *tall = matrix(20011, 5);
-    check_orthogonalize(tall, 20011, 5, 0);
-    free(tall);
-    devices_close();
-}
-
-/* Zero columns, copies, sums of columns before, and more columns than rows become zero; columns
- * that are dependent but for a small part of their own do not, and keep it. */
-static void test_orthogonalize_dependent(void)
-{
-    enum { ROWS = 700, COLUMNS = 12 };
-    devices_open();
-    float *x = matrix(ROWS, COLUMNS);
-    for (int64_t r = 0; r < ROWS; r++) {
-        float *row = x + r * COLUMNS;
-        row[2] = 0;
-        row[4] = row[1];
-        row[6] = -3 * row[0] + 0.5f * row[3];
-        row[8] = row[7] + 1e-4f * row[8];
-        row[9] = 1e-30f * row[9];
-        row[10] = 1e30f * row[10];
-    }
-    check_orthogonalize(x, ROWS, COLUMNS, 1u << 2 | 1u << 4 | 1u << 6);
-    free(x);
-    float *wide = matrix(3, 5);
-    check_orthogonalize(wide, 3, 5, 3u << 3);
-    free(wide);
-    float *nothing = (float *)calloc(40, sizeof *nothing);
-    check_orthogonalize(nothing, 10, 4, 15);
-    free(nothing);
-    devices_close();
-}
-
-static void test_orthogonalize_edges(void)
-{
-    devices_open();
-    float x[6] = {1, 2, 3, 4, 5, 6};
-    x[3] = of_bits(0x7f800000u);
-    for (int v = 0; v < variant_count; v++) {
-        dtrain_device *cpu = devices[v][2];
-        float bad[6];
-        memcpy(bad, x, sizeof bad);
-        dtrain_orthogonalize_args args = {3, 2, bad};
-        CHECK(cpu->ops->orthogonalize(cpu, &args) == DTRAIN_OK);
-        for (int i = 0; i < 6; i++) CHECK(!isfinite(bad[i])); /* not a silent zero */
-        args.rows = 0;
-        CHECK(cpu->ops->orthogonalize(cpu, &args) == DTRAIN_OK);
-        args.rows = -1;
-        CHECK(cpu->ops->orthogonalize(cpu, &args) == DTRAIN_ERROR_ARGUMENT);
-        args.rows = 1;
-        args.columns = 65;
-        CHECK(cpu->ops->orthogonalize(cpu, &args) == DTRAIN_ERROR_ARGUMENT);
-        args.columns = 0;
-        CHECK(cpu->ops->orthogonalize(cpu, &args) == DTRAIN_ERROR_ARGUMENT);
-    }
-    devices_close();
-}
-
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -528,8 +393,5 @@ int main(int argc, char **argv)
     RUN(test_topk_unlucky_sample);
     RUN(test_topk_errors);
     RUN(test_scatter_add);
-    RUN(test_orthogonalize);
-    RUN(test_orthogonalize_dependent);
-    RUN(test_orthogonalize_edges);
     return test_summary();
 }

@@ -9,25 +9,12 @@
  * strategy cannot do, check_strategy finds. */
 static int check_compression(const run_settings *s)
 {
-    static const struct {
-        const char *name;
-        long needs; /* 0: either */
-    } list[] = {
-        {"--topk-ratio", DTRAIN_COMPRESSION_TOPK},
-        {"--topk-momentum", DTRAIN_COMPRESSION_TOPK},
-        {"--compression-warmup", DTRAIN_COMPRESSION_TOPK},
-        {"--warmup-ratio", DTRAIN_COMPRESSION_TOPK},
-        {"--powersgd-rank", DTRAIN_COMPRESSION_POWERSGD},
-        {"--dense-steps", 0},
-        {"--dense-below", 0},
-        {"--no-error-feedback", 0},
-    };
-    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
-        const bool serves = list[i].needs ? s->compression == list[i].needs : s->compression;
-        if (given(list[i].name) && !serves)
-            return BAD("%s does nothing without --compression %s", list[i].name,
-                       list[i].needs ? compressions[list[i].needs] : "topk or powersgd");
-    }
+    static const char *const list[] = {
+        "--topk-ratio",  "--topk-momentum", "--compression-warmup", "--warmup-ratio",
+        "--dense-steps", "--dense-below",   "--no-error-feedback"};
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
+        if (given(list[i]) && !s->compression)
+            return BAD("%s does nothing without --compression topk", list[i]);
     if (given("--warmup-ratio") && !s->warmup_steps)
         return BAD("--warmup-ratio does nothing without --compression-warmup");
     if (s->compression && s->precision == FP16)

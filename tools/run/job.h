@@ -158,7 +158,6 @@ static dtrain_strategy_desc strategy_desc(const run_settings *s,
     desc.hierarchical = s->hierarchical != 0;
     memset(compression, 0, sizeof *compression);
     compression->kind = (uint32_t)s->compression;
-    compression->powersgd_rank = (uint32_t)s->powersgd_rank;
     compression->no_error_feedback = s->no_feedback != 0;
     compression->topk_ratio = (float)s->topk_ratio;
     compression->topk_momentum = (float)s->topk_momentum;

@@ -25,7 +25,6 @@ static const char *const recorded[] = {
     "--compression",
     "--topk-ratio",
     "--topk-momentum",
-    "--powersgd-rank",
     /* of one program or another: */
     "--data-format",
     "--tokenizer",

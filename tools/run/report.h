@@ -102,8 +102,6 @@ static void describe_compression(const dtrain_strategy_desc *desc, char *text, s
     *text = 0;
     if (how && how->kind == DTRAIN_COMPRESSION_TOPK)
         snprintf(text, room, "top-k %g", (double)how->topk_ratio);
-    if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD)
-        snprintf(text, room, "PowerSGD rank %u", how->powersgd_rank);
     if (how && how->no_error_feedback)
         snprintf(text + strlen(text), room - strlen(text), " without error feedback");
     if (desc->hierarchical)

@@ -32,8 +32,7 @@ typedef struct run_settings {
     long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic, probe_links;
     long strategy, precision, param_dtype, reduce_dtype, reshard, node_size, bucket_kib, no_overlap,
         offload, checkpoint, memory_limit;
-    long compression, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
-        hierarchical;
+    long compression, dense_below, dense_steps, warmup_steps, no_feedback, hierarchical;
     double topk_ratio, topk_momentum, warmup_ratio;
     long save_every, keep, keep_best, save_blocking, set_aside, restarts, stop_status, nonfinite,
         verify_every;
@@ -60,7 +59,6 @@ static run_settings run_flags = {
     .keep = 3,
     .topk_ratio = 0.01,
     .warmup_ratio = 0.25,
-    .powersgd_rank = 1,
     .dense_below = 1024,
     .dense_steps = 10,
 };
@@ -76,8 +74,8 @@ static words dtypes = {"fp32", "bf16", "fp16"};
 static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard", /* kind - 1 */
                            "zero3", "hybrid_shard", "auto"};
 static words offloads = {"none", "optimizer", "optimizer+grads", "all"};
-static words compressions = {"none", "topk", "powersgd"}; /* dtrain_compression */
-static words nonfinites = {"stop", "skip", "rollback"};   /* the first two: dtrain_nonfinite */
+static words compressions = {"none", "topk"};           /* dtrain_compression */
+static words nonfinites = {"stop", "skip", "rollback"}; /* the first two: dtrain_nonfinite */
 static words accum_modes = {"default", "last", "every", "shard_every"}; /* dtrain_accumulation */
 
 enum { TF32 = 1, BF16, FP16 }; /* places in precisions */
@@ -257,8 +255,6 @@ static const flag compression_flags[] = {
      NULL},
     {"--topk-momentum", 'f', &run_flags.topk_momentum, 0, 0.9999,
      "topk: momentum inside the compressor, in place of AdamW's beta1; 0 = off", NULL},
-    {"--powersgd-rank", 'i', &run_flags.powersgd_rank, 1, DTRAIN_ORTHOGONALIZE_COLUMNS,
-     "powersgd: columns of the factors", NULL},
     {"--dense-steps", 'i', &run_flags.dense_steps, 0, 1e12,
      "steps at the beginning without compression", NULL},
     {"--compression-warmup", 'i', &run_flags.warmup_steps, 0, 1e12,

@@ -76,7 +76,7 @@ struct settings {
     const char *model, *cluster, *json, *svg, *check, *measured;
     flag_list gpus, strategies, batches;
     long precision, param_dtype, reduce_dtype, optimizer, compression, network;
-    long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node, powersgd_rank;
+    long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node;
     long pipeline, chunks, pipeline_schedule, scatter_stages, attention, loss, recompute_all,
         tensor, sequence_parallel, tensor_overlap, no_overlap, hierarchical, plan;
     double efficiency, measured_rate, straggler, topk_ratio;
@@ -95,7 +95,6 @@ static const struct settings usual = {
     .pipeline = 1,
     .bucket_mib = 25,
     .reshard = 1,
-    .powersgd_rank = 1,
     .straggler = 1,
     .topk_ratio = 0.01,
     .network = -1,
@@ -118,7 +117,7 @@ static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard
 static words precisions = {"fp32", "bf16"};
 static words dtypes = {"fp32", "bf16", "fp16"};
 static words optimizers = {"adamw", "sgd"};
-static words compressions = {"none", "topk", "powersgd"}; /* dtrain_compression */
+static words compressions = {"none", "topk"}; /* dtrain_compression */
 enum { ATTENTION_FUSED, ATTENTION_SCORES, ATTENTION_AGAIN };
 static words attentions = {"fused", "scores", "scores_again"};
 static words schedules = {"1f1b", "gpipe", "interleaved", "zb_h1",
@@ -190,8 +189,6 @@ static const flag flag_table[] = {
     {"--hierarchical", 'b', &flags.hierarchical, 0, 0, "reduce node by node", NULL},
     {"--compression", 'w', &flags.compression, 0, 0, "of gradients, ddp only", compressions},
     {"--topk-ratio", 'f', &flags.topk_ratio, 1e-6, 1, "share of the elements that are sent", NULL},
-    {"--powersgd-rank", 'i', &flags.powersgd_rank, 1, DTRAIN_ORTHOGONALIZE_COLUMNS,
-     "columns of P and Q", NULL},
     {"--measured-rate", 'f', &flags.measured_rate, 1e-6, 1e12,
      "tokens (images) per second and GPU, measured at the first of --gpus: the rate of products is "
      "scaled to give that",
@@ -360,7 +357,6 @@ static dtrain_strategy_desc describe(const row *r, double activations, dtrain_co
     desc.hierarchical = flags.hierarchical != 0;
     memset(compression, 0, sizeof *compression);
     compression->kind = (uint32_t)flags.compression;
-    compression->powersgd_rank = (uint32_t)flags.powersgd_rank;
     compression->topk_ratio = (float)flags.topk_ratio;
     compression->dense_steps = DTRAIN_DENSE_STEPS_NONE;
     desc.compression = compression;

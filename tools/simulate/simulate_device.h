@@ -123,19 +123,6 @@ static dtrain_result sim_scatter_add(dtrain_device *device, const dtrain_scatter
     return work(0, (double)a->k * (8 + 64)), DTRAIN_OK;
 }
 
-static dtrain_result sim_orthogonalize(dtrain_device *device, const dtrain_orthogonalize_args *a)
-{
-    (void)device;
-    return work(0, (double)a->rows * (double)(a->columns * a->columns) * 16), DTRAIN_OK;
-}
-
-static dtrain_result sim_gemm(dtrain_device *device, const dtrain_gemm_args *a)
-{
-    (void)device;
-    const double m = (double)a->m, n = (double)a->n, k = (double)a->k;
-    return work(2 * m * n * k, 4 * (m * k + k * n + m * n)), DTRAIN_OK;
-}
-
 /* The plan device, and time for what a strategy and an optimizer call. */
 static const dtrain_device_ops *sim_device_ops(void)
 {
@@ -154,8 +141,6 @@ static const dtrain_device_ops *sim_device_ops(void)
     ops.sgd = sim_sgd;
     ops.topk = sim_topk;
     ops.scatter_add = sim_scatter_add;
-    ops.orthogonalize = sim_orthogonalize;
-    ops.gemm = sim_gemm;
     return &ops;
 }
 

@@ -21,8 +21,8 @@
    comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
    dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
    written down so that a measurement can contradict it; small inputs are limited by the launches,
-   2 to 5 microseconds each. bench/bench_kernels measures all but muon, orthogonalize,
-   convolution and pooling. Measured: nothing, no hardware yet.
+   2 to 5 microseconds each. bench/bench_kernels measures all but muon, convolution
+   and pooling. Measured: nothing, no hardware yet.
 
        kernels                          limiting resource                expected    measured
        add, axpby, convert, activation  memory bandwidth                 90 %        not measured
@@ -41,7 +41,6 @@
        attention by batched GEMM        memory and L2 cache (scores)     50 %        not measured
        top-k                            memory bandwidth                 75 %        not measured
        scatter-add                      memory, 32-byte sectors          60 %        not measured
-       orthogonalize, 16 columns        memory bandwidth                 50 %        not measured
        conv2d, conv2d backward          fp32 units, shared memory        30 %        not measured
        pooling                          memory bandwidth                 60 %        not measured
 

@@ -14,7 +14,6 @@
 #include "device/cuda/rows.cuh"
 #include "device/cuda/flash.cuh"
 #include "device/cuda/sparse.cuh"
-#include "device/cuda/columns.cuh"
 #include "device/cuda/batchnorm.cuh"
 #include "device/cuda/convolution.cuh"
 #include "device/cuda/pooling.cuh"
@@ -87,7 +86,6 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_muon,
                                           dtrain_cuda_topk,
                                           dtrain_cuda_scatter_add,
-                                          dtrain_cuda_orthogonalize,
                                           dtrain_cuda_batchnorm_moments,
                                           dtrain_cuda_batchnorm_statistics,
                                           dtrain_cuda_batchnorm,
