@@ -53,7 +53,7 @@ typedef struct dtrain_hook_bucket {
     float *grads; /* (count) the gradients of all tensors, dense ones too, and padding */
     int64_t count;
     int64_t scratch_count; /* set in plan */
-    float *scratch;        /* (scratch_count) for the hook: zero at first, and kept from step to step.
+    float *scratch; /* (scratch_count) for the hook: zero at first, and kept from step to step.
                               Checkpoints do not hold it: what a resumed run must have of it lies
                               in an array of the program, which its dtrain_state lists */
 } dtrain_hook_bucket;
