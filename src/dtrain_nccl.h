@@ -23,6 +23,5 @@
 #include "comm/nccl/operations.c"
 #include "comm/nccl/memory.c"
 #include "comm/nccl/create.c"
-#include "comm/nccl/recreate.c"
 
 #endif /* DTRAIN_NCCL_IMPLEMENTATION */

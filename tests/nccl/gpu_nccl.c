@@ -3,8 +3,7 @@
  *   gpu_nccl one      one rank: every collective; with --graph recorded in a graph, which is launched twice
  *   gpu_nccl two      two processes on one GPU: the same
  *   gpu_nccl line     two processes on one GPU: every schedule of a pipeline
- *   gpu_nccl kill     two processes; one is killed. Seconds until the other knows, and until it has a
- *                     communicator again and has used it
+ *   gpu_nccl kill     two processes; one is killed. Seconds until the other knows
  *
  * Ends with 0, with 1 and a sentence, or with 77 when NCCL refuses two ranks on one GPU.
  *
@@ -46,7 +45,7 @@ static dtrain_device_ops device_ops; /* the CUDA device's, but for create and qu
 /* What the ranks leave to the parent, in shared memory. */
 static struct outcome {
     int good, refused;
-    double killed_at, known_after, back_after;
+    double killed_at, known_after;
 } * outcome;
 
 static dtrain_result create_as_host(const dtrain_device_desc *desc, dtrain_device *device)
@@ -192,12 +191,10 @@ static int run_line(dtrain_world *world, void *user)
     return 0;
 }
 
-/* Rank 0 outlives rank 1: its all-reduce ends with an error, and it goes on alone. */
+/* Rank 0 outlives rank 1: its all-reduce ends with an error. */
 static int survive(dtrain_world *world, void *user)
 {
-    const int self = 0;
-    dtrain_comm *comm = dtrain_world_comm(world), *next = NULL;
-    dtrain_nccl_group alone;
+    dtrain_comm *comm = dtrain_world_comm(world);
     if (use(world, user)) return 1;
     if (dtrain_barrier(comm) != DTRAIN_OK) return report_failure("the barrier failed");
     if (dtrain_world_rank(world) == 1) {
@@ -209,14 +206,6 @@ static int survive(dtrain_world *world, void *user)
         return 1;
     }
     outcome->known_after = dtrain_seconds() - outcome->killed_at;
-    memset(&alone, 0, sizeof alone);
-    alone.ranks = &self;
-    alone.rank_count = 1;
-    if (dtrain_nccl_recreate(comm, &alone, &next) != DTRAIN_OK)
-        return report_failure("no new communicator");
-    if (check_all(next)) return 1;
-    outcome->back_after = dtrain_seconds() - outcome->killed_at;
-    dtrain_comm_destroy(next);
     __atomic_fetch_add(&outcome->good, 1, __ATOMIC_RELAXED);
     return 0;
 }
@@ -269,9 +258,7 @@ int main(int argc, char **argv)
                                                NULL, NULL);
     const char *why = dtrain_last_error();
     if (outcome->good == wanted && (result == DTRAIN_OK || killing)) {
-        if (killing)
-            printf("killed: known after %.2f s, a new communicator in use after %.2f s\n",
-                   outcome->known_after, outcome->back_after);
+        if (killing) printf("killed: known after %.2f s\n", outcome->known_after);
         else if (line) printf("2 ranks: every schedule of a pipeline is right\n");
         else
             printf("%d rank%s: every collective is right%s\n", ranks, ranks == 1 ? "" : "s",

@@ -1075,13 +1075,7 @@ static void test_refusals(void)
 static void test_newer_library(void)
 {
     int step = 50;
-    dtrain_nccl_info info;
     nccl_mock.version = 23007;
-    CHECK(dtrain_nccl_query(&info) == DTRAIN_OK);
-    CHECK(info.header_version == NCCL_VERSION_CODE && info.library_version == 23007);
-    CHECK(info.native_split == (NCCL_VERSION_CODE >= 21801));
-    CHECK(info.registered_memory == (NCCL_VERSION_CODE >= 21901));
-    CHECK(dtrain_nccl_query(NULL) == DTRAIN_ERROR_ARGUMENT);
     for (int r = 0; r < MOST; r++) rank_controls[r].version = 23007;
     nccl_run(2, rank_collectives, &step);
 }
@@ -1301,118 +1295,6 @@ static void test_stuck_ends(void)
     }
 }
 
-/* ---- going on with fewer ---- */
-
-/* The program's own way to talk among survivors: here a page of shared memory, one column for each generation. */
-typedef struct meeting_place {
-    uint64_t posted[MOST];
-    int32_t have_sums; /* before the first death */
-    char data[16][MOST][512];
-} meeting_place;
-typedef struct meeting {
-    meeting_place *place;
-    const int *ranks;
-    int count, rank;
-} meeting;
-
-static dtrain_result meet(void *user, const void *mine, size_t bytes, void *all)
-{
-    meeting *m = (meeting *)user;
-    const uint64_t turn = m->place->posted[m->rank] + 1;
-    const double begin = dtrain_seconds();
-    CHECK(bytes <= 512 && turn < 16);
-    memcpy(m->place->data[turn][m->rank], mine, bytes);
-    __atomic_store_n(&m->place->posted[m->rank], turn, __ATOMIC_RELEASE);
-    for (int i = 0; i < m->count; i++) {
-        while (__atomic_load_n(&m->place->posted[m->ranks[i]], __ATOMIC_ACQUIRE) < turn) {
-            if (dtrain_seconds() - begin > 10)
-                return dtrain_fail(DTRAIN_ERROR_TIMEOUT, "nobody came to meet");
-            ranks_sleep_us(100);
-        }
-        memcpy((char *)all + (size_t)i * bytes, m->place->data[turn][m->ranks[i]], bytes);
-    }
-    return DTRAIN_OK;
-}
-
-static int check_sum(dtrain_comm *comm, buffer *b, int members)
-{
-    float host[100];
-    for (int i = 0; i < 100; i++) host[i] = 1;
-    buffer_write(b, host, sizeof host);
-    RANKS_TRY(dtrain_all_reduce(comm, b->memory, b->memory, 100, DTRAIN_DTYPE_F32,
-                                DTRAIN_REDUCE_SUM, NULL));
-    buffer_read(b, host, sizeof host);
-    CHECK_CLOSE(host[0], members, 0);
-    CHECK_CLOSE(host[99], members, 0);
-    return 0;
-}
-
-static int rank_recreate(dtrain_world *world, void *user)
-{
-    static const int three[] = {3, 0, 1}, two[] = {0, 3};
-    dtrain_comm *comm = dtrain_world_comm(world), *fewer = NULL, *fewest = NULL, *alone = NULL;
-    const int rank = dtrain_world_rank(world);
-    meeting m = {(meeting_place *)user, three, 3, rank};
-    dtrain_nccl_group group = {three, 3, meet, &m};
-    buffer b = buffer_make(comm, IN_COMM, 400);
-    CHECK(dtrain_nccl_recreate(comm, &group, &fewer) ==
-          DTRAIN_ERROR_USAGE); /* nothing has failed */
-    if (check_sum(comm, &b, 4)) return 1;
-    if (rank == 2) {
-        ranks_await(&m.place->have_sums, 3);
-        raise(SIGKILL);
-    }
-    ranks_count(&m.place->have_sums);
-    CHECK(dtrain_barrier(comm) == DTRAIN_ERROR_PEER);
-    group.rank_count = 0;
-    CHECK(dtrain_nccl_recreate(comm, &group, &fewer) == DTRAIN_ERROR_ARGUMENT);
-    group.rank_count = 3;
-    group.exchange = NULL; /* the control plane has lost a rank */
-    CHECK(dtrain_nccl_recreate(comm, &group, &fewer) == DTRAIN_ERROR_ARGUMENT);
-    group.exchange = meet;
-    RANKS_TRY(dtrain_nccl_recreate(comm, &group, &fewer));
-    CHECK(dtrain_comm_size(fewer) == 3 && ranks_in_world(fewer, 0) == 3);
-    CHECK(dtrain_barrier(comm) == DTRAIN_ERROR_PEER); /* the old one stays as it is */
-    b.comm = fewer;
-    if (check_sum(fewer, &b, 3)) return 1; /* the old memory serves the new communicator */
-    run_all_cases(fewer, 19);
-    CHECK(nccl_mock_count.registrations == (DTRAIN_NCCL_HAS_MEMORY ? 1 : 0));
-    if (rank == 1) raise(SIGKILL); /* once more; now only the deadline can tell */
-    CHECK_MSG(dtrain_barrier(fewer) == DTRAIN_ERROR_TIMEOUT, "%s", dtrain_last_error());
-    m.ranks = two;
-    m.count = 2;
-    group.ranks = two;
-    group.rank_count = 2;
-    RANKS_TRY(dtrain_nccl_recreate(fewer, &group, &fewest));
-    dtrain_comm_destroy(fewer);
-    b.comm = fewest;
-    if (check_sum(fewest, &b, 2)) return 1;
-    CHECK(dtrain_all_reduce(fewest, b.memory, (char *)b.memory + 4, 9, DTRAIN_DTYPE_F32,
-                            DTRAIN_REDUCE_SUM, NULL) ==
-          DTRAIN_ERROR_ARGUMENT); /* a failure without a death, and then each for itself */
-    group.ranks = &rank;
-    group.rank_count = 1;
-    group.exchange = NULL;
-    RANKS_TRY(dtrain_nccl_recreate(fewest, &group, &alone));
-    dtrain_comm_destroy(fewest);
-    b.comm = alone;
-    if (check_sum(alone, &b, 1)) return 1;
-    buffer_free(&b);
-    dtrain_comm_destroy(alone);
-    __atomic_add_fetch(&m.place->posted[7], 1, __ATOMIC_SEQ_CST);
-    return 0;
-}
-static void test_recreate(void)
-{
-    meeting_place *place = (meeting_place *)ranks_shared(sizeof *place);
-    dtrain_launch_desc desc = nccl_desc(4, RANKS_SHORT_MS);
-    dtrain_launch_info info;
-    CHECK(ranks_launch(&desc, rank_recreate, place, &info) == DTRAIN_ERROR_RANK_FAILED);
-    CHECK_MSG(place->posted[7] == 2, "%d survivors came to the end, expected 2",
-              (int)place->posted[7]);
-    CHECK(info.first_failed_rank == 2 && info.signal == SIGKILL);
-}
-
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -1440,6 +1322,5 @@ int main(int argc, char **argv)
     RUN(test_death);
     RUN(test_bad_arguments);
     RUN(test_stuck_ends);
-    RUN(test_recreate);
     return test_summary();
 }

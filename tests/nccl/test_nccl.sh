@@ -40,20 +40,22 @@ for pair in "gcc -std=c99" "clang -std=c99" "gcc -std=c11" "g++ -std=c++17 -x c+
     try "dtrain_nccl.h, $pair" $pair -pedantic -Wall -Wextra -Werror $mock -fsyntax-only "$out/nccl.c"
 done
 
-# A program that has it in a file of its own asks for the version, then for two ranks.
+# A program that opens the library and says which it found.
 cat >"$out/ask.c" <<'END'
-#include "dtrain.h"
+#define DTRAIN_NCCL_IMPLEMENTATION
 #include "dtrain_nccl.h"
 #include <stdio.h>
 int main(void)
 {
-    dtrain_nccl_info info;
-    if (dtrain_nccl_query(&info) != DTRAIN_OK) {
+    dtrain_nccl__library nccl;
+    uint32_t version;
+    if (dtrain_nccl_comm_ops()->abi != DTRAIN_COMM_ABI) return 3;
+    if (dtrain_nccl__load(&nccl, &version) != DTRAIN_OK) {
         printf("%s\n", dtrain_last_error());
         return 1;
     }
-    printf("header %u, library %u\n", (unsigned)info.header_version, (unsigned)info.library_version);
-    return info.library_version >= info.header_version ? 0 : 2;
+    printf("header %u, library %u\n", (unsigned)NCCL_VERSION_CODE, (unsigned)version);
+    return version >= NCCL_VERSION_CODE ? 0 : 2;
 }
 END
 missing='-DDTRAIN_NCCL_LIBRARY="libnccl-that-is-not-there.so.2"'
@@ -69,7 +71,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
 }
 const char *cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "an error"; }
 END
-try "a program of two files, no library" $cc -std=c99 $mock "$missing" "$out/ask.c" "$out/nccl.c" "$out/stubs.c" "$library" -o "$out/ask" -lm -lpthread -ldl
+try "a program, no library" $cc -std=c99 $mock "$missing" "$out/ask.c" "$out/stubs.c" "$library" -o "$out/ask" -lm -lpthread -ldl
 if [ -x "$out/ask" ]; then
     "$out/ask" >"$tmp/log" 2>&1
     if [ $? -eq 1 ] && grep -q 'NCCL could not be opened (libnccl-that-is-not-there' "$tmp/log"; then ok "a missing library is a sentence"
@@ -95,7 +97,7 @@ opened() { # opened NAME VERSION STATUS WORDS
     "$out/ask_mock" >"$tmp/log" 2>&1
     if [ $? -eq "$3" ] && grep -q "$4" "$tmp/log"; then ok "$1"; else fail "$1"; fi
 }
-try "a program that opens its library" $cc -std=c99 $mock "-DDTRAIN_NCCL_LIBRARY=\"$out/libmock.so\"" "$out/ask.c" "$out/nccl.c" "$out/stubs.c" "$library" -o "$out/ask_mock" -lm -lpthread -ldl
+try "a program that opens its library" $cc -std=c99 $mock "-DDTRAIN_NCCL_LIBRARY=\"$out/libmock.so\"" "$out/ask.c" "$out/stubs.c" "$library" -o "$out/ask_mock" -lm -lpthread -ldl
 opened "the library that was compiled for" 22809 0 "header 22809, library 22809"
 opened "an older library lacks functions: its version is named" 21501 1 "is version 2.15.1, but"
 
@@ -127,19 +129,18 @@ int main(void)
     dtrain_device device;
     dtrain_nccl__hub hub;
     dtrain_nccl__comm comm;
-    dtrain_nccl_info info;
     ncclUniqueId id;
     memset(&device, 0, sizeof device);
     memset(&hub, 0, sizeof hub);
     device.ops = &ops;
     hub.device = &device;
     memset(&comm, 0, sizeof comm);
-    if (dtrain_nccl_query(&info) != DTRAIN_OK || dtrain_nccl__load(&hub.nccl, &hub.version) != DTRAIN_OK) {
+    if (dtrain_nccl__load(&hub.nccl, &hub.version) != DTRAIN_OK) {
         printf("%s\n", dtrain_last_error());
         return 2;
     }
     hub.deadline = 20;
-    hub.recreated = true; /* there is no world here */
+    hub.closing = true; /* there is no world here that could be told */
     hub.comms = &comm;
     comm.hub = &hub;
     comm.base.size = 1;

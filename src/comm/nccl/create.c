@@ -255,10 +255,10 @@ typedef struct dtrain_nccl__id_record {
 } dtrain_nccl__id_record;
 
 #ifdef DTRAIN_NCCL_USE_MPI
-static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
-                                                   void *all)
+/* All-gather a small record of each rank. */
+static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine, size_t bytes,
+                                           void *all)
 {
-    const dtrain_world *world = (const dtrain_world *)user;
     int ready = 0, rank = -1, size = 0;
     MPI_Initialized(&ready);
     if (ready) MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -274,10 +274,10 @@ static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine,
     return dtrain_fail(DTRAIN_ERROR_PEER, "MPI_Allgather failed while the ranks met");
 }
 #else
-static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
-                                                   void *all)
+static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine, size_t bytes,
+                                           void *all)
 {
-    return dtrain_world_all_gather((dtrain_world *)user, mine, bytes, all);
+    return dtrain_world_all_gather(world, mine, bytes, all);
 }
 #endif
 
@@ -287,7 +287,7 @@ static dtrain_result dtrain_nccl__check_hellos(const dtrain_nccl__hello *all, in
     for (int i = 0; i < count; i++) {
         if (all[i].magic != DTRAIN_NCCL_HELLO)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "member %d of %d was built with another version of dtrain_nccl.h", i,
+                               "rank %d of %d was built with another version of dtrain_nccl.h", i,
                                count);
         if (all[i].status != DTRAIN_OK)
             return dtrain_fail((dtrain_result)all[i].status, "on rank %d: %.*s", all[i].world_rank,
@@ -313,11 +313,10 @@ static dtrain_result dtrain_nccl__check_hellos(const dtrain_nccl__hello *all, in
 
 /* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
  * so far, whose sentence goes to all. */
-static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub,
-                                                   const dtrain_nccl_group *group,
-                                                   dtrain_result prepared, void *all, int rank,
-                                                   ncclUniqueId *id)
+static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain_result prepared,
+                                                   void *all, ncclUniqueId *id)
 {
+    dtrain_world *world = hub->world;
     dtrain_nccl__hello hello;
     dtrain_nccl__id_record id_record;
     dtrain_device_info info;
@@ -328,41 +327,41 @@ static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub,
     hello.magic = DTRAIN_NCCL_HELLO;
     hello.status = prepared;
     hello.version = hub->version;
-    hello.world_rank = dtrain_world_rank(hub->world);
+    hello.world_rank = dtrain_world_rank(world);
     snprintf(hello.device, sizeof hello.device, "%s", info.id);
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
-    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &hello, sizeof hello, all));
-    DTRAIN_NCCL_TRY(dtrain_nccl__check_hellos((const dtrain_nccl__hello *)all, group->rank_count));
-    if (rank == 0) {
+    DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &hello, sizeof hello, all));
+    DTRAIN_NCCL_TRY(
+        dtrain_nccl__check_hellos((const dtrain_nccl__hello *)all, dtrain_world_size(world)));
+    if (dtrain_world_rank(world) == 0) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
         id_record.status = dtrain_nccl__code(made);
         snprintf(id_record.error, sizeof id_record.error, "%s; %s", hub->nccl.GetErrorString(made),
                  hub->nccl.GetLastError(NULL));
     }
-    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &id_record, sizeof id_record, all));
+    DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &id_record, sizeof id_record, all));
     memcpy(&id_record, all, sizeof id_record); /* the first rank's */
     *id = id_record.id;
     if (id_record.status == DTRAIN_OK) return DTRAIN_OK;
     return dtrain_fail((dtrain_result)id_record.status,
-                       "ncclGetUniqueId failed on rank %d: %.320s; is the network interface for "
+                       "ncclGetUniqueId failed on rank 0: %.320s; is the network interface for "
                        "NCCL up (NCCL_SOCKET_IFNAME)?",
-                       group->ranks ? group->ranks[0] : 0, id_record.error);
+                       id_record.error);
 }
 
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub,
-                                                           const dtrain_nccl_group *group,
-                                                           dtrain_result prepared, int rank,
-                                                           ncclUniqueId *id)
+static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
+                                             ncclUniqueId *id)
 {
     const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
                            ? sizeof(dtrain_nccl__hello)
                            : sizeof(dtrain_nccl__id_record);
-    void *all = dtrain_nccl__alloc(hub, one * (size_t)group->rank_count);
+    const size_t bytes = one * (size_t)dtrain_world_size(hub->world);
+    void *all = dtrain_nccl__alloc(hub, bytes);
     if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_nccl__rendezvous_steps(hub, group, prepared, all, rank, id);
-    dtrain_nccl__free(hub, all, one * (size_t)group->rank_count);
+    const dtrain_result result = dtrain_nccl__rendezvous_steps(hub, prepared, all, id);
+    dtrain_nccl__free(hub, all, bytes);
     return result;
 }
 
@@ -445,7 +444,6 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
     dtrain_world_info info;
-    dtrain_nccl_group all_ranks = {NULL, 0, dtrain_nccl__default_exchange, NULL};
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
@@ -459,13 +457,11 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     hub->allocator = info.allocator;
     hub->deadline = 1e-3 * (double)info.timeout_ms;
     hub->group_end = &hub->group;
-    all_ranks.rank_count = dtrain_world_size(world);
-    all_ranks.exchange_user = world;
     dtrain_result result = dtrain_nccl__hub_prepare(hub);
     if (result == DTRAIN_OK)
-        result = dtrain_nccl__comm_make(hub, all_ranks.rank_count, dtrain_world_rank(world), NULL,
-                                        "world", &comm);
-    result = dtrain_nccl__rendezvous(hub, &all_ranks, result, dtrain_world_rank(world), &id);
+        result = dtrain_nccl__comm_make(hub, dtrain_world_size(world), dtrain_world_rank(world),
+                                        NULL, "world", &comm);
+    result = dtrain_nccl__rendezvous(hub, result, &id);
     if (result == DTRAIN_OK) {
         hub->device->while_waiting = dtrain_nccl__watch;
         hub->device->waiting_user = hub;

@@ -218,7 +218,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
     snprintf(hub->text, sizeof hub->text, "%s", text);
     dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
     hub->code = code; /* from here on dtrain_nccl__watch ends every wait for the device */
-    if (!hub->recreated && !hub->closing) {
+    if (!hub->closing) {
         dtrain_world_abort(hub->world, code, hub->text);
         dtrain_nccl__compare(hub); /* with the first report, which may be another rank's */
     }

@@ -80,17 +80,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__load(dtrain_nccl__library *nccl,
                        dtrain_nccl__version_text(NCCL_VERSION_CODE, header));
 }
 
-DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info)
-{
-    dtrain_nccl__library nccl;
-    if (!info) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_query: info is NULL");
-    memset(info, 0, sizeof *info);
-    info->header_version = NCCL_VERSION_CODE;
-    info->native_split = DTRAIN_NCCL_HAS_SPLIT;
-    info->registered_memory = DTRAIN_NCCL_HAS_MEMORY;
-    return dtrain_nccl__load(&nccl, &info->library_version);
-}
-
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
 {
     switch (result) {

@@ -57,8 +57,7 @@
    control plane, which knows the ranks that died and those that reported a failure: in the calls
    of comm/comm.h and, through dtrain_device.while_waiting, while the host waits for the GPU. The
    first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
-   which ends kernels that spin, and every later call returns the same error.
-   dtrain_nccl_recreate then makes a communicator of the ranks that are left. Contents of buffers
+   which ends kernels that spin, and every later call returns the same error. Contents of buffers
    in aborted operations are undefined. Captured graphs end with the first failure, because NCCL
    waits for those that contain its collectives: launching one is an error then. For the same reason
    a communicator of dtrain_comm_split is destroyed after the graphs that use it. */

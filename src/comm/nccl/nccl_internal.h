@@ -175,7 +175,6 @@ struct dtrain_nccl__hub {
     dtrain_nccl__block *blocks; /* not in use */
     dtrain_nccl__memory *memory;
     double last_watch;  /* time of the last watch */
-    bool recreated;     /* re-created: the control plane only remembers the dead */
     bool closing;       /* being destroyed: failures are no longer reported */
     bool stuck;         /* an abort has not returned: its thread still uses the structs */
     dtrain_result code; /* the failure that stands, DTRAIN_OK = none */
@@ -249,7 +248,3 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm,
                                                           const ncclUniqueId *id);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub,
-                                                           const dtrain_nccl_group *group,
-                                                           dtrain_result prepared, int rank,
-                                                           ncclUniqueId *id);

@@ -36,7 +36,7 @@ static bool dtrain_nccl__timer_step(const dtrain_nccl__hub *hub, dtrain_nccl__ti
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, const char *call)
 {
     if (hub->code != DTRAIN_OK) return dtrain_nccl__hub_error(hub);
-    if (!hub->recreated && dtrain_world_poll(hub->world) != DTRAIN_OK)
+    if (dtrain_world_poll(hub->world) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_PEER, "%s: %s", call,
                                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
