@@ -136,7 +136,6 @@
        src/strategy/tensor.c                The sum over the tensor axis, under sequence parallelism
        src/strategy/compress.c              Gradient compression: the steps that carry a hook
        src/strategy/topk.c                  Top-k: a hook that selects the largest elements, all-gathers them and adds them up
-       src/strategy/powersgd.c              PowerSGD: a hook that sends two factors of every matrix
        src/strategy/steps.c                 The lists of steps
        src/strategy/join.c                  Passes without samples
        src/strategy/offload.c               Offload: shards in host memory
@@ -1843,31 +1842,27 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
  *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
- *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
- *     hook                as a program wants it: strategy/hook.h
+ *     hook                as a program wants it: strategy/hook.h; PowerSGD is examples/power_sgd.c
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply between nodes
- *                         alone; PowerSGD needs whole matrices and is refused
+ *                         alone; so does a hook that takes slices
  *
  *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
  *     reduce_dtype        x      x          x              x          x          x
  *     hierarchical        x      x          x              x                  by itself
- *     top-k, PowerSGD     x      and hooks
+ *     top-k, hooks        x
  *
  * Error feedback: what this rank did not send stays in its residual, and is added to its next
  * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
  * Residuals belong to parameters, not to buckets: see dtrain_strategy_compression. Loss scaling
  * cannot be combined with it (a residual is of yesterday's scale): use bf16. A NaN in a gradient is
- * sent at once by top-k, and is gone from its residual; PowerSGD's state keeps it.
+ * sent at once by top-k, and is gone from its residual.
  *
  * Top-k (Lin et al., "Deep Gradient Compression", ICLR 2018): with topk_momentum the residual
  * gathers velocity instead of gradients, and the optimizer should have no momentum of its own
  * (SGD). The warm-up of warmup_steps begins at warmup_ratio and falls by a constant factor a step.
  * Each rank sends its selection to all: N - 1 selections received. Sums are taken in rank order,
  * each term times 1/N.
- *
- * PowerSGD (Vogels et al., NeurIPS 2019) with warm start: Q begins as the last step's. Matrices for
- * which it would save less than half travel whole; of tensors with more dimensions the first is m.
  *
  * Optimizers and clipping see the decompressed mean like any gradient, and that is not harmless: an
  * element of top-k arrives rarely, with the sum of many steps. AdamW takes that for variance and
@@ -1876,8 +1871,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 typedef enum dtrain_compression {
     DTRAIN_COMPRESSION_NONE = 0,
-    DTRAIN_COMPRESSION_TOPK = 1,
-    DTRAIN_COMPRESSION_POWERSGD = 2
+    DTRAIN_COMPRESSION_TOPK = 1
 } dtrain_compression;
 
 #define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
@@ -1887,7 +1881,6 @@ typedef struct dtrain_comm_hook_desc dtrain_comm_hook_desc; /* strategy/hook.h *
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_compression_desc {
     uint32_t kind;          /* dtrain_compression; 0 = none */
-    uint32_t powersgd_rank; /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
     bool no_error_feedback; /* what is not sent is lost; for experiments */
     float topk_ratio;       /* share of a tensor's elements that are sent; 0 = 0.01 */
     float topk_momentum;    /* momentum correction, then in place of the optimizer's; 0 = off */
@@ -1905,14 +1898,12 @@ typedef struct dtrain_compression_desc {
 /* The state that compression keeps of a parameter from step to step, in memory of the device. Every
  * rank has residuals of its own; under hierarchical they are of the piece of the parameter that it
  * sends, and pieces are those of the buckets. To continue a run, copy them out and, after create,
- * back in. Q is the same on all ranks. */
+ * back in. */
 typedef struct dtrain_compression_state {
     const dtrain_param *param;
     int64_t offset, count; /* the piece: first element, elements */
     float *residual;       /* (count), or NULL without error feedback */
     float *velocity;       /* (count), or NULL without topk_momentum */
-    float *q;              /* (q_rows, q_columns), or NULL */
-    int64_t q_rows, q_columns;
 } dtrain_compression_state;
 
 /* List the states of all parameters that are compressed; count 0 without compression. Local. They
@@ -2853,7 +2844,7 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  * loader keep, and what the program adds. Checkpoints walk this list, and so can a program that
  * has its own way to store things:
  *
- *     tensors   values of parameters, moments, momentum; residuals, velocities and Q of
+ *     tensors   values of parameters, moments, momentum; residuals and velocities of
  *               compression; arrays of the program's own
  *     scalars   steps of optimizer, strategy and trainer, tokens seen, the loss scaler, position
  *               and seed of the loader, the seed of dropout
@@ -2871,13 +2862,12 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
     DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
     DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
-    DTRAIN_STATE_Q = 6,          /* PowerSGD */
-    DTRAIN_STATE_HOST = 7,       /* added by the program */
-    DTRAIN_STATE_LION = 8,       /* Lion's momentum: no optimizer goes on with another's state */
-    DTRAIN_STATE_MUON = 9,       /* Muon's */
-    DTRAIN_STATE_MISSED = 10,    /* of a parameter: in how many steps it was left out of updates */
-    DTRAIN_STATE_SCALAR = 11,    /* "optimizer.step" and the like: one number, on all ranks */
-    DTRAIN_STATE_KINDS = 12
+    DTRAIN_STATE_HOST = 6,       /* added by the program */
+    DTRAIN_STATE_LION = 7,       /* Lion's momentum: no optimizer goes on with another's state */
+    DTRAIN_STATE_MUON = 8,       /* Muon's */
+    DTRAIN_STATE_MISSED = 9,     /* of a parameter: in how many steps it was left out of updates */
+    DTRAIN_STATE_SCALAR = 10,    /* "optimizer.step" and the like: one number, on all ranks */
+    DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
@@ -3029,12 +3019,11 @@ typedef struct dtrain_storage {
  * mesh, strategy, node size, precision and offload may be others than those of the run that saved.
  * What is carried over:
  *
- *     values, moments, momentum, Q, scalars    exactly
+ *     values, moments, momentum, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
  *                              every rank begins with the mean over the old ranks that had the
  *                              element, so that the mean gradient gets what is owed to it; and with
  *                              zeros where either side is hierarchical, which owes it per node
- *     Q of parameters that a tensor axis cuts by rows    exactly by as many ranks of that axis
  *     arrays of the program's own that differ from rank to rank    by the ranks that were there
  *
  * What was not carried over exactly is said in dtrain_load_info.note. */
@@ -3452,11 +3441,10 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 /* Communication hooks: how the gradients of a bucket travel, in a way of one's own
  *
  * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook; the built-in
- * ones (topk.c, powersgd.c) are made of the same, and examples/sign_sgd.c is a complete
- * program. PyTorch's DDP has them by the same name. A hook has one or two rounds; the library calls
+ * one (topk.c) is made of the same; examples/sign_sgd.c and examples/power_sgd.c are complete
+ * programs. PyTorch's DDP has them by the same name. A hook has one or two rounds; the library calls
  *
  *     plan         when memory is laid out, on every rank, also for forecasts, which have no memory
- *     init         once, when memory is there
  *     compress     when the gradients of the bucket are final; and at once
  *     exchange     to start one collective
  *     decompress   when that is done; then compress of the second round
@@ -3477,12 +3465,10 @@ typedef struct dtrain_hook_tensor {
                             do 1-D tensors and those below dense_below, which are marked before */
     bool keeps_residual;   /* set in plan: what there is from step to step. Checkpoints hold it */
     bool keeps_velocity;
-    int64_t q_rows, q_columns;
     float *grad;     /* (count) compress finds this rank's, or the sum of its node's; after the last
                         decompress it is the mean over all ranks */
     float *residual; /* (count) or NULL: this rank's own, zero at first */
     float *velocity; /* (count) or NULL: the same */
-    float *q;        /* (q_rows, q_columns) or NULL: the same on all ranks; filled by init */
 } dtrain_hook_tensor;
 
 typedef struct dtrain_hook_bucket {
@@ -3490,20 +3476,16 @@ typedef struct dtrain_hook_bucket {
     dtrain_comm *comm; /* the ranks that exchange the bucket; the second round has one of its own */
     int ranks, rank;   /* size of comm, and this rank there */
     dtrain_dtype dtype; /* reduce_dtype, for what is sent */
-    uint64_t seed;      /* the same on all ranks and in every run */
     uint64_t step;      /* steps since compression began */
     float factor;       /* of this rank's gradient, or of its node's, in the mean over all ranks */
     dtrain_hook_tensor *tensors; /* (tensor_count) without dense ones, but for plan */
     size_t tensor_count;
     float *grads; /* (count) the gradients of all tensors, dense ones too, and padding */
     int64_t count;
-    float *q; /* (q_count) of all tensors, one after another */
-    int64_t q_count;
-    int64_t averaged_count; /* set in plan: fp32 elements that the first compress makes, and whose
-                               mean over ranks decompress finds; they travel with dense ones */
-    float *averaged;        /* (averaged_count) */
-    int64_t scratch_count;  /* set in plan */
-    float *scratch;         /* (scratch_count) for the hook; keeps what is in it */
+    int64_t scratch_count; /* set in plan */
+    float *scratch; /* (scratch_count) for the hook: zero at first, and kept from step to step.
+                              Checkpoints do not hold it: what a resumed run must have of it lies
+                              in an array of the program, which its dtrain_state lists */
 } dtrain_hook_bucket;
 
 /* `how` is the resolved desc that was given to the strategy; for a hook of one's own
@@ -3515,8 +3497,6 @@ struct dtrain_comm_hook_desc {
     bool takes_low;    /* rounds what it sends to `dtype`; false: a reduce_dtype is refused */
     /* Mark tensors as dense, ask for memory of the others. May depend on its arguments alone. */
     void (*plan)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
-    /* Fill q and scratch, or NULL: they stay zero. */
-    dtrain_result (*init)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
     /* An error of these ends the strategy, on all ranks when they miss this one's collective. */
     dtrain_result (*compress)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket,
                               uint32_t round);
@@ -4087,16 +4067,6 @@ typedef struct dtrain_scatter_add_args {
     float *out;             /* (count) */
 } dtrain_scatter_add_args;
 
-/* The columns of x (rows, columns), row-major, become orthonormal: Gram-Schmidt in column order,
- * twice, so that nearly dependent columns come out orthogonal to rounding (Giraud et al., 2005). A
- * column that is zero, or that the ones before it span, becomes zero; with an element that is not
- * finite all become NaN. columns <= 64. */
-#define DTRAIN_ORTHOGONALIZE_COLUMNS 64
-typedef struct dtrain_orthogonalize_args {
-    int64_t rows, columns;
-    float *x;
-} dtrain_orthogonalize_args;
-
 /* Batch normalisation: every column (channel) of x (rows, n) is normalised over all rows, here and
  * on other ranks (Ioffe and Szegedy, 2015). In five steps, so that what ranks have to exchange lies
  * between kernels:
@@ -4301,7 +4271,6 @@ struct dtrain_device_ops {
     dtrain_result (*muon)(dtrain_device *, const dtrain_muon_args *);
     dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
     dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
-    dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);
     dtrain_result (*batchnorm_moments)(dtrain_device *, const dtrain_batchnorm_moments_args *);
     dtrain_result (*batchnorm_statistics)(dtrain_device *,
                                           const dtrain_batchnorm_statistics_args *);
@@ -9448,9 +9417,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t fl
     L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
     L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
     X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)                \
-    X(orthogonalize) L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm)               \
-    L(batchnorm_sums) L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d)           \
-    L(pool2d_backward)
+    L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
+    L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
 /* clang-format on */
 
 /* The entries of a device that has finished its work when a call returns: from stream_create to
@@ -15071,7 +15039,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
  *     params.c, stages.c      what the host registers; which part of it a rank of a pipeline has
  *     weights.c, norm.c       the mean over samples; the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
- *     ties.c, tensor.c, levels.c, compress.c, topk.c, powersgd.c, offload.c    further steps
+ *     ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
  *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values
@@ -15413,7 +15381,7 @@ typedef struct dtrain__layout {
     const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
     struct dtrain_hook_tensor *tensors;         /* (count) of compression, or NULL */
     struct dtrain__compressed *compressed;      /* (count), one a bucket */
-    uint64_t state_bytes;                       /* residuals, velocities and Q */
+    uint64_t state_bytes;                       /* residuals and velocities */
     float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
@@ -16614,7 +16582,7 @@ typedef struct dtrain__compressed {
     dtrain_hook_bucket hook;
     size_t tensor_count; /* in hook.tensors, the dense ones behind the others */
     int64_t dense_count; /* elements of dense tensors */
-    float *packed;       /* (dense_count + hook.averaged_count) of reduce_dtype */
+    float *packed;       /* (dense_count) of reduce_dtype */
     char label[48];      /* of its collectives in traces */
 } dtrain__compressed;
 
@@ -16649,9 +16617,8 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 
-/* strategy/topk.c, powersgd.c */
+/* strategy/topk.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void);
-DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void);
 
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
 static dtrain_result dtrain__progress(dtrain_strategy *strategy);
@@ -18556,9 +18523,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtra
 
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how)
 {
-    if (how->hook) return how->hook;
-    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) return dtrain__powersgd_hook();
-    return dtrain__topk_hook();
+    return how->hook ? how->hook : dtrain__topk_hook();
 }
 
 /* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
@@ -18598,7 +18563,6 @@ static void dtrain__lay_tensors(dtrain__layout *layout, dtrain__bucket *bucket,
             c->dense_count += tensor.count;
             continue;
         }
-        c->hook.q_count += tensor.q_rows * tensor.q_columns;
         memmove(&tensors[first_dense + 1], &tensors[first_dense],
                 (i - first_dense) * sizeof tensor);
         tensors[first_dense++] = tensor;
@@ -18625,7 +18589,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
         hook->ranks = layout->slice_ranks;
         hook->rank = layout->slice_rank;
         hook->dtype = dtype;
-        hook->seed = ~layout->desc->init_seed;
         hook->factor = 1.0f / (float)(means ? layout->slice_ranks : layout->all);
         hook->count = bucket->slice_count;
         dtrain__lay_tensors(layout, bucket, next);
@@ -18647,22 +18610,15 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__compressed *c = layout->buckets[b].compressed;
         dtrain_hook_bucket *hook = &c->hook;
-        int64_t kept = hook->q_count, q_at = 0;
-        c->packed = dtrain__carve(layout, DTRAIN__BUFFERS, c->dense_count + hook->averaged_count);
-        hook->averaged = hook->dtype == DTRAIN_DTYPE_F32
-                             ? dtrain__after(c->packed, c->dense_count)
-                             : dtrain__carve(layout, DTRAIN__BUFFERS, hook->averaged_count);
-        hook->q = dtrain__carve(layout, DTRAIN__BUFFERS, hook->q_count);
+        int64_t kept = 0;
+        c->packed = dtrain__carve(layout, DTRAIN__BUFFERS, c->dense_count);
         hook->scratch = dtrain__carve(layout, DTRAIN__BUFFERS, hook->scratch_count);
         for (size_t i = 0; i < hook->tensor_count; i++) {
             dtrain_hook_tensor *tensor = &hook->tensors[i];
-            const int64_t q_count = tensor->q_rows * tensor->q_columns;
             if (tensor->keeps_residual)
                 tensor->residual = dtrain__carve(layout, DTRAIN__BUFFERS, tensor->count);
             if (tensor->keeps_velocity)
                 tensor->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, tensor->count);
-            if (q_count) tensor->q = dtrain__after(hook->q, q_at);
-            q_at += q_count;
             kept += tensor->count * (tensor->keeps_residual + tensor->keeps_velocity);
         }
         layout->state_bytes += 4 * (uint64_t)kept;
@@ -18671,7 +18627,7 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Point the tensors at their gradients, let the hook fill its memory, and list what it keeps, for
+/* Point the tensors at their gradients, and list what the hook keeps of them, for
  * dtrain_strategy_compression. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
@@ -18692,13 +18648,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
             tensor->grad = bucket->grads + tensor->offset +
                            layout->entries[tensor->param - layout->params].offset;
             if (tensor->dense) continue;
-            const dtrain_compression_state state = {
-                tensor->param,    tensor->offset, tensor->count,  tensor->residual,
-                tensor->velocity, tensor->q,      tensor->q_rows, tensor->q_columns};
+            const dtrain_compression_state state = {tensor->param, tensor->offset, tensor->count,
+                                                    tensor->residual, tensor->velocity};
             strategy->states[strategy->state_count++] = state;
         }
-        if (desc->init && !dtrain__is_planned(strategy))
-            DTRAIN__TRY(desc->init(layout->compression, &c->hook));
     }
     return DTRAIN_OK;
 }
@@ -18769,45 +18722,28 @@ static dtrain_result dtrain__hook_end(dtrain_strategy *strategy, dtrain__bucket 
     return dtrain__hook_of(how)->decompress(how, &bucket->compressed->hook, round);
 }
 
-/* Find what the hook wants averaged, as it travels: behind the dense tensors. */
-static void *dtrain__averaged(const dtrain__compressed *c)
-{
-    return (char *)c->packed + (size_t)c->dense_count * dtrain_dtype_bytes(c->hook.dtype);
-}
-
-/* Begin the first round, and send dense tensors and what the hook wants averaged. */
+/* Begin the first round, and send the dense tensors. */
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
                                                     dtrain__bucket *bucket,
                                                     const dtrain__step *step)
 {
     const dtrain__compressed *c = bucket->compressed;
-    const dtrain_hook_bucket *hook = &c->hook;
-    const int64_t count = c->dense_count + hook->averaged_count;
     if (!dtrain__compresses(strategy)) return dtrain__all_reduce_begin(strategy, bucket, step);
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
     DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
-    if (hook->dtype != DTRAIN_DTYPE_F32)
-        DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, hook->averaged,
-                                    DTRAIN_DTYPE_F32, dtrain__averaged(c), hook->dtype));
-    if (count == 0) return DTRAIN_OK;
+    if (c->dense_count == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)count, hook->dtype,
-                             bucket->steps->op, &bucket->reduces[1]);
+    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)c->dense_count,
+                             c->hook.dtype, bucket->steps->op, &bucket->reduces[1]);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   const dtrain__step *step)
 {
-    const dtrain__compressed *c = bucket->compressed;
-    const dtrain_hook_bucket *hook = &c->hook;
     if (!dtrain__compresses(strategy)) {
         DTRAIN__TRY(dtrain__all_reduce_end(strategy, bucket, step));
         return dtrain__scale_begin(strategy, bucket, step);
     }
-    if (hook->dtype != DTRAIN_DTYPE_F32)
-        DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, dtrain__averaged(c),
-                                    hook->dtype, hook->averaged, DTRAIN_DTYPE_F32));
-    DTRAIN__TRY(dtrain__scale(strategy, bucket, hook->averaged, hook->averaged_count));
     DTRAIN__TRY(dtrain__hook_end(strategy, bucket, 0));
     return dtrain__pack_dense(strategy, bucket, true);
 }
@@ -19099,200 +19035,9 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
                                                true,
                                                true,
                                                dtrain__topk_plan,
-                                               NULL,
                                                dtrain__topk_compress,
                                                dtrain__topk_exchange,
                                                dtrain__topk_decompress,
-                                               NULL};
-    return &hook;
-}
-
-/* ==== src/strategy/powersgd.c ================================================================= */
-
-/* PowerSGD: a hook that sends two factors of every matrix
- *
- *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
- *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
- *
- * Q is as large as the gradient; its columns become orthonormal before the next P, as in torch:
- * M Q would be as large as the gradient's square, which fp32 may not hold.
- *
- * All ranks orthogonalise the same P to the same bits. A column of P that depends on the others
- * becomes zero, and so do its Q and, in the next step, its P: after one gradient of zeros nothing
- * would be sent any more. So 1e-20 times the initial Q is added to every Q: it gives a column of
- * zeros a direction, and is too small to change any other one.
- *
- * P travels with the dense tensors; the scratch memory holds the initial Q. */
-
-#define DTRAIN__TRACE 1e-20f
-
-/* A matrix of a bucket with its factors. */
-typedef struct dtrain__factors {
-    int64_t rows, columns, rank;
-    float *m; /* (rows, columns) the residual, to which the gradient is added, or without error
-                 feedback the gradient itself */
-    float *p; /* (rows, rank) */
-    float *q; /* (columns, rank) */
-} dtrain__factors;
-
-/* Return the rows of this rank's part of a matrix: a tensor axis may have cut them. */
-static int64_t dtrain__matrix_rows(const dtrain_hook_tensor *tensor)
-{
-    const dtrain_param *p = tensor->param;
-    int64_t columns = 1;
-    if (p->cut.axis != DTRAIN_CUT_ROWS) return p->shape[0];
-    for (int d = 1; d < 4 && p->shape[d]; d++) columns *= p->shape[d];
-    return tensor->count / columns;
-}
-
-/* Return the factors of a tensor, whose P begins at element *p_at of those of the bucket; move
- * *p_at on to the next one's. */
-static dtrain__factors dtrain__factors_of(const dtrain_hook_bucket *bucket,
-                                          const dtrain_hook_tensor *tensor, int64_t *p_at)
-{
-    dtrain__factors f;
-    f.rows = dtrain__matrix_rows(tensor);
-    f.columns = tensor->q_rows;
-    f.rank = tensor->q_columns;
-    f.m = tensor->residual ? tensor->residual : tensor->grad;
-    f.p = bucket->averaged + *p_at;
-    f.q = tensor->q;
-    *p_at += f.rows * f.rank;
-    return f;
-}
-
-static void dtrain__powersgd_plan(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket)
-{
-    const int64_t rank = (int64_t)how->powersgd_rank;
-    for (size_t i = 0; i < bucket->tensor_count; i++) {
-        dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        const int64_t rows = dtrain__matrix_rows(tensor), columns = tensor->count / rows;
-        if (2 * (rows + columns) * rank >= tensor->count) tensor->dense = true;
-        if (tensor->dense) continue;
-        tensor->keeps_residual = !how->no_error_feedback;
-        tensor->q_rows = columns;
-        tensor->q_columns = rank;
-        bucket->averaged_count += rows * rank;
-        bucket->scratch_count += columns * rank;
-    }
-}
-
-/* Set every Q to random orthonormal columns, the same on every rank. */
-static dtrain_result dtrain__powersgd_init(const dtrain_compression_desc *how,
-                                           dtrain_hook_bucket *bucket)
-{
-    dtrain_device *device = bucket->device;
-    float *seed = bucket->scratch;
-    (void)how;
-    for (size_t i = 0; i < bucket->tensor_count; i++) {
-        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        const int64_t count = tensor->q_rows * tensor->q_columns;
-        dtrain_orthogonalize_args args = {tensor->q_rows, tensor->q_columns, seed};
-        dtrain_param q = *tensor->param;
-        q.init = DTRAIN_INIT_NORMAL;
-        q.init_scale = 1;
-        q.init_count = 0;
-        DTRAIN__TRY(dtrain__init_param(device, &q, NULL, bucket->seed, 0, count, seed));
-        DTRAIN__TRY(device->ops->orthogonalize(device, &args));
-        seed += count;
-    }
-    return dtrain_device_copy(device, bucket->q, bucket->scratch,
-                              (size_t)bucket->q_count * sizeof(float));
-}
-
-/* Add factor * x to y (count elements each). */
-static dtrain_result dtrain__add_scaled(dtrain_device *device, int64_t count, float factor,
-                                        const float *x, float *y)
-{
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.accumulate = true;
-    args.a = factor;
-    args.b = 1;
-    args.x = x;
-    args.y = y;
-    args.dtype = DTRAIN_DTYPE_F32;
-    return device->ops->axpby(device, &args);
-}
-
-/* First round: make P = M Q of every matrix, for the mean. Second round: make Q = M^T P. */
-static dtrain_result dtrain__powersgd_compress(const dtrain_compression_desc *how,
-                                               dtrain_hook_bucket *bucket, uint32_t round)
-{
-    dtrain_device *device = bucket->device;
-    int64_t p_at = 0;
-    (void)how;
-    for (size_t i = 0; i < bucket->tensor_count && round == 0; i++) {
-        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        dtrain_orthogonalize_args args = {tensor->q_rows, tensor->q_columns, tensor->q};
-        DTRAIN__TRY(device->ops->orthogonalize(device, &args));
-    }
-    if (round == 0 && bucket->q_count)
-        DTRAIN__TRY(
-            dtrain__add_scaled(device, bucket->q_count, DTRAIN__TRACE, bucket->scratch, bucket->q));
-    for (size_t i = 0; i < bucket->tensor_count; i++) {
-        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        const dtrain__factors f = dtrain__factors_of(bucket, tensor, &p_at);
-        dtrain_add_args add = {tensor->count, tensor->grad,     f.m,
-                               f.m,           DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
-        if (round == 1) {
-            DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_A, f.columns, f.rank, f.rows, 1,
-                                        f.m, f.p, 0, f.q));
-            continue;
-        }
-        if (tensor->residual) DTRAIN__TRY(device->ops->add(device, &add));
-        DTRAIN__TRY(dtrain__product(device, 0, f.rows, f.rank, f.columns, 1, f.m, f.q, 0, f.p));
-    }
-    return DTRAIN_OK;
-}
-
-/* Second round: average Q. */
-static dtrain_result dtrain__powersgd_exchange(const dtrain_compression_desc *how,
-                                               const dtrain_hook_bucket *bucket, uint32_t round,
-                                               dtrain_work **work)
-{
-    (void)how;
-    if (round == 0 || bucket->q_count == 0) return DTRAIN_OK;
-    return dtrain_all_reduce(bucket->comm, bucket->q, bucket->q, (size_t)bucket->q_count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, work);
-}
-
-/* First round: orthonormalise the columns of the mean P. Second round: set the gradient to P Q^T of
- * the mean Q, and the residual to the rest of M. */
-static dtrain_result dtrain__powersgd_decompress(const dtrain_compression_desc *how,
-                                                 dtrain_hook_bucket *bucket, uint32_t round)
-{
-    dtrain_device *device = bucket->device;
-    int64_t p_at = 0;
-    (void)how;
-    for (size_t i = 0; i < bucket->tensor_count; i++) {
-        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        const dtrain__factors f = dtrain__factors_of(bucket, tensor, &p_at);
-        dtrain_orthogonalize_args args = {f.rows, f.rank, f.p};
-        if (round == 0) {
-            DTRAIN__TRY(device->ops->orthogonalize(device, &args));
-            continue;
-        }
-        DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_B, f.rows, f.columns, f.rank, 1, f.p,
-                                    f.q, 0, tensor->grad));
-        if (tensor->residual)
-            DTRAIN__TRY(dtrain__add_scaled(device, tensor->count, -1, tensor->grad, f.m));
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void)
-{
-    static const dtrain_comm_hook_desc hook = {"PowerSGD",
-                                               2,
-                                               false,
-                                               false,
-                                               dtrain__powersgd_plan,
-                                               dtrain__powersgd_init,
-                                               dtrain__powersgd_compress,
-                                               dtrain__powersgd_exchange,
-                                               dtrain__powersgd_decompress,
                                                NULL};
     return &hook;
 }
@@ -20247,10 +19992,8 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          (double)desc->kept_unit_count, "0, for kept_units is NULL"},
         {desc->group_count && !desc->group_states, "group_count", (double)desc->group_count,
          "0, for group_states is NULL"},
-        {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
+        {how->kind > DTRAIN_COMPRESSION_TOPK, "compression", (double)how->kind,
          "a dtrain_compression"},
-        {how->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS, "powersgd_rank",
-         (double)how->powersgd_rank, "at most DTRAIN_ORTHOGONALIZE_COLUMNS"},
         {topk && !dtrain__is_share(how->topk_ratio), "topk_ratio", (double)how->topk_ratio,
          "a share above 0, at most 1"},
         {topk && how->warmup_steps && rises, "warmup_ratio", (double)how->warmup_ratio,
@@ -20304,7 +20047,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
     if (!desc->first_bucket_bytes)
         desc->first_bucket_bytes = (size_t)dtrain__min((int64_t)desc->bucket_bytes, 1 << 20);
     if (desc->compression) *how = *desc->compression;
-    how->powersgd_rank = dtrain__or(how->powersgd_rank, 1);
     if (how->topk_ratio == 0) how->topk_ratio = 0.01f;
     if (how->warmup_ratio == 0) how->warmup_ratio = 0.25f;
     if (!how->dense_below) how->dense_below = 1024;
@@ -20358,8 +20100,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
         {hook && ((desc->hierarchical && !hook->takes_slices) ||
                   (desc->reduce_dtype != DTRAIN_DTYPE_F32 && !hook->takes_low)),
-         "hierarchical cuts parameters and reduce_dtype rounds, and PowerSGD, or a hook that does "
-         "not say that it takes slices or rounds by itself, takes whole tensors in fp32: use "
+         "hierarchical cuts parameters and reduce_dtype rounds, and a hook that does not say that "
+         "it takes slices or rounds by itself takes whole tensors in fp32: use "
          "DTRAIN_COMPRESSION_TOPK with them"},
         {desc->hierarchical && (kind->owners || kind->replicas),
          "hierarchical: %s sends whole tensors to their owners (zero3), or goes node by node by "
@@ -20428,8 +20170,7 @@ static const dtrain__same_field dtrain__compared_fields[] = {
     DTRAIN__SAME_AS(dtrain__compared, ahead, "overlap (no_overlap is false)", BOOL),
     DTRAIN__OF(compression, TEXT),
     DTRAIN__SAME_AS(dtrain__compared, rounds, "hook->rounds", UINT),
-    DTRAIN__HOW(powersgd_rank, UINT), DTRAIN__HOW(no_error_feedback, BOOL),
-    DTRAIN__HOW(topk_ratio, FLOAT), DTRAIN__HOW(topk_momentum, FLOAT),
+    DTRAIN__HOW(no_error_feedback, BOOL), DTRAIN__HOW(topk_ratio, FLOAT), DTRAIN__HOW(topk_momentum, FLOAT),
     DTRAIN__HOW(warmup_ratio, FLOAT), DTRAIN__HOW(dense_below, INT), DTRAIN__HOW(dense_steps, UINT),
     DTRAIN__HOW(warmup_steps, UINT)};
 /* clang-format on */
@@ -31827,7 +31568,7 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
         "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity",
-        "q",     "host",    "lion",       "muon",     "missed",   "scalar"};
+        "host",  "lion",    "muon",       "missed",   "scalar"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -31955,31 +31696,8 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-/* Append Q of a parameter. Of a part it is the part's alone. Where columns are cut, Q has a row for
- * each, and is a slice of that of all columns; otherwise those of the tensor axis lie side by side,
- * so that no other number of ranks takes them for its own. */
-static dtrain_result dtrain__state_q(dtrain_state *state, const dtrain_compression_state *kept)
-{
-    const dtrain__groups groups = dtrain__groups_of(state->desc.strategy);
-    const dtrain__share part = dtrain__share_here(kept->param, &groups);
-    const bool columns = part.axis == 1 && kept->q_rows == part.length[0] * part.inner;
-    const bool beside = part.axis >= 0 && !columns;
-    const int64_t ranks = groups.tensor_ranks, rank = groups.tensor_rank;
-    const int64_t rows = columns ? part.whole * part.inner : kept->q_rows;
-    const int64_t shape[4] = {beside ? ranks : rows, beside ? rows : kept->q_columns,
-                              beside ? kept->q_columns : 0, 0};
-    dtrain_state_tensor *tensor = dtrain__state_append(state, DTRAIN_STATE_Q, kept->param->name,
-                                                       DTRAIN_DTYPE_F32, shape, kept->q);
-    if (!tensor) return DTRAIN_ERROR_MEMORY;
-    if (part.axis < 0) return DTRAIN_OK;
-    tensor->piece.first[0] = columns ? part.first[0] * part.inner : rank;
-    tensor->piece.length[0] = columns ? kept->q_rows : 1;
-    tensor->piece.count = kept->q_rows * kept->q_columns;
-    return DTRAIN_OK;
-}
-
-/* Append a parameter's residual and velocity, if this rank keeps such of any parameter, and Q. A
- * rank that keeps nothing of this one lists a piece of no elements. */
+/* Append a parameter's residual and velocity, if this rank keeps such of any parameter. A rank that
+ * keeps nothing of this one lists a piece of no elements. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain_compression_state *kept,
                                               const bool *keeps)
@@ -31992,7 +31710,7 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
         DTRAIN__TRY(dtrain__state_like(
             state, &piece, (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + i), memory[i], NULL));
     }
-    return kept && kept->q ? dtrain__state_q(state, kept) : DTRAIN_OK;
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
@@ -32821,10 +32539,9 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it; Q
- * is an estimate, and parts that are not compressed have none. They lie `stride` bytes apart, as
- * members of a larger struct. A piece is compared with those whose boxes begin before its own
- * ends. */
+/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it. They
+ * lie `stride` bytes apart, as members of a larger struct. A piece is compared with those whose boxes
+ * begin before its own ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                                    const dtrain_state_tensor *tensor,
                                                    const dtrain_piece *pieces, size_t stride,
@@ -32846,7 +32563,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                               : dtrain__piece_common(a, b, &common));
         }
     }
-    if (!overlap && (sum == tensor->total || tensor->kind == DTRAIN_STATE_Q)) return DTRAIN_OK;
+    if (!overlap && sum == tensor->total) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s: the pieces of the %s of \"%s\" %s: they have %lld of its %lld elements",
                        where, dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name),
@@ -34063,8 +33780,7 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
-    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q &&
-           tensor->kind != DTRAIN_STATE_MISSED;
+    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_MISSED;
 }
 
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
@@ -34118,7 +33834,7 @@ static void dtrain__note_left_out(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
-    quiet[DTRAIN_STATE_MISSED] = quiet[DTRAIN_STATE_VELOCITY] = quiet[DTRAIN_STATE_Q] = true;
+    quiet[DTRAIN_STATE_MISSED] = quiet[DTRAIN_STATE_VELOCITY] = true;
     quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
     for (size_t i = 0; i < m->tensor_count; i++)
         if (load->wanted[i]) quiet[m->tensors[i].tensor.kind] = true;
@@ -34287,19 +34003,16 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     return DTRAIN_OK;
 }
 
-/* Note how residuals and Q were set, if not exactly as they were saved. */
+/* Note how residuals were set, if not exactly as they were saved. */
 static void dtrain__note_residuals(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
-    bool wanted = false, there = false, q_differs = false;
+    bool wanted = false, there = false;
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         wanted |= tensor->kind == DTRAIN_STATE_RESIDUAL;
-        q_differs |= tensor->kind == DTRAIN_STATE_Q && !dtrain__saved_for(load, tensor);
     }
-    if (q_differs)
-        dtrain__load_note(load, "Q of PowerSGD begins anew: it is not there, or has another rank");
     for (size_t i = 0; i < m->tensor_count; i++)
         there |= m->tensors[i].tensor.kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
     if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");
@@ -42035,68 +41748,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
                                (long)args->indices[i], (long long)i, (long long)args->count);
     for (int64_t i = 0; i < args->k; i++)
         args->out[args->indices[i]] += args->scale * args->values[i];
-    return DTRAIN_OK;
-}
-
-/* ---- Orthonormal columns ----------------------------------------------------------------------
- *
- * Gram-Schmidt in double, column after column: each is projected twice against those before it
- * ("twice is enough": Giraud et al., 2005), so that it is orthogonal to them to the rounding of a
- * double, and leaves as floats. One thread: a rank has few columns, and the products beside this
- * step cost far more. */
-
-static double dtrain__dot(const double *a, const double *b, int64_t count)
-{
-    double even = 0, odd = 0; /* two chains hide the latency of an addition */
-    int64_t i = 0;
-    for (; i + 2 <= count; i += 2) {
-        even += a[i] * b[i];
-        odd += a[i + 1] * b[i + 1];
-    }
-    if (i < count) even += a[i] * b[i];
-    return even + odd;
-}
-
-/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when
- * an element is not finite. Below 1e-6 of the column's length only the rounding of floats is left,
- * and the column counts as zero. */
-static bool dtrain__orthogonalize_column(double *q, int64_t rows, int64_t j)
-{
-    double *x = q + j * rows;
-    const double before = dtrain__dot(x, x, rows);
-    uint64_t bits;
-    memcpy(&bits, &before, sizeof bits);
-    if ((bits >> 52 & 0x7ff) == 0x7ff) return false;
-    for (int64_t round = 0; round < 2; round++)
-        for (int64_t i = 0; i < j; i++) {
-            const double *other = q + i * rows, along = dtrain__dot(other, x, rows);
-            for (int64_t row = 0; row < rows; row++) x[row] -= along * other[row];
-        }
-    const double left = dtrain__dot(x, x, rows);
-    const double factor = left > 1e-12 * before ? 1 / sqrt(left) : 0;
-    for (int64_t row = 0; row < rows; row++) x[row] *= factor;
-    return true;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
-                                                        const dtrain_orthogonalize_args *args)
-{
-    const int64_t rows = args->rows, columns = args->columns;
-    if (rows < 0 || columns < 1 || columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
-                           (long long)rows, (long long)columns, DTRAIN_ORTHOGONALIZE_COLUMNS);
-    float *scratch;
-    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, 2 * rows * columns, &scratch));
-    double *q = (double *)(void *)scratch;
-    bool finite = true;
-    for (int64_t i = 0; i < rows * columns; i++)
-        q[i % columns * rows + i / columns] = (double)args->x[i];
-    for (int64_t j = 0; j < columns && finite; j++)
-        finite = dtrain__orthogonalize_column(q, rows, j);
-    for (int64_t i = 0; i < rows * columns; i++)
-        args->x[i] = finite ? (float)q[i % columns * rows + i / columns]
-                            : dtrain__f32_from_bits(0x7fc00000u);
     return DTRAIN_OK;
 }
 

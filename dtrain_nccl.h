@@ -27,7 +27,6 @@
        src/comm/nccl/operations.c           Starting and waiting for operations
        src/comm/nccl/memory.c               Registered memory, for dtrain_comm_alloc
        src/comm/nccl/create.c               Create, split, destroy communicators
-       src/comm/nccl/recreate.c             Going on with fewer ranks after a failure
 
    Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
        DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
@@ -65,8 +64,7 @@
    control plane, which knows the ranks that died and those that reported a failure: in the calls
    of comm/comm.h and, through dtrain_device.while_waiting, while the host waits for the GPU. The
    first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
-   which ends kernels that spin, and every later call returns the same error.
-   dtrain_nccl_recreate then makes a communicator of the ranks that are left. Contents of buffers
+   which ends kernels that spin, and every later call returns the same error. Contents of buffers
    in aborted operations are undefined. Captured graphs end with the first failure, because NCCL
    waits for those that contain its collectives: launching one is an error then. For the same reason
    a communicator of dtrain_comm_split is destroyed after the graphs that use it. */
@@ -91,41 +89,6 @@ extern "C" {
 /* Give the table for dtrain_launch_desc.comm_ops. It is static. A program that has a tensor axis
  * sets NCCL_LAUNCH_ORDER_IMPLICIT=1 in its environment before the launch: see Streams above. */
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
-
-/* Versions as NCCL counts them: 2.28.9 is 22809. */
-typedef struct dtrain_nccl_info {
-    uint32_t header_version, library_version;
-    bool native_split;      /* ncclCommSplit; else ids travel over the parent */
-    bool registered_memory; /* dtrain_comm_alloc gives ncclMemAlloc memory, registered */
-} dtrain_nccl_info;
-
-/* Open the library and ask for its version. Fails with a sentence when it is missing, too old, or
- * older than the header this file was compiled with. Needs no GPU. */
-DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info);
-
-/* All-gather a small record (bytes <= 512) among the members of a group, in the group's order:
- * `all` has rank_count * bytes. The function must have a deadline of its own. */
-typedef dtrain_result (*dtrain_nccl_exchange_fn)(void *user, const void *mine, size_t bytes,
-                                                 void *all);
-
-/* The ranks that go on after a failure. It must be the same on every member. Agreeing on it is the
- * program's part, since only the program knows whether a silent rank is dead or slow. So is the
- * exchange, because the world's control plane has ended with the first failure. (With MPI: an
- * MPI_Allgather over a communicator of the ranks that are left.) A group of one rank needs none. */
-typedef struct dtrain_nccl_group {
-    const int *ranks; /* (rank_count) of the world */
-    int rank_count;
-    dtrain_nccl_exchange_fn exchange;
-    void *exchange_user;
-} dtrain_nccl_group;
-
-/* Make a new communicator of the group's ranks after a failure. Collective over the group. `failed`
- * is any communicator of this rank's world that has failed; it and its siblings stay failed, and
- * memory from their dtrain_comm_alloc serves the new one. The new communicator belongs to the
- * caller (dtrain_comm_destroy) and is what strategies of the survivors take as their comm. From now
- * on a dead rank is found by deadlines and by NCCL's own errors alone. */
-DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_nccl_group *group,
-                                              dtrain_comm **out);
 
 #ifdef __cplusplus
 }
@@ -321,7 +284,6 @@ struct dtrain_nccl__hub {
     dtrain_nccl__block *blocks; /* not in use */
     dtrain_nccl__memory *memory;
     double last_watch;  /* time of the last watch */
-    bool recreated;     /* re-created: the control plane only remembers the dead */
     bool closing;       /* being destroyed: failures are no longer reported */
     bool stuck;         /* an abort has not returned: its thread still uses the structs */
     dtrain_result code; /* the failure that stands, DTRAIN_OK = none */
@@ -395,10 +357,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm,
                                                           const ncclUniqueId *id);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub,
-                                                           const dtrain_nccl_group *group,
-                                                           dtrain_result prepared, int rank,
-                                                           ncclUniqueId *id);
 
 #ifndef DTRAIN_NCCL_LIBRARY
 #define DTRAIN_NCCL_LIBRARY "libnccl.so.2"
@@ -472,17 +430,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__load(dtrain_nccl__library *nccl,
                        "older header",
                        dtrain_nccl__version_text(*version, library),
                        dtrain_nccl__version_text(NCCL_VERSION_CODE, header));
-}
-
-DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info)
-{
-    dtrain_nccl__library nccl;
-    if (!info) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_query: info is NULL");
-    memset(info, 0, sizeof *info);
-    info->header_version = NCCL_VERSION_CODE;
-    info->native_split = DTRAIN_NCCL_HAS_SPLIT;
-    info->registered_memory = DTRAIN_NCCL_HAS_MEMORY;
-    return dtrain_nccl__load(&nccl, &info->library_version);
 }
 
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
@@ -818,7 +765,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
     snprintf(hub->text, sizeof hub->text, "%s", text);
     dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
     hub->code = code; /* from here on dtrain_nccl__watch ends every wait for the device */
-    if (!hub->recreated && !hub->closing) {
+    if (!hub->closing) {
         dtrain_world_abort(hub->world, code, hub->text);
         dtrain_nccl__compare(hub); /* with the first report, which may be another rank's */
     }
@@ -876,7 +823,7 @@ static bool dtrain_nccl__timer_step(const dtrain_nccl__hub *hub, dtrain_nccl__ti
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, const char *call)
 {
     if (hub->code != DTRAIN_OK) return dtrain_nccl__hub_error(hub);
-    if (!hub->recreated && dtrain_world_poll(hub->world) != DTRAIN_OK)
+    if (dtrain_world_poll(hub->world) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_PEER, "%s: %s", call,
                                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
@@ -1894,10 +1841,10 @@ typedef struct dtrain_nccl__id_record {
 } dtrain_nccl__id_record;
 
 #ifdef DTRAIN_NCCL_USE_MPI
-static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
-                                                   void *all)
+/* All-gather a small record of each rank. */
+static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine, size_t bytes,
+                                           void *all)
 {
-    const dtrain_world *world = (const dtrain_world *)user;
     int ready = 0, rank = -1, size = 0;
     MPI_Initialized(&ready);
     if (ready) MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -1913,10 +1860,10 @@ static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine,
     return dtrain_fail(DTRAIN_ERROR_PEER, "MPI_Allgather failed while the ranks met");
 }
 #else
-static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
-                                                   void *all)
+static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine, size_t bytes,
+                                           void *all)
 {
-    return dtrain_world_all_gather((dtrain_world *)user, mine, bytes, all);
+    return dtrain_world_all_gather(world, mine, bytes, all);
 }
 #endif
 
@@ -1926,7 +1873,7 @@ static dtrain_result dtrain_nccl__check_hellos(const dtrain_nccl__hello *all, in
     for (int i = 0; i < count; i++) {
         if (all[i].magic != DTRAIN_NCCL_HELLO)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "member %d of %d was built with another version of dtrain_nccl.h", i,
+                               "rank %d of %d was built with another version of dtrain_nccl.h", i,
                                count);
         if (all[i].status != DTRAIN_OK)
             return dtrain_fail((dtrain_result)all[i].status, "on rank %d: %.*s", all[i].world_rank,
@@ -1952,11 +1899,10 @@ static dtrain_result dtrain_nccl__check_hellos(const dtrain_nccl__hello *all, in
 
 /* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
  * so far, whose sentence goes to all. */
-static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub,
-                                                   const dtrain_nccl_group *group,
-                                                   dtrain_result prepared, void *all, int rank,
-                                                   ncclUniqueId *id)
+static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain_result prepared,
+                                                   void *all, ncclUniqueId *id)
 {
+    dtrain_world *world = hub->world;
     dtrain_nccl__hello hello;
     dtrain_nccl__id_record id_record;
     dtrain_device_info info;
@@ -1967,41 +1913,41 @@ static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub,
     hello.magic = DTRAIN_NCCL_HELLO;
     hello.status = prepared;
     hello.version = hub->version;
-    hello.world_rank = dtrain_world_rank(hub->world);
+    hello.world_rank = dtrain_world_rank(world);
     snprintf(hello.device, sizeof hello.device, "%s", info.id);
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
-    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &hello, sizeof hello, all));
-    DTRAIN_NCCL_TRY(dtrain_nccl__check_hellos((const dtrain_nccl__hello *)all, group->rank_count));
-    if (rank == 0) {
+    DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &hello, sizeof hello, all));
+    DTRAIN_NCCL_TRY(
+        dtrain_nccl__check_hellos((const dtrain_nccl__hello *)all, dtrain_world_size(world)));
+    if (dtrain_world_rank(world) == 0) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
         id_record.status = dtrain_nccl__code(made);
         snprintf(id_record.error, sizeof id_record.error, "%s; %s", hub->nccl.GetErrorString(made),
                  hub->nccl.GetLastError(NULL));
     }
-    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &id_record, sizeof id_record, all));
+    DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &id_record, sizeof id_record, all));
     memcpy(&id_record, all, sizeof id_record); /* the first rank's */
     *id = id_record.id;
     if (id_record.status == DTRAIN_OK) return DTRAIN_OK;
     return dtrain_fail((dtrain_result)id_record.status,
-                       "ncclGetUniqueId failed on rank %d: %.320s; is the network interface for "
+                       "ncclGetUniqueId failed on rank 0: %.320s; is the network interface for "
                        "NCCL up (NCCL_SOCKET_IFNAME)?",
-                       group->ranks ? group->ranks[0] : 0, id_record.error);
+                       id_record.error);
 }
 
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub,
-                                                           const dtrain_nccl_group *group,
-                                                           dtrain_result prepared, int rank,
-                                                           ncclUniqueId *id)
+static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
+                                             ncclUniqueId *id)
 {
     const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
                            ? sizeof(dtrain_nccl__hello)
                            : sizeof(dtrain_nccl__id_record);
-    void *all = dtrain_nccl__alloc(hub, one * (size_t)group->rank_count);
+    const size_t bytes = one * (size_t)dtrain_world_size(hub->world);
+    void *all = dtrain_nccl__alloc(hub, bytes);
     if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_nccl__rendezvous_steps(hub, group, prepared, all, rank, id);
-    dtrain_nccl__free(hub, all, one * (size_t)group->rank_count);
+    const dtrain_result result = dtrain_nccl__rendezvous_steps(hub, prepared, all, id);
+    dtrain_nccl__free(hub, all, bytes);
     return result;
 }
 
@@ -2084,7 +2030,6 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
     dtrain_world_info info;
-    dtrain_nccl_group all_ranks = {NULL, 0, dtrain_nccl__default_exchange, NULL};
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
@@ -2098,13 +2043,11 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     hub->allocator = info.allocator;
     hub->deadline = 1e-3 * (double)info.timeout_ms;
     hub->group_end = &hub->group;
-    all_ranks.rank_count = dtrain_world_size(world);
-    all_ranks.exchange_user = world;
     dtrain_result result = dtrain_nccl__hub_prepare(hub);
     if (result == DTRAIN_OK)
-        result = dtrain_nccl__comm_make(hub, all_ranks.rank_count, dtrain_world_rank(world), NULL,
-                                        "world", &comm);
-    result = dtrain_nccl__rendezvous(hub, &all_ranks, result, dtrain_world_rank(world), &id);
+        result = dtrain_nccl__comm_make(hub, dtrain_world_size(world), dtrain_world_rank(world),
+                                        NULL, "world", &comm);
+    result = dtrain_nccl__rendezvous(hub, result, &id);
     if (result == DTRAIN_OK) {
         hub->device->while_waiting = dtrain_nccl__watch;
         hub->device->waiting_user = hub;
@@ -2149,101 +2092,6 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
                                         dtrain_nccl__destroy,
                                         NULL};
     return &ops;
-}
-
-/* ==== src/comm/nccl/recreate.c ================================================================ */
-
-/* Going on with fewer ranks after a failure
- *
- * Abort and create anew is the one recovery that works in every version of NCCL; shrinking or
- * revoking in place would be other paths to the same end, each with versions and deadlocks of its
- * own. */
-
-static dtrain_result dtrain_nccl__check_group(const dtrain_nccl__hub *hub,
-                                              const dtrain_nccl_group *group, int *rank)
-{
-    *rank = -1;
-    if (!group || !group->ranks || group->rank_count < 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_recreate: the group has no ranks");
-    if (!group->exchange && group->rank_count > 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_nccl_recreate: the group has no exchange, and the world's "
-                           "control plane has ended with the failure");
-    for (int i = 0; i < group->rank_count; i++) {
-        const int one = group->ranks[i];
-        if (one < 0 || one >= dtrain_world_size(hub->world))
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_nccl_recreate: the world has no rank %d", one);
-        for (int j = 0; j < i; j++)
-            if (group->ranks[j] == one)
-                return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                                   "dtrain_nccl_recreate: rank %d is in the group twice", one);
-        if (one == dtrain_world_rank(hub->world)) *rank = i;
-    }
-    if (*rank >= 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_nccl_recreate: this rank, %d, is not in the group",
-                       dtrain_world_rank(hub->world));
-}
-
-static dtrain_result dtrain_nccl__exchange_alone(void *user, const void *mine, size_t bytes,
-                                                 void *all)
-{
-    (void)user;
-    memcpy(all, mine, bytes);
-    return DTRAIN_OK;
-}
-
-/* Create the new communicator. From here on an error belongs to the hub again, and stands until the
- * next attempt. */
-static dtrain_result dtrain_nccl__recreate_steps(dtrain_nccl__hub *hub,
-                                                 const dtrain_nccl_group *group, int rank,
-                                                 dtrain_nccl__comm **comm)
-{
-    ncclUniqueId id;
-    /* Aborted kernels leave their streams: a device that does not become idle cannot go on. */
-    dtrain_result result = hub->device->ops->synchronize(hub->device);
-    if (result == DTRAIN_OK)
-        result =
-            dtrain_nccl__comm_make(hub, group->rank_count, rank, group->ranks, "survivors", comm);
-    DTRAIN_NCCL_TRY(dtrain_nccl__rendezvous(hub, group, result, rank, &id));
-    DTRAIN_NCCL_TRY(dtrain_nccl__comm_init(*comm, &id));
-    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
-        DTRAIN_NCCL_TRY(dtrain_nccl__register(*comm, m));
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_nccl_group *group,
-                                              dtrain_comm **out)
-{
-    dtrain_nccl__comm *comm = NULL;
-    dtrain_nccl_group resolved;
-    int rank;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_recreate: out is NULL");
-    *out = NULL;
-    if (!failed || failed->ops != dtrain_nccl_comm_ops())
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_nccl_recreate: this is not a communicator over NCCL");
-    dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)failed)->hub;
-    if (hub->code == DTRAIN_OK)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_nccl_recreate: nothing has failed; dtrain_comm_split makes "
-                           "smaller communicators of a healthy one");
-    DTRAIN_NCCL_TRY(dtrain_nccl__check_group(hub, group, &rank));
-    resolved = *group;
-    if (!resolved.exchange) resolved.exchange = dtrain_nccl__exchange_alone;
-    hub->code = DTRAIN_OK;
-    hub->recreated = true;
-    for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) hub->marks[i].recorded = false;
-    const dtrain_result result = dtrain_nccl__recreate_steps(hub, &resolved, rank, &comm);
-    if (result == DTRAIN_OK) {
-        *out = &comm->base;
-        return DTRAIN_OK;
-    }
-    dtrain_nccl__fail(hub, result, "dtrain_nccl_recreate: %s",
-                      dtrain_nccl__strip_rank(hub, dtrain_last_error()));
-    if (comm) dtrain_nccl__comm_free(comm);
-    return dtrain_nccl__hub_error(hub);
 }
 
 #endif /* DTRAIN_NCCL_IMPLEMENTATION */

@@ -11,7 +11,7 @@
  *
  * A test that finds out by itself that it cannot run here calls test_cannot("why") and returns; it counts as
  * skipped. Long sweeps ask test_full(): DTRAIN_TEST_FULL=1 runs all of them, the default is a sample that
- * has every kind.
+ * has every kind. With DTRAIN_TEST_FIRST the first test that fails ends the program.
  *
  * RUN forks: a test that crashes, hangs or exits is one failed test, and the next one starts from
  * a clean process. Every test has a deadline (240 s, DTRAIN_TEST_TIMEOUT seconds); what it leaves
@@ -301,6 +301,9 @@ static inline void test_finish(test_process t, int place)
     printf("  %s %-44s %6.2f s  %7ld checks%s%s\n", verdict ? "FAIL" : "ok  ", t.name,
            (test_shared->end > 0 ? test_shared->end : test_seconds()) - t.start,
            test_shared->checks, verdict ? ": " : "", verdict ? verdict : "");
+    if (!verdict || !getenv("DTRAIN_TEST_FIRST")) return;
+    while (test_beside_count > 0) kill(-test_beside[--test_beside_count].child, SIGKILL);
+    exit(1); /* broken on purpose: that it fails is enough */
 }
 
 static inline void test_run(const char *name, void (*test)(void))

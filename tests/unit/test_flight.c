@@ -587,18 +587,18 @@ static void test_bad_files(void)
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    RUN(test_hang);
-    RUN(test_stopped_outside);
-    RUN(test_stopped_inside);
+    RUN_BESIDE(test_hang);
+    RUN_BESIDE(test_stopped_outside);
+    RUN_BESIDE(test_stopped_inside);
     RUN(test_death);
-    RUN(test_late);
+    RUN_BESIDE(test_late);
     RUN(test_other_collective);
     RUN(test_other_count);
     RUN(test_own_failure);
-    RUN(test_world_all_gather);
-    RUN(test_groups);
-    RUN(test_message);
-    RUN(test_bucket);
+    RUN_BESIDE(test_world_all_gather);
+    RUN_BESIDE(test_groups);
+    RUN_BESIDE(test_message);
+    RUN_BESIDE(test_bucket);
     RUN(test_ring);
     RUN(test_first_dump_stands);
     RUN(test_no_directory);

@@ -1111,7 +1111,7 @@ int main(int argc, char **argv)
     RUN(test_environment);
     RUN(test_place);
     RUN(test_exchange);
-    RUN(test_exchange_trouble);
+    RUN_BESIDE(test_exchange_trouble);
     RUN(test_exchange_misuse);
     RUN(test_allocator_counts);
     RUN(test_allocator_failures);

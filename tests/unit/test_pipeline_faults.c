@@ -697,16 +697,16 @@ int main(int argc, char **argv)
     RUN(test_loss_fails);
     RUN(test_loss_fails_beside_an_end);
     RUN(test_data_fails);
-    RUN(test_data_ends_elsewhere);
-    RUN(test_dead_and_stalled);
-    RUN(test_alone);
+    RUN_BESIDE(test_data_ends_elsewhere);
+    RUN_BESIDE(test_dead_and_stalled);
+    RUN_BESIDE(test_alone);
     RUN(test_settings_differ);
     RUN(test_refused);
     RUN(test_not_finite);
     RUN(test_lacks);
     RUN(test_stops);
     RUN(test_drifts);
-    RUN(test_resumed_elsewhere);
+    RUN_BESIDE(test_resumed_elsewhere);
     const bool removed = files_end();
     return test_summary() || !removed;
 }

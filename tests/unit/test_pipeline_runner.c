@@ -405,14 +405,14 @@ static void test_failing_actions(void)
         }
 }
 
-static void test_stalled_rank(void)
+static void stalled_rank(int number)
 {
     static const uint32_t where[] = {F, B, W, SEND, RECEIVE_GRADIENT};
-    for (size_t i = 0; i < sizeof where / sizeof *where; i++) {
-        const job j = {DTRAIN_PIPELINE_ZB_H1, 3, 1, 5, 1, 0, 2, where[i], STALLS, NULL};
-        check_misfortune(j, DTRAIN_LAUNCH_THREADS, RANKS_SHORT_MS);
-    }
+    const job j = {DTRAIN_PIPELINE_ZB_H1, 3, 1, 5, 1, 0, 2, where[number], STALLS, NULL};
+    check_misfortune(j, DTRAIN_LAUNCH_THREADS, RANKS_SHORT_MS);
 }
+
+static void test_stalled_rank(void) { test_cases(5, stalled_rank); }
 
 static void test_dead_rank(void)
 {
@@ -508,9 +508,9 @@ int main(int argc, char **argv)
     RUN(test_alone);
     RUN(test_bits_threads);
     RUN(test_bits_processes);
-    RUN(test_passed_on);
+    RUN_BESIDE(test_passed_on);
     RUN(test_failing_actions);
-    RUN(test_stalled_rank);
+    RUN_BESIDE(test_stalled_rank);
     RUN(test_dead_rank);
     return test_summary();
 }

@@ -1047,7 +1047,7 @@ static void test_nodes_are_not_restarted(void)
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    RUN(test_restart_after_every_failure);
+    RUN_BESIDE(test_restart_after_every_failure);
     RUN(test_restart_threads);
     RUN(test_grace_begins_anew);
     RUN(test_without_restarts);
@@ -1056,7 +1056,7 @@ int main(int argc, char **argv)
     RUN(test_a_refusal_got_over);
     RUN(test_progress);
     RUN(test_progress_misuse);
-    RUN(test_backoff);
+    RUN_BESIDE(test_backoff);
     RUN(test_stopped_in_wait);
     RUN(test_signal_from_outside_in_wait);
     RUN(test_refused_ranks);
@@ -1065,8 +1065,8 @@ int main(int argc, char **argv)
     RUN(test_stop_in_a_collective);
     RUN(test_stop_and_fail);
     RUN(test_stop_not_caught);
-    RUN(test_nohup);
-    RUN(test_second_request);
+    RUN_BESIDE(test_nohup);
+    RUN_BESIDE(test_second_request);
     RUN(test_host_handlers);
     RUN(test_two_runs_catch);
     RUN(test_outer_restarts);

@@ -318,14 +318,14 @@ static void test_failing_memory(void)
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    RUN(test_failing_writes);
+    RUN_BESIDE(test_failing_writes);
     RUN(test_tolerated);
     RUN(test_last_save);
-    RUN(test_unseen_list);
-    RUN(test_failing_reads);
+    RUN_BESIDE(test_unseen_list);
+    RUN_BESIDE(test_failing_reads);
     RUN(test_short_and_interrupted);
-    RUN(test_power_loss);
-    RUN(test_power_loss_again);
-    RUN(test_failing_memory);
+    RUN_BESIDE(test_power_loss);
+    RUN_BESIDE(test_power_loss_again);
+    RUN_BESIDE(test_failing_memory);
     return test_summary();
 }
