@@ -160,13 +160,16 @@ static int train_once(dtrain_world *world, const dtrain_comm_hook_desc *hook, ou
     };
     dtrain_compression_desc compression = {.hook = hook, .dense_steps = DTRAIN_DENSE_STEPS_NONE};
     dtrain_strategy_desc desc = {.compression = hook ? &compression : NULL};
+    dtrain_strategy_info before, after;
     dtrain_strategy *ddp;
     CHECK(dtrain_strategy_create(world, params, 2, &desc, &ddp));
     for (int step = 1; step <= STEPS; step++) {
         float loss = backward(dtrain_world_rank(world), step, weight, bias, weight_grad, bias_grad);
+        dtrain_strategy_query(ddp, &before);
         CHECK(dtrain_strategy_ready(ddp, 0));
         CHECK(dtrain_strategy_ready(ddp, 1));
         CHECK(dtrain_strategy_finish(ddp));
+        dtrain_strategy_query(ddp, &after);
         for (int i = 0; i < OUT * IN; i++) weight[i] -= 0.02f * weight_grad[i];
         for (int o = 0; o < OUT; o++) bias[o] -= 0.02f * bias_grad[o];
         if (step % 50) continue;
@@ -175,9 +178,7 @@ static int train_once(dtrain_world *world, const dtrain_comm_hook_desc *hook, ou
         of->loss[step / 50 - 1] = loss;
     }
     CHECK(dtrain_strategy_verify(ddp, NULL)); /* all ranks have the same bits */
-    dtrain_strategy_info info;
-    dtrain_strategy_query(ddp, &info);
-    of->bytes = (double)info.step_bytes;
+    of->bytes = (double)(after.traffic.wire_bytes - before.traffic.wire_bytes); /* of the last */
     dtrain_strategy_destroy(ddp);
     return 0;
 }

@@ -82,7 +82,7 @@ static int train(dtrain_world *world, uint32_t kind)
     const dtrain_optimizer_desc how = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_param params[LAYERS];
     dtrain_strategy *strategy;
-    dtrain_strategy_info info;
+    dtrain_strategy_info info, before;
     dtrain_optimizer *adamw;
     dtrain_optimizer_info moments;
     dtrain_tape *tape;
@@ -91,13 +91,15 @@ static int train(dtrain_world *world, uint32_t kind)
     CHECK(dtrain_strategy_create(world, params, LAYERS, &desc, &strategy));
     CHECK(dtrain_optimizer_create(world, strategy, &how, &adamw));
     CHECK(dtrain_tape_create(world, strategy, NULL, &tape));
-    for (int s = 0; s < STEPS; s++)
+    for (int s = 0; s < STEPS; s++) {
+        dtrain_strategy_query(strategy, &before);
         if (step(tape, strategy, adamw, params, rank, s, &loss)) return 1;
+    }
     dtrain_strategy_query(strategy, &info);
     dtrain_optimizer_query(adamw, &moments);
     int64_t bytes[5] = {(int64_t)info.value_bytes, (int64_t)info.grad_bytes,
                         (int64_t)moments.state_bytes, (int64_t)info.buffer_bytes,
-                        (int64_t)info.step_bytes};
+                        (int64_t)(info.traffic.wire_bytes - before.traffic.wire_bytes)};
     dtrain_comm *all = dtrain_world_comm(world);
     CHECK(dtrain_all_reduce(all, bytes, bytes, 5, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     CHECK(dtrain_all_reduce(all, &loss, &loss, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, NULL));

@@ -103,7 +103,6 @@ extern "C" {
 #endif
 #include "comm/circle.c"
 #include "comm/links.c"
-#include "comm/counting.c"
 #include "comm/staged.c"
 #include "comm/mpi.c"
 #include "comm/mpi_meet.c"
@@ -139,7 +138,6 @@ extern "C" {
 #include "strategy/compare.c"
 #include "strategy/settings.c"
 #include "strategy/create.c"
-#include "strategy/count.c"
 #include "strategy/query.c"
 #include "strategy/view.c"
 #include "strategy/plan.c"

@@ -35,10 +35,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
 /* comm/engine.c: a communicator that this rank has and the engine drives; NULL for others, and 0 */
 DTRAIN__PRIVATE dtrain_comm *dtrain__comm_numbered(const dtrain_world *world, int64_t number);
 
-/* comm/counting.c */
-DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
-                                                      dtrain_comm **out);
-
 /* comm/reduce.c */
 DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
 DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size);

@@ -54,7 +54,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->params = params;
     strategy->param_count = count;
     DTRAIN__TRY(dtrain__resolve_desc(desc, &strategy->desc, &strategy->compression));
-    if (desc && desc->mesh) DTRAIN__TRY(dtrain__mesh_fits(world, desc, groups));
+    if (desc && desc->mesh) DTRAIN__TRY(dtrain__mesh_fits(world, desc));
     strategy->desc.comm = groups->data;
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -237,16 +237,35 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     return dtrain_strategy_publish(strategy);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
-                                                    size_t param_count,
-                                                    const dtrain_strategy_desc *desc,
-                                                    const dtrain__groups *groups,
-                                                    dtrain_strategy **out)
+/* Forget what the desc points to in memory of the caller, who may free it now. */
+static void dtrain__forget_desc(dtrain_strategy *strategy)
 {
-    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, groups, out);
-    result = dtrain__compare_settings(out ? *out : NULL, groups, result);
+    strategy->desc.kept_units = NULL;
+    strategy->desc.kept_unit_count = 0;
+    strategy->desc.group_states = NULL;
+    strategy->desc.group_count = 0;
+    strategy->pipeline.units = NULL;
+    strategy->info.desc = strategy->desc;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
+                                                size_t param_count,
+                                                const dtrain_strategy_desc *desc,
+                                                dtrain_strategy **out)
+{
+    if (out) *out = NULL;
+    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
+    const dtrain_mesh *mesh =
+        desc && dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL) ? desc->mesh : NULL;
+    const dtrain__groups groups = dtrain__mesh_groups(world, mesh, desc ? desc->comm : NULL);
+    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
+    result = dtrain__compare_settings(out ? *out : NULL, &groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
-    if (result == DTRAIN_OK || !out) return result;
+    if (!out) return result;
+    if (result == DTRAIN_OK) {
+        dtrain__forget_desc(*out);
+        return DTRAIN_OK;
+    }
     dtrain_strategy_destroy(*out);
     *out = NULL;
     return result;

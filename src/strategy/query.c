@@ -3,7 +3,7 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Fill in what dtrain_strategy_query answers, except the desc and what count.c counts. */
+/* Fill in what dtrain_strategy_query answers, except the desc and what changes from step to step. */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -38,6 +38,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     memset(info, 0, sizeof *info);
     if (!strategy) return;
     *info = strategy->info;
+    dtrain__strategy_comm_info(strategy, &info->traffic);
     info->sync_count = strategy->sync_count;
 }
 

@@ -270,15 +270,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
     return dtrain__same(groups->all, mine, "dtrain_strategy_create", lists, 2);
 }
 
-/* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
- * of count.c has the mesh of the strategy and groups of its own. */
+/* Refuse a mesh beside another communicator, one without ranks, and one of another world. */
 DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
-                                                const dtrain_strategy_desc *desc,
-                                                const dtrain__groups *groups)
+                                                const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
     dtrain_comm *data = dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA);
-    if (data && groups->all != dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL)) return DTRAIN_OK;
     if (!data || data->world != world)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,

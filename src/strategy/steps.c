@@ -12,7 +12,7 @@
 typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
 
 /* Make a communicator of this strategy's own. The color alone says which ranks are meant, for
- * comm/counting.c: a place within the node is below the node's size, and the number of a node is
+ * tools/null_comm.h: a place within the node is below the node's size, and the number of a node is
  * added to it. */
 static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
                                       dtrain__among among, dtrain_comm **out)

@@ -44,6 +44,7 @@
 #include "core/api.h"
 #include "core/result.h"
 #include "world/world.h"
+#include "comm/comm.h"
 #include "parallel/mesh.h"
 #include "parallel/pipeline.h"
 #include "strategy/params.h"
@@ -286,12 +287,10 @@ typedef struct dtrain_strategy_info {
     uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
-    /* This rank sends along the data axis in a step of one micro-batch, by the ring formula, and
-     * the collectives that it makes; what each further micro-batch adds. Counted by running such a
-     * step without the other ranks; with compression, once it is in full force. */
-    uint64_t step_bytes, step_calls, micro_bytes, micro_calls;
-    uint64_t step_node_bytes,
-        micro_node_bytes; /* of these, to other nodes of an emulated cluster */
+    /* Sums over `comm` and the communicators that the strategy has split from it: the difference
+     * over a step is what this rank has sent along the data axis. Calls of the host on `comm` are
+     * in it, too; its backend and world_ranks are those of `comm`. */
+    dtrain_comm_info traffic;
     uint64_t state_bytes; /* residuals and what else compression keeps from step to step */
     uint64_t sync_count;  /* steps that were reduced */
     char reason[400];     /* AUTO: why this kind; empty otherwise */

@@ -19,7 +19,7 @@
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values
  *     query.c, view.c         answers to the host, to the rooms above
- *     count.c, plan.c         what a step sends; what a strategy needs, before it is made */
+ *     plan.c                  what a strategy needs, before it is made */
 
 #pragma once
 
@@ -258,8 +258,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind);
 DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
-                                                const dtrain_strategy_desc *desc,
-                                                const dtrain__groups *groups);
+                                                const dtrain_strategy_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
                                                        const dtrain__groups *groups,
@@ -267,13 +266,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
 
 /* strategy/compare.c */
 DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy);
-
-/* strategy/create.c */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
-                                                    size_t param_count,
-                                                    const dtrain_strategy_desc *desc,
-                                                    const dtrain__groups *groups,
-                                                    dtrain_strategy **out);
 
 /* strategy/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);

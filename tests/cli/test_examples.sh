@@ -271,7 +271,7 @@ if ! $gpt --steps 4 | grep -q "cblas kernels"; then
         result "same parameters: $flags" $? "$tmp/other"
     done
 fi
-good "compression is shown" "reduce +top-k 0.05, hierarchical, after 1 dense steps and 2 of warm-up; in force" \
+good "compression is shown" "reduce +top-k 0.05, hierarchical, after 1 dense steps and 2 of warm-up; keeps" \
     $gpt $topk --compression-warmup 2 --warmup-ratio 0.2 --hierarchical --ranks 4 --node-size 2
 grep -q -E "compression  +[0-9.]+x  fewer bytes than fp32 gradients.*top-k 0.05" "$tmp/out"
 result "what compression saved is in the table" $? "$tmp/out"
@@ -288,17 +288,21 @@ grep -q "cluster  *2   emulated nodes of 2 ranks, 10 Gb/s" "$tmp/out"
 result "the emulated cluster is in the table" $? "$tmp/out"
 # Of 2 x 2 ranks with E parameters, 4 E bytes, each sends 3/2 of them: 2/3 to the two ranks of the other node. With levels it sends
 # half of them twice inside of its node, and half of them once between nodes.
-$gpt --emulate 2x2:100:0 --bucket-kib 1000 >"$tmp/flat" 2>&1; $gpt --emulate 2x2:100:0 --bucket-kib 1000 --hierarchical >"$tmp/levels" 2>&1
-elements=$(sed -n 's/^model .* (\([0-9]*\)).*/\1/p' "$tmp/flat")
-for run in "flat 4 2" "levels 2 4"; do
-    awk -v E="$elements" -v of="$run" 'BEGIN { split(of, part, " ") } /^cluster emulated/ { for (i = 1; i < NF; i++) { if ($i == "sends") away = $(i + 1); if ($i == "nodes,") inside = $(i + 1) } }
-        END { exit !(E > 0 && away >= part[2] * E && away <= 1.05 * part[2] * E && inside >= part[3] * E && inside <= 1.05 * part[3] * E) }' "$tmp/${run%% *}"
-    result "bytes to other nodes and inside, ${run%% *}" $? "$tmp/${run%% *}"
+elements=$($gpt | sed -n 's/^model .* (\([0-9]*\)).*/\1/p')
+for run in "flat 4 6" "hierarchical 2 6"; do
+    set -- $run
+    $gpt --emulate 2x2:100:0 --bucket-kib 1000 $([ $1 = flat ] || echo --hierarchical) --dry-run >"$tmp/out" 2>&1
+    sed -n 's/.*a rank sends \([0-9]*\) bytes a step, \([0-9]*\) of them to other nodes$/\1 \2/p' "$tmp/out" |
+        awk -v E="$elements" -v away="$2" -v all="$3" '{ good = E > 0 && $2 >= away * E && $2 <= 1.05 * away * E && $1 >= all * E && $1 <= 1.05 * all * E } END { exit !good }'
+    result "bytes to other nodes and in all, $1" $? "$tmp/out"
 done
-good "compression is counted between nodes" "fewer bytes than fp32, between nodes [1-9][0-9]+[.]" $gpt --emulate 2x2:100:0 --hierarchical --compression topk --dense-steps 0 --dense-below 1
-away=$(sed -n 's/^cluster emulated.* sends \([0-9]*\) bytes a step to other nodes.*/\1/p' "$tmp/out")
-$gpt --emulate 2x2:100:0 --hierarchical --compression topk --dense-steps 0 --dense-below 1 --dry-run >"$tmp/out" 2>&1
-grep -q "MiB a step, $(awk -v n="$away" 'BEGIN { printf "%.3f", n / 1048576 }') MiB of it to other nodes" "$tmp/out"; result "--dry-run counts the same" $? "$tmp/out"
+# The forecast counts what the run then sends.
+for flags in "" "--hierarchical" "--strategy full_shard --accum 2" "--compression topk --dense-steps 0 --dense-below 1"; do
+    $gpt --emulate 2x2:100:0 $flags >"$tmp/out" 2>&1
+    sent=$(sed -n 's/^ *last step  *\([0-9]*\) bytes sent by rank 0$/\1/p' "$tmp/out")
+    $gpt --emulate 2x2:100:0 $flags --dry-run >>"$tmp/out" 2>&1
+    grep -q "a rank sends ${sent:-nothing} bytes a step" "$tmp/out"; result "--dry-run counts what is sent: ${flags:-ddp}" $? "$tmp/out"
+done
 good "an emulated cluster's nodes" "strategy hybrid_shard: 2 shards x 2 replicas" $gpt --emulate 2x2:100:0 --strategy hybrid_shard
 $gpt >/dev/full 2>"$tmp/err"
 [ $? -eq 1 ] && grep -q "could not be written" "$tmp/err"

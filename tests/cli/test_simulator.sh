@@ -60,15 +60,15 @@ links=$(awk "BEGIN { large = 2 * 4 * 4 * ($elements - 768) * 4 / 8; small = 4 * 
     printf \"%.9g\", 1e3 * (4 * 50e-6 + (large + small) / 0.125e9) }")
 near "emulated links" "$(field comm_ms 1)" "$links"
 
-# The library's own count of what a step sends, and of memory falling as more is sharded.
+# What the strategy has counted, and memory falling as more is sharded.
 for flags in "" "--param-dtype bf16 --reduce-dtype bf16" "--reshard-after-forward 0"; do
     for kind in ddp zero1 shard_grad_op full_shard zero3 hybrid_shard; do
         case "$kind $flags" in ddp*reshard* | zero1*reshard* | shard_grad_op*reshard*) continue ;; esac
         simulate --strategies $kind --gpus 1,2,8,32 --gpus-per-node 4 $flags
-        differ=$(sed 's/.*"comm_bytes": \([0-9]*\), "plan_bytes": \([0-9]*\).*/\1 \2/' "$tmp/rows" | awk '$1 != $2 || NF != 2')
+        differ=$(sed 's/.*"comm_bytes": \([0-9]*\), "strategy_bytes": \([0-9]*\).*/\1 \2/' "$tmp/rows" | awk '$1 != $2 || NF != 2')
         echo "$differ" >"$tmp/differ"
         [ -z "$differ" ] && [ "$(wc -l <"$tmp/rows")" -eq 4 ]
-        result "$kind $flags: bytes are dtrain_strategy_query's" $? "$tmp/differ"
+        result "$kind $flags: the strategy has counted the bytes of the links" $? "$tmp/differ"
     done
 done
 simulate --strategies ddp,zero1,shard_grad_op,full_shard --gpus 64 --cluster a100
@@ -107,7 +107,7 @@ for t in 2 4; do
         $(((t - 1) * (scattered + 2 * (3 * 4 * 4 * 1024 + 4 * 77 + 4 * (25 + 1024) * 768)) / t))
     for kind in ddp zero1 full_shard hybrid_shard; do
         simulate --strategies $kind --gpus 8,32 --tensor $t --gpus-per-node 4
-        [ "$(field comm_bytes 2)" = "$(field plan_bytes 2)" ] && [ "$(field data 2)" -eq $((32 / t)) ] && [ "$(field comm_bytes 2)" -gt 0 ]
+        [ "$(field comm_bytes 2)" = "$(field strategy_bytes 2)" ] && [ "$(field data 2)" -eq $((32 / t)) ] && [ "$(field comm_bytes 2)" -gt 0 ]
         result "$kind, tensor $t: bytes along the data axis are dtrain_strategy_query's" $? "$tmp/rows"
     done
 done

@@ -268,11 +268,12 @@ static void compare(const job *a, const job *b, int ranks, double tolerance, con
         CHECK_MSG(x->state_count == y->state_count, "%s: %zu and %zu values", what, x->state_count,
                   y->state_count);
         compare_arrays(x->state, y->state, x->state_count, tolerance, what);
-        CHECK_MSG(x->info.step_bytes == y->info.step_bytes &&
+        CHECK_MSG(x->info.traffic.wire_bytes == y->info.traffic.wire_bytes &&
                       x->info.state_bytes == y->info.state_bytes &&
                       x->info.bucket_count == y->info.bucket_count,
-                  "%s: %llu and %llu bytes a step, %llu and %llu of state", what,
-                  (unsigned long long)x->info.step_bytes, (unsigned long long)y->info.step_bytes,
+                  "%s: %llu and %llu bytes sent, %llu and %llu of state", what,
+                  (unsigned long long)x->info.traffic.wire_bytes,
+                  (unsigned long long)y->info.traffic.wire_bytes,
                   (unsigned long long)x->info.state_bytes, (unsigned long long)y->info.state_bytes);
     }
 }

@@ -603,11 +603,12 @@ static int auto_rank(dtrain_world *world, void *user)
 }
 static void test_auto(void) { ranks_run(4, DTRAIN_LAUNCH_THREADS, auto_rank, NULL); }
 
-/* What a step sends along the data axis is what was counted before it, stage by stage, with a tied weight. */
+/* A step sends gradients along the data axis, and little beside them, stage by stage, with a tied weight; the strategy
+ * counts the same. */
 static int bytes_rank(dtrain_world *world, void *user)
 {
     rank_of *s = (rank_of *)calloc(1, sizeof *s);
-    dtrain_strategy_info info;
+    dtrain_strategy_info info, now;
     dtrain_comm_info before, after;
     bool over;
     if (!s) return 1;
@@ -620,10 +621,16 @@ static int bytes_rank(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_join(s->strategy, &over));
     RANKS_TRY(dtrain_strategy_publish(s->strategy));
     dtrain_comm_query(info.comm, &after);
-    CHECK_MSG(
-        over && after.wire_bytes - before.wire_bytes == info.step_bytes && info.step_bytes > 0,
-        "rank %d: counted %llu bytes, sent %llu", s->at.rank, (unsigned long long)info.step_bytes,
-        (unsigned long long)(after.wire_bytes - before.wire_bytes));
+    dtrain_strategy_query(s->strategy, &now);
+    const uint64_t sent = after.wire_bytes - before.wire_bytes;
+    CHECK_MSG(over && now.traffic.wire_bytes - info.traffic.wire_bytes == sent,
+              "rank %d: counted %llu bytes, sent %llu", s->at.rank,
+              (unsigned long long)(now.traffic.wire_bytes - info.traffic.wire_bytes),
+              (unsigned long long)sent);
+    /* two ranks: half of all twice; the tally has a word for each of at most MOST parameters, and one */
+    CHECK_MSG(sent >= info.bucket_bytes && sent <= info.bucket_bytes + 4 * (1 + MOST),
+              "rank %d: sent %llu bytes for gradients of %llu", s->at.rank,
+              (unsigned long long)sent, (unsigned long long)info.bucket_bytes);
     rank_close(s);
     free(s);
     return 0;

@@ -65,18 +65,23 @@ static void start_clock(const forecast *f, int ranks)
 static dtrain_result time_step(run_job *j, forecast_row *r)
 {
     dtrain_result result = DTRAIN_OK;
+    dtrain_step_record record;
     TRY(dtrain_trainer_step(j->trainer, NULL));
     const struct simulation before = sim;
     const struct sim_layers layers = sim_layers;
-    TRY(dtrain_trainer_step(j->trainer, NULL));
+    TRY(dtrain_trainer_step(j->trainer, &record));
     r->step_ms = 1e3 * (sim.now - before.now);
     r->products_ms = 1e3 * (sim_layers.products - layers.products);
     r->others_ms = 1e3 * (sim_layers.others - layers.others);
     r->update_ms = 1e3 * (sim.computed - before.computed) - r->products_ms - r->others_ms;
     r->comm_ms = 1e3 * (sim.communicated - before.communicated);
     r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
-    r->sent = sim.sent - before.sent;
-    r->between = sim.between - before.between;
+    r->sent = record.comm_bytes - record.tensor_bytes;
+    /* without what the trainer exchanges about the step, which goes to all ranks alike */
+    const double away =
+        r->ranks > 1 ? (double)(r->ranks - r->ranks / r->nodes) / (r->ranks - 1) : 0;
+    r->between = sim.between - before.between -
+                 (uint64_t)((double)(sim.sent - before.sent - r->sent) * away);
     r->rate =
         1e3 *
         (double)(r->ranks / model_ranks(j->s) * (int64_t)r->batch * r->accum * j->sample_things) /
@@ -131,7 +136,7 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     program.next_batch = no_batch;
     start_clock(f, r->ranks);
     r->nodes = (r->ranks + f->node_ranks - 1) / f->node_ranks;
-    /* not the first one along either axis: see sim_split_mesh */
+    /* not the first one along either axis: see null_split_mesh */
     const int t = (int)f->s->tensor, rank = t > 1 && r->ranks > t ? t + 1 : sim_rank(r->ranks);
     TRY(sim_comm_new(world, r->ranks, r->nodes, rank, &j.comm));
     desc.memory_limit =
@@ -140,7 +145,7 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
             : (uint64_t)(f->machine.memory_gib * 1073741824.0 / (f->named ? 1 : f->ranks));
     if (!desc.node_size && (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD || desc.hierarchical))
         desc.node_size = (uint32_t)(r->ranks / r->nodes / t);
-    ((sim_comm *)(void *)j.comm)->tensor = t > 1 ? t : 0; /* open_mesh splits it */
+    ((null_comm *)(void *)j.comm)->tensor = t > 1 ? t : 0; /* open_mesh splits it */
     TRY(open_mesh(world, r->ranks, &j));
     TRY(plan_job(world, &j, &desc));
     for (size_t i = 0; i < j.param_count; i++) /* nobody will see the values */
@@ -197,10 +202,10 @@ static void print_step(const forecast *f, const forecast_row *r)
     if (f->s->tensor > 1)
         printf("# mesh      tensor %ld x data %ld%s\n", f->s->tensor, r->ranks / f->s->tensor,
                f->s->sequence_parallel ? ", sequence-parallel" : "");
-    printf("# strategy  %s: %d shard%s x %d replica%s; a rank sends %.3f MiB a step",
+    printf("# strategy  %s: %d shard%s x %d replica%s; a rank sends %llu bytes a step",
            r->strategy.name, r->strategy.shard_ranks, plural(r->strategy.shard_ranks),
-           r->strategy.replicas, plural(r->strategy.replicas), mib(r->sent));
-    if (r->nodes > 1) printf(", %.3f MiB of it to other nodes", mib(r->between));
+           r->strategy.replicas, plural(r->strategy.replicas), (unsigned long long)r->sent);
+    if (r->nodes > 1) printf(", %llu of them to other nodes", (unsigned long long)r->between);
     printf("\n");
     if (r->strategy.reason[0]) printf("#           auto: %s\n", r->strategy.reason);
     printf("# step      %.2f ms predicted: products %.2f, other kernels %.2f, optimizer and sums "

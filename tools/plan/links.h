@@ -18,8 +18,10 @@ static void show_link(const char *where, const probe_link *link)
            1e-9 * link->worst_bytes_per_second);
 }
 
-/* What the links are, on rank 0, which alone tells; and the program that trains over them. */
+/* What the links are, and the collectives over the data axis so far, on rank 0, which alone tells; and the program that
+ * trains over them. */
 static probe_info probed_links;
+static uint64_t probed_calls;
 static const run_program *probed_program;
 
 /* Measure the links and print them, before the first step. */
@@ -38,18 +40,20 @@ static dtrain_result start_probed(dtrain_world *world, const run_job *j)
 }
 
 /* Compare the links with what a step has needed, and warn when they are the limit. */
-static void forecast_links(dtrain_world *world, const run_job *j, const dtrain_step_record *record)
+static void forecast_links(dtrain_world *world, run_job *j, const dtrain_step_record *record)
 {
     /* next to nothing beside a slow link: clocks of several ranks may make it less */
     const double compute_ms = fmax(0, record->step_ms - record->exposed_comm_ms - record->data_ms);
     dtrain_strategy_info info;
     probe_step step = {0};
     probe_forecast forecast;
-    if (record->step != LINKS_STEP || dtrain_world_rank(world)) return;
+    if (dtrain_world_rank(world)) return;
     dtrain_strategy_query(j->strategy, &info);
+    step.call_count = info.traffic.operation_count - probed_calls;
+    probed_calls = info.traffic.operation_count;
+    if (record->step != LINKS_STEP) return;
     step.compute_seconds = compute_ms / 1e3;
     step.wire_bytes = record->comm_bytes;
-    step.call_count = info.step_calls + (j->accum - 1) * info.micro_calls;
     if (compute_ms == 0 && record->comm_bytes == 0) return;
     predict_step(&probed_links, &step, &forecast);
     dtrain_log(world, forecast.limited ? DTRAIN_LOG_WARNING : DTRAIN_LOG_INFO, "%s", forecast.text);

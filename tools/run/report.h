@@ -54,7 +54,7 @@ static void show_mesh(const run_job *j)
     printf(" units%s\n", j->stage_units ? ", by their cost" : "");
 }
 
-/* Print the gradient memory of a rank for each mode of accumulation that the strategy has, and what a step sends. */
+/* Print the gradient memory of a rank for each mode of accumulation that the strategy has. */
 static void show_accumulation(const run_job *j, const dtrain_strategy_info *info, int ranks)
 {
     dtrain_strategy_desc desc = info->desc;
@@ -68,8 +68,7 @@ static void show_accumulation(const run_job *j, const dtrain_strategy_info *info
                                  &memory) == DTRAIN_OK)
             printf(" %s %.1f", accum_modes[desc.accumulation], mib(memory.grads));
     free(params);
-    printf("; a step of %u micro-batches sends %llu bytes\n", j->accum,
-           (unsigned long long)(info->step_bytes + (j->accum - 1) * info->micro_bytes));
+    printf("\n");
 }
 
 /* The gradients that a rank has: of a mesh those of its part of the model. */
@@ -87,12 +86,6 @@ static double elements_here(const run_job *j)
 static double dense_bytes(const run_job *j, int ranks)
 {
     return 8.0 * elements_here(j) * (ranks - 1) / ranks;
-}
-
-/* Of these, the bytes to other nodes of `node` ranks: each of the other ranks is sent the same. */
-static double dense_node_bytes(const run_job *j, int ranks, int node)
-{
-    return ranks > 1 ? dense_bytes(j, ranks) * (ranks - node) / (ranks - 1) : 0;
 }
 
 /* Write "top-k 0.01, hierarchical", or nothing for plain DDP. */
@@ -116,30 +109,21 @@ static unsigned long long dense_steps(const dtrain_compression_desc *how)
 static void show_links(const run_job *j, const dtrain_strategy_info *info, int ranks)
 {
     const dtrain_emulation *e = &j->s->emulation;
-    const int tensor = (int)j->s->tensor, all = ranks * (int)model_ranks(j->s);
+    const int all = ranks * (int)model_ranks(j->s);
     const dtrain_strategy_desc *desc = &info->desc;
     const int nodes = e->node_ranks ? all / (int)e->node_ranks : 0;
-    const uint64_t away = info->step_node_bytes;
     char text[128];
     describe_compression(desc, text, sizeof text);
     if (*text) printf("reduce  %s", text);
-    if (desc->compression) {
-        printf(", after %llu dense steps and %llu of warm-up; in force it sends %.1fx fewer bytes "
-               "than fp32",
+    if (desc->compression)
+        printf(", after %llu dense steps and %llu of warm-up; keeps %.1f MiB of state",
                dense_steps(desc->compression), (unsigned long long)desc->compression->warmup_steps,
-               info->step_bytes ? dense_bytes(j, ranks) / (double)info->step_bytes : 1);
-        if (away)
-            printf(", between nodes %.1fx",
-                   dense_node_bytes(j, ranks, (int)e->node_ranks / tensor) / (double)away);
-        printf(", and keeps %.1f MiB of state", mib(info->state_bytes));
-    }
+               mib(info->state_bytes));
     if (*text) printf("\n");
     if (e->node_ranks)
-        printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes; a rank "
-               "sends %llu bytes a step to other nodes, %llu inside its own%s\n",
-               nodes, plural(nodes), e->node_ranks, plural(e->node_ranks), e->gigabits_per_second,
-               e->latency_us, (unsigned long long)away,
-               (unsigned long long)(info->step_bytes - away), j->mesh ? " over the data axis" : "");
+        printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes\n", nodes,
+               plural(nodes), e->node_ranks, plural(e->node_ranks), e->gigabits_per_second,
+               e->latency_us);
 }
 
 /* ranks: those that average gradients. */
@@ -149,11 +133,9 @@ static void show_strategy(const run_job *j, int ranks)
     dtrain_strategy_info info;
     dtrain_strategy_query(j->strategy, &info);
     show_mesh(j);
-    printf("strategy %s: %d shard%s x %d replica%s, gradients in %zu bucket%s; a rank sends %llu "
-           "bytes a step of one micro-batch%s\n",
-           info.name, info.shard_ranks, plural(info.shard_ranks), info.replicas,
-           plural(info.replicas), info.bucket_count, plural((int64_t)info.bucket_count),
-           (unsigned long long)info.step_bytes, j->mesh ? " over the data axis" : "");
+    printf("strategy %s: %d shard%s x %d replica%s, gradients in %zu bucket%s\n", info.name,
+           info.shard_ranks, plural(info.shard_ranks), info.replicas, plural(info.replicas),
+           info.bucket_count, plural((int64_t)info.bucket_count));
     show_links(j, &info, ranks);
     if (info.reason[0]) say(stdout, "auto    %s\n", info.reason);
     if (j->accum > 1) show_accumulation(j, &info, ranks);
@@ -248,6 +230,9 @@ static void show_times(const run_job *j, const dtrain_summary *summary)
            "step\n",
            summary->comm_ms, summary->exposed_comm_ms, share(summary, summary->exposed_comm_ms),
            mib(summary->comm_bytes) / steps);
+    if (j->sent)
+        printf("  last step            %10llu bytes sent by rank 0%s\n",
+               (unsigned long long)j->sent, j->mesh ? " over the data axis" : "");
     if (summary->tensor_bytes)
         printf("  tensor axis          %10.1f MiB of these sent a step, in every layer\n",
                mib(summary->tensor_bytes) / steps);

@@ -272,7 +272,7 @@ typedef struct row {
     double step_ms, compute_ms, comm_ms, exposed_ms, straggler_ms, memory_gib;
     double bubble_ms, tensor_ms, data_ms; /* idle in a pipeline; exposed, by axis */
     double rate, efficiency; /* things a second and GPU; of the first row of the line, per cent */
-    uint64_t sent, planned;  /* bytes: counted, and dtrain_strategy_query's step_bytes */
+    uint64_t sent, traffic;  /* bytes: that the links carried, and that the strategy has counted */
     uint64_t tensor_sent;    /* beside those: the tensor axis, and what all agree on */
     bool fits, checkpointed; /* checkpointed: because it would not fit otherwise */
 } row;
@@ -373,13 +373,14 @@ static dtrain_result time_steps(dtrain_strategy *strategy, dtrain_optimizer *opt
                                 const model *m, row *r)
 {
     struct simulation before;
-    dtrain_strategy_info info;
+    dtrain_strategy_info info, first;
     TRY(train_step(strategy, optimizer, m, r->batch, r->accum));
     before = sim;
+    dtrain_strategy_query(strategy, &first);
     TRY(train_step(strategy, optimizer, m, r->batch, r->accum));
     dtrain_strategy_query(strategy, &info);
     r->strategy = (long)info.desc.kind - 1;
-    r->planned = info.step_bytes;
+    r->traffic = info.traffic.wire_bytes - first.traffic.wire_bytes;
     r->sent = sim.sent - before.sent;
     r->tensor_sent = sim.tensor_sent - before.tensor_sent;
     r->compute_ms = 1e3 * (sim.computed - before.computed);
@@ -650,14 +651,14 @@ static void write_json(FILE *file, const model *m, const row *r)
         "\"comm_ms\": %.9g, \"exposed_comm_ms\": %.9g, \"bubble_ms\": %.9g, \"straggler_ms\": "
         "%.9g, \"%s_per_second\": "
         "%.9g, "
-        "\"efficiency\": %.6g, \"comm_bytes\": %llu, \"plan_bytes\": %llu, "
+        "\"efficiency\": %.6g, \"comm_bytes\": %llu, \"strategy_bytes\": %llu, "
         "\"tensor_bytes\": %llu, \"memory_gib\": %.6g}\n",
         flags.model, flags.cluster, r->gpus, r->nodes, strategies[r->strategy], flags.tensor,
         r->gpus / flags.tensor / flags.pipeline, flags.pipeline,
         flags.sequence_parallel && flags.tensor > 1 ? "true" : "false", r->batch, r->accum,
         r->fits ? "true" : "false", r->step_ms, r->compute_ms, r->comm_ms, r->exposed_ms,
         r->bubble_ms, r->straggler_ms, m->things, r->rate * (double)r->gpus, r->efficiency,
-        (unsigned long long)r->sent, (unsigned long long)r->planned,
+        (unsigned long long)r->sent, (unsigned long long)r->traffic,
         (unsigned long long)r->tensor_sent, r->memory_gib);
 }
 

@@ -39,8 +39,8 @@ static dtrain_result sim_mesh_comm(dtrain_world *world, int size, int nodes, dtr
                            "or whole nodes",
                            tensor, local);
     TRY(sim_comm_new(world, size, nodes, sim_mesh_rank(size, tensor), out));
-    ((sim_comm *)(void *)*out)->tensor = tensor;
-    ((sim_comm *)(void *)*out)->aside = true; /* what all ranks agree on is of no data axis */
+    ((null_comm *)(void *)*out)->tensor = tensor;
+    ((null_comm *)(void *)*out)->aside = true; /* what all ranks agree on is of no data axis */
     return DTRAIN_OK;
 }
 
