@@ -7,7 +7,7 @@
  *
  * copies   bytes that an operation copies aside: collectives none in memory of dtrain_comm_alloc.
  *
- * links    ranks of this machine as nodes with emulated links (dtrain_launch_desc.emulation), in every
+ * links    ranks of this machine as nodes with emulated links (tools/emulated_links.h), in every
  *          combination of --gbps, --nodes and --node-ranks. Gradients are random numbers, new in each exchange;
  *          all of them are ready at once. Compression begins at once too (dense_steps 0), with error feedback.
  *          Rows of a step have a backward before or around the exchange, modelled by waiting: tensor by tensor,
@@ -41,6 +41,7 @@
 
 #include "bench.h"
 #include "plot.h"
+#include "tools/emulated_links.h"
 #include "tools/train_gpt/gpt.h"
 #include "train_run.h"
 
@@ -287,8 +288,8 @@ static dtrain_result exchange(job *j, double backward)
 static dtrain_result set_link(job *j, double gbps, double latency)
 {
     DTRAIN__TRY(dtrain_world_all_gather(j->world, NULL, 0, NULL));
-    j->world->emulation.gigabits_per_second = gbps / j->at.shrink;
-    j->world->emulation.latency_us = latency;
+    emulated_links.gigabits_per_second = gbps / j->at.shrink;
+    emulated_links.latency_us = latency;
     return dtrain_world_all_gather(j->world, NULL, 0, NULL);
 }
 
@@ -634,8 +635,7 @@ static int launch_shape(job *j)
     desc.rank_count = (uint32_t)(j->at.nodes * j->at.node_ranks);
     desc.threads_per_rank = 1;
     desc.log_level = DTRAIN_LOG_ERROR;
-    desc.emulation.node_ranks = (uint32_t)j->at.node_ranks;
-    desc.emulation.gigabits_per_second = 1e6;
+    emulate_links(&desc, j->at.node_ranks, 1e6, 0);
     if (dtrain_launch(&desc, rank_main, j, NULL) == DTRAIN_OK) return 0;
     fprintf(stderr, "bench_comm: %s\n", dtrain_last_error());
     return 1;

@@ -1,10 +1,10 @@
-/* bench_links.c: is the emulated link of the local communicator what it says, and what a network does?
+/* bench_links.c: is an emulated link (tools/emulated_links.h) what it says, and what a network does?
  *
  *   run:     build/bench/bench_links --quick                     emulation beside its formula
  *            build/bench/bench_links --nodes 2,4 --gbit 0.1,1 --sizes 1M,4M,25M   root: Open MPI, too
  *
  *   formula_ms   all-reduce of B bytes by N nodes of one rank: 2 (N - 1) / N * 8 B / rate + 2 latency
- *   emulated_ms  dtrain_all_reduce under dtrain_launch_desc.emulation; over: its time / the formula's - 1, in %
+ *   emulated_ms  dtrain_all_reduce over emulated links; over: its time / the formula's - 1, in %
  *   mpi_ms       the same algorithm over Open MPI's TCP between network namespaces (mpi_links.sh):
  *                slices to their owners in pieces of 48 KiB, their sums, results to everybody;
  *                over_emulated: its time / the emulation's - 1, in %
@@ -21,6 +21,7 @@
 #include "bench.h"
 #include "dtrain.h"
 #include "mpi_rival.h"
+#include "tools/emulated_links.h"
 
 enum { MAX_REPS = 64 };
 #define PAYLOAD (1448.0 / 1514.0)
@@ -84,9 +85,7 @@ static int run_emulation(plan *p)
     memset(&desc, 0, sizeof desc);
     desc.rank_count = (uint32_t)p->nodes;
     desc.threads_per_rank = 1;
-    desc.emulation.node_ranks = 1;
-    desc.emulation.gigabits_per_second = p->gbit * PAYLOAD;
-    desc.emulation.latency_us = p->latency_us;
+    emulate_links(&desc, 1, p->gbit * PAYLOAD, p->latency_us);
     if (dtrain_launch(&desc, emulated_rank, p, NULL) == DTRAIN_OK) return 1;
     fprintf(stderr, "%s\n", dtrain_last_error());
     return 0;

@@ -102,7 +102,6 @@ extern "C" {
 #pragma GCC optimize("O1")
 #endif
 #include "comm/circle.c"
-#include "comm/links.c"
 #include "comm/staged.c"
 #include "comm/mpi.c"
 #include "comm/mpi_meet.c"

@@ -88,8 +88,8 @@
 
    rank         one of the processes (or threads) that train together, numbered from 0.
    world        all ranks of a run; world size = how many.
-   node         the ranks of one host, which reach each other faster than those of other hosts; or,
-                emulated, a group of ranks that is treated so (world/world.h).
+   node         the ranks of one host, which reach each other faster than those of other hosts; or
+                a group of ranks that counts as one (dtrain_launch_desc.node_ranks).
    restart      to start all ranks of a run again after one has failed; progress is a step that the
                 ranks can go on behind, a crash loop is restarts without any.
    flight record   the last collectives of a rank, kept so that one can see after a failure who was
@@ -173,8 +173,8 @@
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
-   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation. A run that
-   fails or hangs can leave what each rank called last: dtrain_launch_desc.flight_directory, or
+   slow links on one machine, to measure or to learn with: tools/emulated_links.h. A run that fails
+   or hangs can leave what each rank called last: dtrain_launch_desc.flight_directory, or
    DTRAIN_FLIGHT_DIRECTORY in the environment; build/flight (tools/flight) reads it.
 
    ------------------------------------------------------------------------------------------------
@@ -244,11 +244,9 @@
    calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
    that are marked. The pipeline axis is for DDP and ZERO1, without recorded steps (graph) and
    without gradients of inputs; the loss calls the same operations, of the same shapes, in each
-   micro-batch, and an error of next_batch there fails the step on all ranks. Emulated links know
-   bandwidth, latency and who shares them, not congestion inside a switch, loss of packets, or the
-   processor time that real network stacks take. Calls of the library take at most 40 KiB of the
-   stack: 64 KiB are enough for a rank whose own functions are modest. The C library takes more
-   where it looks up a host's name.
+   micro-batch, and an error of next_batch there fails the step on all ranks. Calls of the library
+   take at most 40 KiB of the stack: 64 KiB are enough for a rank whose own functions are modest.
+   The C library takes more where it looks up a host's name.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.." || exit 1
 # What a folder is for. One without a sentence ends the script.
 purpose='core|Results and error sentences, logs, data types, random numbers, hashes.
 world|Who the ranks are: the memory they share, messages between them, where they meet.
-comm|Collectives such as all-reduce, over shared memory, MPI or emulated links.
+comm|Collectives such as all-reduce, over shared memory or MPI.
 comm/nccl|The same collectives over NCCL, for NVIDIA GPUs: dtrain_nccl.h.
 launch|Starts ranks, restarts them after a failure, understands torchrun, mpirun, srun.
 parallel|The mesh of ranks along axes; which part of a parameter the tensor axis gives to whom.

@@ -95,7 +95,6 @@ struct dtrain_comm_ops {
 /* A call as ranks show it to each other: all fields must be equal on all ranks. */
 typedef struct dtrain_call {
     uint64_t count;
-    uint64_t started_ns; /* not compared; emulated links only, otherwise 0 */
     uint32_t kind, dtype, op;
     int32_t root;
 } dtrain_call;
@@ -123,8 +122,8 @@ typedef struct dtrain_transport_ops {
      * join gets the addresses of all, in rank order. join returns zeroed memory of
      * DTRAIN_REPORT_BYTES, aligned to 8, that all ranks of the communicator reach at any time; or
      * NULL: then a failure of the communicator fails the world. release frees what make has made:
-     * at once if join was not called, else when no other rank uses it. The world's communicator has
-     * number 0, is made first and released last. */
+     * at once if join was not called, else when no other rank uses it; it is called after a make
+     * that failed, too. The world's communicator has number 0, is made first and released last. */
     dtrain_result (*make)(dtrain_comm *comm, int64_t *address);
     void *(*join)(dtrain_comm *comm, const int64_t *addresses);
     void (*release)(dtrain_comm *comm, bool joined);
@@ -151,8 +150,6 @@ typedef struct dtrain_transport_ops {
     /* Optional: take in what has arrived; called in each turn of a wait, before operations are
      * moved. */
     void (*poll)(dtrain_comm *comm);
-    /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
-    bool (*meet)(dtrain_comm *comm, dtrain_transport_work *work);
 } dtrain_transport_ops;
 
 /* Compute this rank's result of a collective, in what->recv, from the send buffers of all ranks, in

@@ -87,12 +87,12 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
            (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
-/* Return the part of an operation's bytes that goes to other nodes of an emulated cluster: of a
+/* Return the part of an operation's bytes that goes to other nodes of node_ranks: of a
  * message all or nothing, and in a collective every rank is sent the same. */
 static uint64_t dtrain__node_bytes(const dtrain_comm *comm, const dtrain_collective *what,
                                    uint64_t bytes)
 {
-    const int node = dtrain__node_ranks(comm->world), *ranks = comm->world_ranks;
+    const int node = comm->world->node_ranks, *ranks = comm->world_ranks;
     int away = 0;
     if (!node || !bytes) return 0;
     if (what->kind == DTRAIN_COLLECTIVE_SEND)

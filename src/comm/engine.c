@@ -17,12 +17,12 @@
 
 /* ---- What ranks call --------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain__engine *dtrain__engine_of(const dtrain_comm *comm)
+static dtrain__engine *dtrain__engine_of(const dtrain_comm *comm)
 {
     return (dtrain__engine *)((uintptr_t)comm - offsetof(dtrain__engine, base));
 }
 
-DTRAIN__PRIVATE dtrain__work *dtrain__work_of(const dtrain_work *work)
+static dtrain__work *dtrain__work_of(const dtrain_work *work)
 {
     return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
 }
@@ -94,7 +94,6 @@ static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
     for (; work->heard < comm->base.size; work->heard++) {
         const dtrain_call *shown = dtrain__shown_by(comm, work, work->heard);
         if (!shown) return false;
-        if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
         if (dtrain__same_call(shown, &work->op.call)) continue;
         (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
         return false;
@@ -117,7 +116,7 @@ static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work 
 /* ---- Progress ---------------------------------------------------------------------------------*/
 
 /* Move one collective as far as it goes without waiting; true when it is done. Ranks agree on
- * collectives in the order of their numbers, because emulated links carry them in that order. */
+ * collectives in the order of their numbers, and a transport is told of them in that order. */
 static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
 {
     const dtrain_transport_ops *transport = comm->transport;
@@ -133,17 +132,11 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
             return false;
         comm->agreed = work->op.sequence;
         ++*comm->base.moves;
-        if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
         if (work->op.small) dtrain__small_result(comm, work);
         work->state = DTRAIN__MOVING;
     }
-    if (work->state == DTRAIN__MOVING) {
-        work->op.oldest = work->op.sequence == oldest;
-        if (!transport->move(&comm->base, &work->op)) return false;
-        work->state = DTRAIN__DUE;
-    }
-    return !work->due_ns ||
-           (dtrain__now_ns() >= work->due_ns && transport->meet(&comm->base, &work->op));
+    work->op.oldest = work->op.sequence == oldest;
+    return transport->move(&comm->base, &work->op);
 }
 
 /* Say whether a receiver has heard the call of its message, which has the count and dtype that it
@@ -344,7 +337,7 @@ static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *wo
     if (rank == comm->base.rank) return false;
     if (!work->op.sequence)
         return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
-    if (work->state >= DTRAIN__MOVING) return comm->transport->lags(&comm->base, &work->op, rank);
+    if (work->state == DTRAIN__MOVING) return comm->transport->lags(&comm->base, &work->op, rank);
     return !comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
@@ -418,26 +411,17 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     char name[128], list[200] = "";
     const dtrain_world *world = comm->base.world;
     const double seconds = 1e-9 * (double)world->timeout_ns;
-    const uint64_t now = dtrain__now_ns();
     dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
     if (dtrain__copying_in(comm, waited))
         return dtrain__engine_failf(
             &comm->base, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);
-    if (work->due_ns > now)
-        return dtrain__engine_failf(
-            &comm->base, DTRAIN_ERROR_TIMEOUT,
-            "%s: rank %d waited %.1f s, and its emulated link of %g Gb/s needs %.1f s more; raise "
-            "timeout_ms",
-            name, world->rank, seconds, world->emulation.gigabits_per_second,
-            1e-9 * (double)(work->due_ns - now));
     dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
         &comm->base, DTRAIN_ERROR_TIMEOUT,
-        "%s: rank %d waited %.1f s for %s; %sif they%s are only slow, raise timeout_ms", name,
-        world->rank, seconds, list[0] ? list : "its own records to go out",
-        strstr(list, "circle") ? "make the same calls on all of them, or " : "",
-        dtrain__node_ranks(world) ? " or the emulated links" : "");
+        "%s: rank %d waited %.1f s for %s; %sif they are only slow, raise timeout_ms", name,
+        world->rank, seconds, list[0] ? list : "its own transfers to end",
+        strstr(list, "circle") ? "make the same calls on all of them, or " : "");
 }
 
 DTRAIN__PRIVATE dtrain_comm *dtrain__comm_numbered(const dtrain_world *world, int64_t number)
@@ -510,7 +494,6 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
     work->op.call.dtype = (uint32_t)what->dtype;
     work->op.call.op = what->op;
     work->op.call.root = what->root;
-    if (dtrain__node_ranks(comm->base.world)) work->op.call.started_ns = dtrain__now_ns();
     return DTRAIN_OK;
 }
 
@@ -580,8 +563,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     while (!work->done && !comm->failed) {
         dtrain__engine_advance_all(comm);
         if (work->done || comm->failed) break;
-        const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
-                                                             : dtrain__wait_turn(world, &wait);
+        const dtrain_result turn = dtrain__wait_turn(world, &wait);
         if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);

@@ -2,9 +2,9 @@
  *
  * One engine drives the communicators "local", "staged" and "mpi". It owns everything that does not
  * depend on how bytes travel: the queue, the sequence numbers, the agreement on what is called,
- * waiting and deadlines, failure, split, emulated links and buffers in device memory. A transport
- * below it moves bytes; it is one dtrain_transport_ops table (comm/backend.h). The life of one
- * collective on one rank:
+ * waiting and deadlines, failure, split, and buffers in device memory. A transport below it moves
+ * bytes; it is one dtrain_transport_ops table (comm/backend.h). The life of one collective on one
+ * rank:
  *
  *     dtrain_all_reduce -> engine_start
  *         |   copy_in: device memory only; page-locked images take the place of the buffers
@@ -13,8 +13,6 @@
  *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
  *         |   small: every rank computes its own result from what it has heard
  *      MOVING         transport->move, until it returns true
- *         |   emulated links only: the transfer has a due time
- *      DUE            waits for the clock, then for the other ranks at transport->meet
  *         |   copy_out: device memory only
  *       done          engine_wait gives the handle back
  *
@@ -50,8 +48,7 @@ typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 typedef enum dtrain__state {
     DTRAIN__QUEUED = 0,
     DTRAIN__SHOWN = 1,
-    DTRAIN__MOVING = 2,
-    DTRAIN__DUE = 3
+    DTRAIN__MOVING = 2
 } dtrain__state;
 
 /* The engine's part of a work stands before the one that the transport sees. */
@@ -62,8 +59,6 @@ struct dtrain__work {
     int heard;                /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
     bool done;
-    uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
-    uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
     dtrain_transport_work op;
 };
 
@@ -95,8 +90,6 @@ DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequenc
                                       size_t room);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
-DTRAIN__PRIVATE dtrain__engine *dtrain__engine_of(const dtrain_comm *comm);
-DTRAIN__PRIVATE dtrain__work *dtrain__work_of(const dtrain_work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
 DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code);
@@ -117,13 +110,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 /* comm/circle.c */
 DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
                                                       const dtrain__work *work, dtrain__wait *wait);
-
-/* comm/links.c */
-DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work);
-DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
-                                         uint64_t sent_ns);
-DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait);
 
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);

@@ -19,8 +19,7 @@
  *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
  *              When all have reached it, every rank computes its own result from the buffers
  *
- * All paths add in rank order in fp32 and round once, so results have the same bits on each. With
- * emulated links there is one more stage, which a rank reaches when its transfer is due.
+ * All paths add in rank order in fp32 and round once, so results have the same bits on each.
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
 
@@ -402,15 +401,6 @@ static bool dtrain__next_stage(dtrain_comm *comm, dtrain__local_work *work)
     return work->stage + 1 >= work->final || dtrain__chunk_in(comm, what, work->stage - 1);
 }
 
-/* Reach the additional stage of emulated links. A small operation has only stage 1 before it. */
-static bool dtrain__local_meet(dtrain_comm *comm, dtrain_transport_work *base)
-{
-    dtrain__local_work *work = (dtrain__local_work *)base;
-    const uint32_t last = base->small ? 2 : work->final + 1;
-    if (work->stage < last) dtrain__reach(comm, work, last);
-    return dtrain__all_reached(comm, work);
-}
-
 /* ---- Messages ---------------------------------------------------------------------------------*/
 
 static dtrain__channel *dtrain__channel_of(const dtrain_comm *comm, const dtrain_collective *what)
@@ -463,8 +453,7 @@ static void dtrain__cell_fill(dtrain_comm *comm, dtrain__local_work *work, dtrai
     work->moved += length;
 }
 
-/* Take what a cell has. False: it has to wait for an emulated link, or the communicator has
- * failed. */
+/* Take what a cell has. False: the engine has not agreed yet, or the communicator has failed. */
 static bool dtrain__cell_take(dtrain_comm *comm, dtrain__local_work *work, const dtrain__cell *cell,
                               size_t bytes)
 {
@@ -475,10 +464,6 @@ static bool dtrain__cell_take(dtrain_comm *comm, dtrain__local_work *work, const
                                                       : DTRAIN__CELL_BYTES;
     char *to = (char *)what->recv + work->moved;
     if (!work->base.agreed) return false;
-    if (!dtrain__message_due(dtrain__engine_of(comm), dtrain__work_of(&work->base.base),
-                             cell->shown.started_ns) &&
-        length == rest)
-        return false;
     if (cell->path == DTRAIN__READ) {
         if (!dtrain__fetch(comm, what->root, cell->lies, to, length)) return false;
     } else if (length) {
@@ -501,11 +486,7 @@ static bool dtrain__message_cell(dtrain_comm *comm, dtrain__local_work *work, si
     dtrain__store(mine, *mine + 1);
     ++*comm->moves;
     work->end = *mine;
-    work->base.posted =
-        sends && work->moved == bytes &&
-        (cell->lies ||
-         (bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
-          dtrain__message_crosses(dtrain__engine_of(comm), dtrain__work_of(&work->base.base))));
+    work->base.posted = sends && work->moved == bytes && cell->lies;
     return true;
 }
 
@@ -650,8 +631,7 @@ static const dtrain_transport_ops dtrain__local_transport = {sizeof(dtrain__loca
                                                              dtrain__local_heard,
                                                              dtrain__local_move,
                                                              dtrain__local_lags,
-                                                             NULL,
-                                                             dtrain__local_meet};
+                                                             NULL};
 
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void)
 {

@@ -488,20 +488,11 @@ static void dtrain__mpi_release(dtrain_comm *base, bool joined)
 
 /* A rank that left normally is missed only after two seconds: its last messages may arrive later
  * than the control plane's notice of its end. */
-static const dtrain_transport_ops dtrain__mpi_transport = {sizeof(dtrain__mpi_comm),
-                                                           sizeof(dtrain__mpi_work),
-                                                           2000000000u,
-                                                           dtrain__mpi_make,
-                                                           dtrain__mpi_join,
-                                                           dtrain__mpi_release,
-                                                           dtrain__mpi_map,
-                                                           dtrain__mpi_unmap,
-                                                           dtrain__mpi_show,
-                                                           dtrain__mpi_heard,
-                                                           dtrain__mpi_move,
-                                                           dtrain__mpi_lags,
-                                                           dtrain__mpi_poll,
-                                                           NULL};
+static const dtrain_transport_ops dtrain__mpi_transport = {
+    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,      dtrain__mpi_make,
+    dtrain__mpi_join,         dtrain__mpi_release,      dtrain__mpi_map,  dtrain__mpi_unmap,
+    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move, dtrain__mpi_lags,
+    dtrain__mpi_poll};
 
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
 {

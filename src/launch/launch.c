@@ -16,7 +16,6 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
-#include "comm/engine_internal.h"
 #include "launch/environment_internal.h"
 #include "launch/launch.h"
 #include "launch/launch_internal.h"
@@ -287,30 +286,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
-static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    const dtrain_emulation *asked = &desc->emulation;
-    const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
-    const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
-    if (!asked->node_ranks && !any) return DTRAIN_OK;
-    if (asked->node_ranks && (uint32_t)launch->place.size % asked->node_ranks == 0 &&
-        gigabits > 0 && gigabits <= 1e6 && latency >= 0 && latency <= 1e9) {
-        /* emulated links are gates in the queue of the local communicator */
-        if (!desc->comm_ops || desc->comm_ops == dtrain__local_comm_ops()) return DTRAIN_OK;
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_launch: emulation is of the local communicator, and comm_ops is "
-                           "another one; clear one of them");
-    }
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_launch: emulation.node_ranks is %u, emulation.gigabits_per_second %g, "
-        "emulation.latency_us %g; expected a divisor of the %d ranks (1 makes every rank a node), "
-        "more than 0 and at most 1e6, and 0 to 1e9",
-        asked->node_ranks, gigabits, latency, launch->place.size);
-}
-
 /* Choose the directory of flight records; NULL: none are written. */
 static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 {
@@ -365,7 +340,11 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!place->named) place->job = desc->job;
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
-    DTRAIN__TRY(dtrain__check_emulation(launch));
+    if (desc->node_ranks && (uint32_t)place->size % desc->node_ranks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: node_ranks is %u, expected a divisor of the %d ranks (1 "
+                           "makes every rank a node)",
+                           desc->node_ranks, place->size);
     DTRAIN__TRY(dtrain__resolve_flight(desc));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;

@@ -111,7 +111,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
     world->comm_ops = desc->comm_ops;
-    world->emulation = desc->emulation;
+    world->node_ranks = (int)desc->node_ranks;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
     world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);

@@ -106,7 +106,7 @@ static dtrain_result dtrain__mesh_open(dtrain_mesh *mesh)
 static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
 {
     dtrain_comm *tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
-    dtrain_world_info own; /* emulated nodes count */
+    dtrain_world_info own; /* node_ranks counts */
     dtrain_world_query(mesh->world, &own);
     int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
     DTRAIN__TRY(

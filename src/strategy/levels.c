@@ -34,7 +34,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
 {
     int64_t nodes[DTRAIN_MAX_RANKS]; /* the node of each rank */
     const int ranks = dtrain_comm_size(groups->data);
-    dtrain_world_info own; /* emulated nodes count */
+    dtrain_world_info own; /* node_ranks counts */
     int size = 1;
     dtrain_world_query(world, &own);
     const int64_t mine = own.node;

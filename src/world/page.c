@@ -33,34 +33,11 @@ static uint64_t dtrain__host_id(int32_t *error)
     return dtrain__siphash(spaces, text, sizeof text);
 }
 
-/* The host on which a rank is, and the emulated nodes that its desc asks for. */
+/* The host on which a rank is. */
 typedef struct dtrain__host_record {
     uint64_t host;
     int32_t error, unused; /* errno: why the host is unknown; 0: it is known */
-    dtrain_emulation emulation;
 } dtrain__host_record;
-
-/* Check that all ranks ask for the same emulated nodes: each has read its own desc. */
-static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__host_record *all)
-{
-    const dtrain_emulation *mine = &world->emulation;
-    for (int i = 0; i < world->size; i++) {
-        const dtrain_emulation *other = &all[i].emulation;
-        if (other->node_ranks != mine->node_ranks || other->latency_us != mine->latency_us ||
-            other->gigabits_per_second != mine->gigabits_per_second)
-            return dtrain__abort_with(
-                world, DTRAIN_ERROR_MISMATCH,
-                "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
-                "us, rank %d does not; give all ranks the same desc",
-                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank);
-    }
-    if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
-    return dtrain__abort_with(
-        world, DTRAIN_ERROR_UNSUPPORTED,
-        "dtrain_launch: emulation makes nodes of one host, and these ranks are on %d hosts; clear "
-        "desc.emulation: their links are real",
-        world->node_count);
-}
 
 /* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
@@ -69,7 +46,6 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     int local_rank = 0, local_size = 0, hosts = 0;
     memset(&own, 0, sizeof own);
     const uint64_t mine = own.host = dtrain__host_id(&own.error);
-    own.emulation = world->emulation;
     DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     for (int i = 0; i < world->size; i++) {
         int first = 0;
@@ -88,7 +64,6 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
                                           : "");
     }
     world->node_count = hosts;
-    DTRAIN__TRY(dtrain__agree_on_nodes(world, all));
     if (place->forks) local_rank = world->rank - place->rank;
     else if (place->local_rank >= 0) local_rank = place->local_rank;
     world->local_rank = local_rank;

@@ -34,13 +34,6 @@
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
 DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
-/* Return the number of ranks of an emulated node, 0 without emulation. How cores, memory and
- * devices are divided goes by the real hosts instead, which the members of
- * dtrain_world describe. */
-DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world)
-{
-    return (int)world->emulation.node_ranks;
-}
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world)
 {
     return world ? world->device : NULL;
@@ -55,7 +48,7 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     if (!info) return;
     memset(info, 0, sizeof *info);
     if (!world) return;
-    const int node = dtrain__node_ranks(world);
+    const int node = world->node_ranks;
     info->rank = world->rank;
     info->size = world->size;
     info->local_rank = node ? world->rank % node : world->local_rank;

@@ -15,27 +15,6 @@ typedef struct dtrain_comm_ops dtrain_comm_ops;
 
 #define DTRAIN_MAX_RANKS 256
 
-/* The local communicator as a cluster: consecutive ranks form nodes, and what passes between nodes
- * takes the time that a link would. An emulation for measuring and teaching: the data still goes
- * through shared memory, ranks wait without using the processor, and inside a node nothing is
- * slowed. The world reports these nodes as its hosts.
- *
- * The model: every node has one full-duplex link, which its ranks share, first come, first served.
- * A collective costs latency_us for each of its rounds and, on each link, the bytes that dtrain's
- * MPI communicator would move over it, at gigabits_per_second; the table is in comm/links.c.
- * Headers are not counted: TCP over Ethernet carries 0.94 of the link's nominal rate as data.
- *
- * A transfer begins when the last rank starts the operation and goes on while ranks compute. Waits
- * notice its end some 0.1 ms late at most. timeout_ms counts as ever: it must be longer than the
- * slowest transfer with all that is queued before it. dtrain_world_all_gather and dtrain_launch
- * cost nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the
- * same desc. */
-typedef struct dtrain_emulation {
-    uint32_t node_ranks;        /* ranks of a node; divides rank_count; 0 = no emulation */
-    double gigabits_per_second; /* of a node's link, in each direction: 1e9 bits a second */
-    double latency_us;          /* of a message between nodes */
-} dtrain_emulation;
-
 /* A trace: what every rank does when, in the Trace Event Format, for ui.perfetto.dev or
  * chrome://tracing. Rank r writes a file of its own, with ".rank<r>" before the extension of path:
  * passes, units and operations by name, waits, the update, checkpoints, and every collective with
@@ -60,8 +39,8 @@ DTRAIN_API int dtrain_world_size(const dtrain_world *world);
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
 /* Return the communicator of all ranks, which the world owns. */
 DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
-/* A rank's place in the world, and the settings of its launch with defaults filled in. Under
- * emulation a node counts as a host. */
+/* A rank's place in the world, and the settings of its launch with defaults filled in. With
+ * dtrain_launch_desc.node_ranks such a node counts as a host. */
 typedef struct dtrain_world_info {
     int rank, size;
     int local_rank,

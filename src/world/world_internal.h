@@ -67,12 +67,6 @@ typedef struct dtrain__abort_record {
     char text[500];
 } dtrain__abort_record;
 
-/* One direction of a node's emulated link, see comm/links.c. */
-typedef struct dtrain__lane {
-    uint64_t busy_until; /* atomic, on the monotonic clock */
-    uint64_t line[7];
-} dtrain__lane;
-
 /* What a rank shows of its progress to the flight records of the others (comm/flight.c). Each field
  * is atomic by itself; all are zero where no memory is shared. */
 typedef struct dtrain__pulse {
@@ -109,8 +103,7 @@ typedef struct dtrain__control {
     dtrain__abort_record aborted;
     dtrain__exit_record exits[DTRAIN_MAX_RANKS];
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
-    uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
-    dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
+    uint64_t waits[DTRAIN_MAX_RANKS]; /* atomic: for whom each rank waits, see control.c */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
     dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
     uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
@@ -137,8 +130,8 @@ typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__eng
 
 struct dtrain_world {
     int rank, size;
-    int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
-    dtrain_emulation emulation;
+    int local_rank, local_size, node, node_count; /* the machine's, whatever node_ranks is */
+    int node_ranks;                               /* of the launch desc */
     uint64_t moves; /* steps of this rank's collectives so far: a new one makes naps short again */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
@@ -190,9 +183,6 @@ typedef struct dtrain__wait {
     uint64_t number, looked_ns;  /* of a long wait, see comm/circle.c; when it last looked */
     uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
-
-/* world/world.c */
-DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world);
 
 /* world/control.c */
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number);

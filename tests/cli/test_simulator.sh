@@ -52,7 +52,7 @@ simulate $ring --gpus 8 --batch-sizes 64 --network-gbps 1000 --latency-us 0
 tail=$(awk "BEGIN { printf \"%.9g\", 1e3 * 2 * 7 / 8 * 4 * 50304 * 768 / 125e9 }")
 holds "overlap leaves the tail" "$(field exposed_comm_ms 1) >= $tail * 0.999 && $(field exposed_comm_ms 1) < 1.3 * $tail"
 
-# dtrain_emulation: all-reduce over 2 nodes of 4 on 1 Gb/s. Large: every rank sends a slice of 1/8 to 4 others, twice.
+# Emulated links (tools/emulated_links.h): all-reduce over 2 nodes of 4 on 1 Gb/s. Large: every rank sends a slice of 1/8 to 4 others, twice.
 # Small, as the first bucket is (768 elements), and the weights (1, and whether there is a gradient of each of 76): its
 # whole input to 4 others, once.
 simulate --cluster cpu --network-gbps 1 --latency-us 50 --nvlink-gbs 1e15 --gpus 8 --strategies ddp --bucket-mib 100000

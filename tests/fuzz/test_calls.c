@@ -24,6 +24,7 @@
 #include "ranks.h"
 #include "seeds.h"
 #include "naive_comm.h"
+#include "tools/emulated_links.h"
 
 #include <sys/time.h>
 
@@ -746,11 +747,7 @@ static bool passes(const program *g, bool quiet, char *text, size_t room)
         desc.grace_ms =
             g->how == STOPS ? 3000 : 20000; /* who is stopped must be killed; the others end */
         desc.log = say_nothing;
-        if (g->node_ranks) {
-            desc.emulation.node_ranks = (uint32_t)g->node_ranks;
-            desc.emulation.gigabits_per_second = 10;
-            desc.emulation.latency_us = 5;
-        }
+        if (g->node_ranks) emulate_links(&desc, g->node_ranks, 10, 5);
         alarm(60);
         y.r->launched = (int32_t)dtrain_launch(&desc, rank_main, &y, &info);
         y.r->first_failed = info.first_failed_rank;

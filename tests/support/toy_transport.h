@@ -153,7 +153,7 @@ static void toy_release(dtrain_comm *base, bool joined)
 
 static const dtrain_transport_ops toy_transport = {
     sizeof(toy_comm), sizeof(toy_work), 0,         toy_make, toy_join, toy_release, toy_map,
-    toy_unmap,        toy_show,         toy_heard, toy_move, toy_lags, NULL,        NULL};
+    toy_unmap,        toy_show,         toy_heard, toy_move, toy_lags, NULL};
 
 /* Return the table to be given as comm_ops. */
 static dtrain_comm_ops toy_comm_ops(void)

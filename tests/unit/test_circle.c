@@ -46,6 +46,8 @@ typedef struct simulated {
     int moved[MOST],
         last[MOST]; /* of a message: its parts so far; the last one's number in the channel */
 
+    int64_t due[MOST]; /* of a collective that all ranks have started: when its data has moved */
+
     int act[MOST], on[MOST], length,
         at; /* the rank's program; on: an operation, or a communicator */
     bool waits, busy;
@@ -166,6 +168,7 @@ static dtrain__engine *engine_of(const dtrain__work *work)
 /* Move what can be moved, in the order of the queue; messages of one pair and direction do not overtake. */
 static void move_all(dtrain__engine *comm)
 {
+    simulated *r = &sim->rank[comm->base.world->rank];
     bool stuck = false, blocked[2][RANKS] = {{false}};
     comm->failed = sim->now >= sim->fails[comm->base.number];
     if (comm->failed) return;
@@ -178,9 +181,9 @@ static void move_all(dtrain__engine *comm)
         for (int i = 0; work->op.sequence && i < comm->base.size; i++)
             done = done && heard(&comm->base, work->op.sequence, i);
         if (done && !work->op.sequence) done = message_moves(comm, work);
-        if (done && work->op.sequence && !work->due_ns) /* its data moves */
-            work->due_ns = (uint64_t)(sim->now + (draw(3) ? 0 : draw(100)));
-        if (done && work->op.sequence) done = work->due_ns <= (uint64_t)sim->now;
+        int64_t *due = &r->due[work - r->works];
+        if (done && work->op.sequence && !*due) *due = sim->now + (draw(3) ? 0 : draw(100));
+        if (done && work->op.sequence) done = *due <= sim->now;
         work->done = done;
         if (!done) *order = true;
     }

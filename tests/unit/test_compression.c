@@ -458,8 +458,7 @@ static field_seen *field_train(const field_case *c)
     run.c = c;
     run.seen = (field_seen *)ranks_shared(sizeof *run.seen);
     if (c->emulated) {
-        desc.emulation.node_ranks = (uint32_t)c->emulated;
-        desc.emulation.gigabits_per_second = 1000;
+        desc.node_ranks = (uint32_t)c->emulated;
     }
     CHECK_MSG(ranks_launch(&desc, field_rank, &run, NULL) == DTRAIN_OK, "%d ranks, %s: %s",
               c->ranks, ranks_mode_name(c->mode), dtrain_last_error());

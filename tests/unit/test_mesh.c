@@ -329,8 +329,7 @@ static void test_crossing_nodes(void)
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         axes size = sizes[i];
         dtrain_launch_desc desc = ranks_desc(8, DTRAIN_LAUNCH_THREADS);
-        desc.emulation.node_ranks = 2;
-        desc.emulation.gigabits_per_second = 1000;
+        desc.node_ranks = 2;
         desc.log_level = DTRAIN_LOG_WARNING;
         desc.log = count_warnings;
         warnings = 0;

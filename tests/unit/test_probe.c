@@ -5,6 +5,7 @@
 #include "test.h"
 #include "dtrain.h"
 #include "ranks.h"
+#include "tools/emulated_links.h"
 
 /* A model of links: each rank, a process, has its own clock, which only messages move; every message carries its
  * sender's time. A message takes its link's latency and its bytes over the link's speed, and can be late. The links
@@ -195,8 +196,7 @@ static const probe_info *run_model(const struct links *links, int late_first, do
 {
     modelled *m = (modelled *)ranks_shared(sizeof *m);
     dtrain_launch_desc desc = ranks_desc(links->ranks, DTRAIN_LAUNCH_PROCESSES);
-    desc.emulation.node_ranks = (uint32_t)links->node_ranks;
-    desc.emulation.gigabits_per_second = 1000;
+    desc.node_ranks = (uint32_t)links->node_ranks;
     m->links = links;
     m->late_first = late_first;
     m->late_empty = late_empty;
@@ -292,9 +292,7 @@ static void test_emulated(void)
         probed *shared = (probed *)ranks_shared(sizeof *shared);
         dtrain_launch_desc desc = ranks_desc(cases[i].ranks, DTRAIN_LAUNCH_PROCESSES);
         const probe_info *info = &shared->info[0];
-        desc.emulation.node_ranks = (uint32_t)cases[i].node_ranks;
-        desc.emulation.gigabits_per_second = cases[i].gigabits;
-        desc.emulation.latency_us = cases[i].latency_us;
+        emulate_links(&desc, cases[i].node_ranks, cases[i].gigabits, cases[i].latency_us);
         shared->budget_ms = test_full() || cases[i].latency_us > 10000 ? 2000 : 1000;
         probe(&desc, shared);
         CHECK(info->size == cases[i].ranks && info->node_count == nodes &&

@@ -574,8 +574,7 @@ static int nodes_rank(dtrain_world *world, void *user)
 static void test_uneven_nodes(void)
 {
     dtrain_launch_desc desc = ranks_desc(6, DTRAIN_LAUNCH_THREADS);
-    desc.emulation.node_ranks = 3;
-    desc.emulation.gigabits_per_second = 1000;
+    desc.node_ranks = 3;
     CHECK_MSG(ranks_launch(&desc, nodes_rank, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
 }
 

@@ -65,12 +65,12 @@ static int check_optimizer(const run_settings *s)
 /* Read --emulate, "2x4:10:50": two nodes of four ranks, 10 Gb/s, 50 us. Set the number of ranks. */
 static int read_emulation(run_settings *s)
 {
-    dtrain_emulation *e = &s->emulation;
+    double gbps = 0, latency_us = 0;
     long nodes = 0, ranks = 0;
     int used = 0;
     if (!s->emulate) return 0;
-    const int found = sscanf(s->emulate, "%ldx%ld:%lf:%lf%n", &nodes, &ranks,
-                             &e->gigabits_per_second, &e->latency_us, &used);
+    const int found =
+        sscanf(s->emulate, "%ldx%ld:%lf:%lf%n", &nodes, &ranks, &gbps, &latency_us, &used);
     if (found != 4 || s->emulate[used])
         return BAD("--emulate is \"%s\"; it takes NODESxRANKS:GBPS:LATENCY_US, as in 2x4:10:50",
                    s->emulate);
@@ -78,15 +78,17 @@ static int read_emulation(run_settings *s)
         return BAD(
             "--emulate %ldx%ld: nodes and ranks are at least 1, and their product at most %d",
             nodes, ranks, DTRAIN_MAX_RANKS);
-    if (!(e->gigabits_per_second > 0 && isfinite(e->gigabits_per_second)) ||
-        !(e->latency_us >= 0 && e->latency_us <= 1e6))
-        return BAD("--emulate %s: GBPS must be positive and LATENCY_US from 0 to 1e6", s->emulate);
+    if (!(gbps > 0 && gbps <= 1e6) || !(latency_us >= 0 && latency_us <= 1e6))
+        return BAD("--emulate %s: GBPS must be positive, at most 1e6, and LATENCY_US from 0 to 1e6",
+                   s->emulate);
     if (s->ranks && s->ranks != nodes * ranks)
         return BAD("--ranks is %ld, and --emulate %s has %ld", s->ranks, s->emulate, nodes * ranks);
     if (s->comm && strcmp(s->comm, "local") != 0)
         return BAD("--emulate and --comm %s: it is the local communicator that emulates", s->comm);
     s->ranks = nodes * ranks;
-    e->node_ranks = (uint32_t)ranks;
+    s->emulation.node_ranks = (uint32_t)ranks;
+    s->emulation.gigabits_per_second = gbps;
+    s->emulation.latency_us = latency_us;
     return 0;
 }
 

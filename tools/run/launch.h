@@ -2,6 +2,7 @@
 #ifndef RUN_LAUNCH_H
 #define RUN_LAUNCH_H
 
+#include "tools/emulated_links.h"
 #include "tools/run/checks.h"
 #include "tools/run/loop.h"
 
@@ -25,7 +26,9 @@ static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
         launch->comm_ops = dtrain_nccl_comm_ops();
     }
 #endif
-    launch->emulation = s->emulation;
+    if (s->emulate)
+        emulate_links(launch, (int)s->emulation.node_ranks, s->emulation.gigabits_per_second,
+                      s->emulation.latency_us);
     launch->trace.path = s->trace;
     return 0;
 }

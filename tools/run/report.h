@@ -108,10 +108,10 @@ static unsigned long long dense_steps(const dtrain_compression_desc *how)
 
 static void show_links(const run_job *j, const dtrain_strategy_info *info, int ranks)
 {
-    const dtrain_emulation *e = &j->s->emulation;
-    const int all = ranks * (int)model_ranks(j->s);
+    const run_settings *s = j->s;
+    const int all = ranks * (int)model_ranks(s), node_ranks = (int)s->emulation.node_ranks;
     const dtrain_strategy_desc *desc = &info->desc;
-    const int nodes = e->node_ranks ? all / (int)e->node_ranks : 0;
+    const int nodes = node_ranks ? all / node_ranks : 0;
     char text[128];
     describe_compression(desc, text, sizeof text);
     if (*text) printf("reduce  %s", text);
@@ -120,10 +120,10 @@ static void show_links(const run_job *j, const dtrain_strategy_info *info, int r
                dense_steps(desc->compression), (unsigned long long)desc->compression->warmup_steps,
                mib(info->state_bytes));
     if (*text) printf("\n");
-    if (e->node_ranks)
-        printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes\n", nodes,
-               plural(nodes), e->node_ranks, plural(e->node_ranks), e->gigabits_per_second,
-               e->latency_us);
+    if (node_ranks)
+        printf("cluster emulated: %d node%s x %d rank%s, %g Gb/s and %g us between nodes\n", nodes,
+               plural(nodes), node_ranks, plural(node_ranks), s->emulation.gigabits_per_second,
+               s->emulation.latency_us);
 }
 
 /* ranks: those that average gradients. */
@@ -172,7 +172,7 @@ static void show_resumed(const run_job *j, int ranks)
 static void show_sent(const run_job *j, const dtrain_strategy_info *info,
                       const dtrain_summary *summary, int ranks)
 {
-    const dtrain_emulation *e = &j->s->emulation;
+    const run_settings *s = j->s;
     const double steps = (double)(summary->steps ? summary->steps : 1);
     const double sent =
         (double)(summary->comm_bytes - summary->tensor_bytes - summary->pipeline_bytes) / steps;
@@ -183,11 +183,11 @@ static void show_sent(const run_job *j, const dtrain_strategy_info *info,
                "step, not %.3f; %s\n",
                sent > 0 ? dense_bytes(j, ranks) / sent : 1, sent / 1048576,
                dense_bytes(j, ranks) / 1048576, text);
-    if (e->node_ranks)
+    if (s->emulation.node_ranks)
         printf("  cluster              %10d   emulated nodes of %u ranks, %g Gb/s, %g us: times "
                "are of this cluster\n",
-               ranks * (int)model_ranks(j->s) / (int)e->node_ranks, e->node_ranks,
-               e->gigabits_per_second, e->latency_us);
+               ranks * (int)model_ranks(s) / (int)s->emulation.node_ranks, s->emulation.node_ranks,
+               s->emulation.gigabits_per_second, s->emulation.latency_us);
 }
 
 /* Print how many products a GPU computes by slower kernels than cublasLt's; there should be none. */

@@ -36,7 +36,10 @@ typedef struct run_settings {
     double topk_ratio, topk_momentum, warmup_ratio;
     long save_every, keep, keep_best, save_blocking, set_aside, restarts, stop_status, nonfinite,
         verify_every;
-    dtrain_emulation emulation; /* what --emulate says */
+    struct {
+        uint32_t node_ranks; /* 0: none */
+        double gigabits_per_second, latency_us;
+    } emulation; /* what --emulate says */
 } run_settings;
 
 /* -1: as the program says; 0 in a size means the same. The rows below keep pointers into it, which is why it is not

@@ -228,7 +228,7 @@ static const flag flag_table[] = {
     {"--slowdown", 'f', &flags.slowdown, 0, 0.9, "share of compute that a running collective takes",
      NULL},
     {"--network", 'w', &flags.network, 0, 0,
-     "cost model: NCCL's algorithms, a textbook ring, or the links of dtrain_emulation", networks},
+     "cost model: NCCL's algorithms, a textbook ring, or emulated links", networks},
 };
 enum { FLAG_COUNT = sizeof flag_table / sizeof flag_table[0] };
 

@@ -1,7 +1,7 @@
 /* simulate_cluster.h: clusters, and the seconds that a collective takes on them. tools/simulate predicts with it, and
  * --dry-run of training programs. Include it behind dtrain.h.
  *
- * How to read it: presets -> three cost models (a textbook ring, the links of dtrain_emulation, NCCL's algorithms) ->
+ * How to read it: presets -> three cost models (a textbook ring, emulated links (tools/emulated_links.h), NCCL's algorithms) ->
  * collective_cost; then simulate_device.h (kernels that only take time) and simulate_comm.h (one rank of N). */
 #ifndef SIMULATE_CLUSTER_H
 #define SIMULATE_CLUSTER_H
@@ -88,7 +88,7 @@ typedef struct cost {
 enum { SMALL_BYTES = 4096, SMALL_TOTAL = 8 * SMALL_BYTES };
 
 /* Ranks of a node share one link, and a latency a round is added when the bytes are through: the table
- * in src/comm/links.c. Other groups of the same node send at the same time. The rank itself reads and
+ * in tools/emulated_links.h. Other groups of the same node send at the same time. The rank itself reads and
  * writes its share in memory. */
 static cost emulated_cost(const cluster *c, uint32_t kind, double bytes, group g)
 {
