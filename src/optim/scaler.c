@@ -23,7 +23,7 @@
 
 /* ---- loss scaling
  *
- * The scale is found while training. With a growth_interval of 4 and a hysteresis of 1:
+ * The scale is found while training. With a growth_interval of 4:
  *
  *     step        0   1   2   3   4   5   6   7   8   9
  *     overflow                    x                        step 4 is skipped
@@ -32,31 +32,18 @@
  * Powers of two as factors change exponents alone: where nothing overflows or vanishes, a scaled
  * run has the bits of one that is not. */
 
-/* Replace zeros by defaults and check the rest. Finite comes first: with -ffast-math a NaN may be
- * equal to 0. The reciprocal of a denormal may be infinite: the minimum is at least the least
- * normal number. */
+/* Set the default of a zero and check the scale. Finite comes first: with -ffast-math a NaN may pass
+ * a comparison. */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call)
 {
     if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);
-    const bool finite =
-        dtrain__is_finite(scaler->scale) && dtrain__is_finite(scaler->growth_factor) &&
-        dtrain__is_finite(scaler->backoff_factor) && dtrain__is_finite(scaler->minimum_scale);
-    if (scaler->growth_factor == 0) scaler->growth_factor = 2;
-    if (scaler->backoff_factor == 0) scaler->backoff_factor = 0.5f;
-    if (scaler->minimum_scale == 0) scaler->minimum_scale = 1;
     if (scaler->growth_interval == 0) scaler->growth_interval = 2000;
-    if (scaler->hysteresis == 0) scaler->hysteresis = 1;
-    if (scaler->bad_left == 0) scaler->bad_left = scaler->hysteresis;
-    if (finite && scaler->minimum_scale >= FLT_MIN && scaler->scale >= scaler->minimum_scale &&
-        scaler->growth_factor > 1 && scaler->backoff_factor > 0 && scaler->backoff_factor < 1)
-        return DTRAIN_OK;
+    if (dtrain__is_finite(scaler->scale) && scaler->scale >= 1) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
-        "%s: expected a loss scaler with finite scale >= minimum_scale >= 1.18e-38, growth_factor "
-        "> 1 and 0 < backoff_factor < 1; found %g, %g, %g, %g; begin with zeros and a scale of "
-        "65536",
-        call, (double)scaler->scale, (double)scaler->minimum_scale, (double)scaler->growth_factor,
-        (double)scaler->backoff_factor);
+        "%s: expected a loss scaler with a finite scale of 1 or more, found %g; begin "
+        "with zeros and a scale of 65536",
+        call, (double)scaler->scale);
 }
 
 /* Refuse a loss scale for compressed gradients; `what` is the caller's word for the scale. */
@@ -101,28 +88,21 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
     if (!found_inf) {
         scaler->bad_steps = 0;
         if (++scaler->good_steps < scaler->growth_interval) return DTRAIN_OK;
-        const float grown = scaler->scale * scaler->growth_factor;
+        const float grown = scaler->scale * 2;
         if (dtrain__is_finite(grown)) scaler->scale = grown;
         scaler->good_steps = 0;
-        scaler->bad_left = scaler->hysteresis;
         return DTRAIN_OK;
     }
     scaler->good_steps = 0;
     scaler->bad_steps++;
     scaler->skipped_steps++;
-    if (scaler->bad_left > 1) {
-        scaler->bad_left--;
-        return DTRAIN_OK;
-    }
-    const float lower = scaler->scale * scaler->backoff_factor;
-    if (lower < scaler->minimum_scale)
+    if (scaler->scale < 2)
         return dtrain_fail(
             DTRAIN_ERROR_NUMERIC,
             "dtrain_loss_scaler_update: expected finite gradients at a loss scale of %g, found "
-            "overflows in %u steps running, and a smaller scale would be below minimum_scale %g; "
-            "lower the learning rate, clip gradients, look at the data, or train in bf16, which "
-            "needs no scale",
-            (double)scaler->scale, (unsigned)scaler->bad_steps, (double)scaler->minimum_scale);
-    scaler->scale = lower;
+            "overflows in %u steps running, and half of that scale is below 1; lower the learning "
+            "rate, clip gradients, look at the data, or train in bf16, which needs no scale",
+            (double)scaler->scale, (unsigned)scaler->bad_steps);
+    scaler->scale /= 2;
     return DTRAIN_OK;
 }

@@ -19,28 +19,22 @@
 #include "core/result.h"
 #include "strategy/strategy.h"
 
-/* Plain data: copy it, save it. Begin with zeros and a scale, 65536 in torch; other
- * zeros take the default written beside the field at the first call. */
+/* Plain data: copy it, save it. Begin with zeros and a scale, 65536 in torch. */
 typedef struct dtrain_loss_scaler {
-    float scale;          /* of the next step's backward; no default, but in dtrain_trainer_desc */
-    float growth_factor;  /* 0 = 2 */
-    float backoff_factor; /* 0 = 0.5 */
-    float minimum_scale;  /* what would fall below is an error; 0 = 1 */
-    uint32_t growth_interval; /* good steps in a row before the scale grows; 0 = 2000 */
-    uint32_t hysteresis;      /* 0 = 1: every overflow lowers the scale, as in torch. n: the nth one
-                                 since it grew and those that follow do, as in DeepSpeed */
+    float
+        scale; /* of the next step's backward, 1 or more; no default, but in dtrain_trainer_desc */
+    uint32_t growth_interval; /* good steps in a row before the scale doubles; 0 = 2000 */
 
     /* Counted by dtrain_loss_scaler_update. */
-    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
-    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
+    uint32_t good_steps;    /* in a row, since the scale last doubled or a step overflowed */
     uint32_t bad_steps;     /* overflows in a row */
     uint64_t skipped_steps; /* overflows so far */
 } dtrain_loss_scaler;
 
-/* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales
- * are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A
- * scale that would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
- * such gradients. Local. */
+/* Adapt the scale, once a step, after the step was taken or skipped: an overflow halves it. The
+ * scales are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as
+ * there. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends such
+ * gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
 
 /* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that

@@ -260,7 +260,6 @@ static void dtrain__state_scalars(dtrain_state *state)
         {"trainer.skipped", trainer ? &trainer->skipped : NULL, 8},
         {"scaler.scale", scaler ? &scaler->scale : NULL, 4},
         {"scaler.good_steps", scaler ? &scaler->good_steps : NULL, 4},
-        {"scaler.bad_left", scaler ? &scaler->bad_left : NULL, 4},
         {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
         {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
         {"loader.position", loader ? &loader->position : NULL, 8},

@@ -651,8 +651,7 @@ static void skips_too_often(local *l)
 static void scales(local *l)
 {
     dtrain_loss_scaler *s = &l->trains.loss_scaling;
-    s->scale = 4096, s->growth_factor = 4, s->backoff_factor = 0.25f, s->growth_interval = 1;
-    s->hysteresis = 2, s->minimum_scale = 64;
+    s->scale = 4096, s->growth_interval = 1;
 }
 
 static void test_missing_and_left_out(void)

@@ -1,5 +1,4 @@
-/* test_scaler.c: loss scaling: scales of torch.amp.GradScaler and of DeepSpeed's hysteresis,
- * overflows that one rank alone has, the trainer's skipped steps, fp16 training.
+/* test_scaler.c: loss scaling: scales of torch.amp.GradScaler, overflows that one rank alone has, the trainer's skipped steps, fp16 training.
  * test_compile.sh runs it in a build with -ffast-math as well. */
 #include "train/trainer_internal.h"
 #include "optim/optim_internal.h"
@@ -38,10 +37,7 @@ static void test_torch_sequences(void)
         dtrain_loss_scaler scaler = {0};
         uint64_t skipped = 0;
         scaler.scale = scaler_golden[i].initial_scale;
-        scaler.growth_factor = scaler_golden[i].growth_factor;
-        scaler.backoff_factor = scaler_golden[i].backoff_factor;
         scaler.growth_interval = scaler_golden[i].growth_interval;
-        scaler.minimum_scale = FLT_MIN; /* torch has none */
         for (int k = 0; k < scaler_golden[i].count; k++) {
             const scaler_step *step = &scaler_golden[i].steps[k];
             skipped += step->found_inf ? 1 : 0;
@@ -66,64 +62,24 @@ static void test_defaults(void)
     CHECK(scaler.skipped_steps == 1);
 }
 
-/* DeepSpeed's rule by step numbers instead of counters: it grows when the distance from the last
- * overflow is a multiple of the window, and patience is used up by overflows until it grows. */
-static void hysteresis_run(uint32_t hysteresis, uint32_t window, uint64_t odds)
-{
-    enum { STEPS = 120 };
-    uint64_t random = hysteresis * 1000 + window * 10 + odds;
-    bool overflow[STEPS];
-    dtrain_loss_scaler scaler = {.scale = 65536};
-    scaler.hysteresis = hysteresis;
-    scaler.growth_interval = window;
-    scaler.minimum_scale = FLT_MIN;
-    for (int step = 0; step < STEPS; step++) {
-        overflow[step] = ranks_random(&random, odds) == 0;
-        CHECK(dtrain_loss_scaler_update(&scaler, overflow[step]) == DTRAIN_OK);
-        double scale = 65536;
-        int last = -1, grew = -1; /* the latest overflow, the latest growth */
-        for (int i = 0; i <= step; i++) {
-            if (overflow[i]) {
-                uint32_t since = 0;
-                for (int j = grew + 1; j <= i; j++) since += overflow[j] ? 1 : 0;
-                if (since >= hysteresis) scale /= 2;
-                last = i;
-            } else if ((i - last) % (int)window == 0) {
-                if (scale < 1e38) scale *= 2;
-                grew = i;
-            }
-        }
-        CHECK_MSG((double)scaler.scale == scale,
-                  "hysteresis %u, window %u, step %d: %g, expected %g", (unsigned)hysteresis,
-                  (unsigned)window, step, (double)scaler.scale, scale);
-    }
-}
-
-static void test_hysteresis(void)
-{
-    for (uint32_t hysteresis = 1; hysteresis <= 3; hysteresis++)
-        for (uint32_t window = 1; window <= 7; window += 3)
-            for (uint64_t odds = 2; odds <= 16; odds *= 2) hysteresis_run(hysteresis, window, odds);
-}
-
 static void test_collapse(void)
 {
     dtrain_loss_scaler scaler = {.scale = 8};
-    scaler.minimum_scale = 2;
     CHECK(dtrain_loss_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 4);
-    CHECK(dtrain_loss_scaler_update(&scaler, false) == DTRAIN_OK);
     CHECK(dtrain_loss_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 2);
+    CHECK(dtrain_loss_scaler_update(&scaler, false) == DTRAIN_OK);
+    CHECK(dtrain_loss_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 1);
     for (int i = 2; i <= 4; i++) {
         char count[32];
         snprintf(count, sizeof count, "in %d steps running", i);
         CHECK(dtrain_loss_scaler_update(&scaler, true) == DTRAIN_ERROR_NUMERIC &&
-              scaler.scale == 2);
+              scaler.scale == 1);
         CHECK_MSG(strstr(dtrain_last_error(), count) && strstr(dtrain_last_error(), "bf16"), "%s",
                   dtrain_last_error());
     }
-    CHECK(scaler.skipped_steps == 5 && scaler.bad_steps == 4);
+    CHECK(scaler.skipped_steps == 6 && scaler.bad_steps == 4);
     CHECK(dtrain_loss_scaler_update(&scaler, false) == DTRAIN_OK); /* who goes on may recover */
-    CHECK(scaler.bad_steps == 0 && scaler.good_steps == 1 && scaler.scale == 2);
+    CHECK(scaler.bad_steps == 0 && scaler.good_steps == 1 && scaler.scale == 1);
 }
 
 static void test_state_is_plain_data(void)
@@ -131,7 +87,6 @@ static void test_state_is_plain_data(void)
     dtrain_loss_scaler scaler = {.scale = 65536}, copy;
     uint64_t random = 3;
     scaler.growth_interval = 4;
-    scaler.hysteresis = 2;
     for (int i = 0; i < 50; i++)
         CHECK(!dtrain_loss_scaler_update(&scaler, ranks_random(&random, 6) == 0));
     memcpy(&copy, &scaler, sizeof copy);
@@ -158,29 +113,13 @@ static void test_arguments(void)
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         desc = defaults;
         desc.scale = wrong[i];
-        check_refused(&desc, "scale >= minimum_scale");
-        desc = defaults;
-        desc.growth_factor = wrong[i];
-        check_refused(&desc, "growth_factor > 1");
-        desc = defaults;
-        desc.backoff_factor = wrong[i];
-        check_refused(&desc, "0 < backoff_factor < 1");
-        desc = defaults;
-        desc.minimum_scale = wrong[i];
-        check_refused(&desc, "minimum_scale");
+        check_refused(&desc, "a finite scale of 1 or more");
     }
     desc = defaults;
-    desc.growth_factor = 1;
-    check_refused(&desc, "found 65536, 1, 1, 0.5");
-    desc = defaults;
-    desc.backoff_factor = 1;
-    check_refused(&desc, "found 65536, 1, 2, 1");
-    desc = defaults;
-    desc.minimum_scale = 65537;
-    check_refused(&desc, "minimum_scale");
-    desc = defaults;
     desc.scale = 0; /* the gradients would be 0 */
-    check_refused(&desc, "begin with zeros and a scale");
+    check_refused(&desc, "found 0; begin with zeros and a scale");
+    desc.scale = 0.5f;
+    check_refused(&desc, "found 0.5");
     CHECK(dtrain_loss_scaler_update(NULL, false) == DTRAIN_ERROR_ARGUMENT);
 }
 
@@ -618,12 +557,10 @@ static void test_overflow_without_end(void)
 {
     run *r = run_create(3, 1);
     r->spiky_rank = 1;
-    r->scaling = scaling_of(65536, 2000);
-    r->scaling.minimum_scale = 4096;
-    r->scaling.hysteresis = 2;
+    r->scaling = scaling_of(32, 2000);
+    r->factor = 1000; /* fp32 does not hold it at any scale */
     run_all(r, DTRAIN_LAUNCH_THREADS);
-    for (int rank = 0; rank < 3;
-         rank++) { /* the first is forgiven, four halve, the next is too much */
+    for (int rank = 0; rank < 3; rank++) { /* five halve, the next is too much */
         CHECK(r->ended[rank] == DTRAIN_ERROR_NUMERIC && r->taken[rank] == 5);
         CHECK_MSG(strstr(r->error[rank], "in 6 steps running") != NULL, "%s", r->error[rank]);
         CHECK(r->updates[rank] == 0);
@@ -662,10 +599,11 @@ static int trainer_arguments_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_create(world, s.params, 5, NULL, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
     dtrain_trainer_desc desc = trainer_desc(&s, strategy, optimizer);
-    desc.loss_scaling.growth_factor = 0.5f;
+    desc.loss_scaling.scale = 0.5f;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_ARGUMENT && !trainer);
-    CHECK(strstr(dtrain_last_error(), "growth_factor > 1") != NULL);
-    desc.loss_scaling.growth_factor = 4; /* and nothing else */
+    CHECK(strstr(dtrain_last_error(), "a finite scale of 1 or more") != NULL);
+    desc.loss_scaling.scale = 0;
+    desc.loss_scaling.growth_interval = 4; /* and nothing else */
     RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
     RANKS_TRY(dtrain_trainer_step(trainer, &record));
     CHECK(record.loss_scale == 65536);
@@ -820,7 +758,6 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_torch_sequences);
     RUN(test_defaults);
-    RUN(test_hysteresis);
     RUN(test_collapse);
     RUN(test_state_is_plain_data);
     RUN(test_arguments);
