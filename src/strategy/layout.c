@@ -68,8 +68,6 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     dtrain__unit *unit = &layout->units[layout->unit_count];
     unit->id = id;
     unit->own_memory = layout->desc->keep_after_forward;
-    for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
-        if (layout->desc->kept_units[i] == id) unit->own_memory = true;
     return (uint32_t)layout->unit_count++;
 }
 
@@ -88,9 +86,7 @@ static void dtrain__lay_units(dtrain__layout *layout)
         if (!entry->here && dtrain__has_memory(p)) storage->tied = true;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
-        entry->whole = !layout->shards.state ||
-                       dtrain__even_count(layout, i) < layout->desc->whole_below ||
-                       (p->flags & DTRAIN_PARAM_BUFFER);
+        entry->whole = !layout->shards.state || (p->flags & DTRAIN_PARAM_BUFFER);
     }
 }
 

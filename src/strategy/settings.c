@@ -37,9 +37,6 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          (double)desc->accumulation, "a dtrain_accumulation"},
         {desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS, "offload", (double)desc->offload,
          "a sum of DTRAIN_OFFLOAD_*"},
-        {desc->whole_below < 0, "whole_below", (double)desc->whole_below, "a number of elements"},
-        {desc->kept_unit_count && !desc->kept_units, "kept_unit_count",
-         (double)desc->kept_unit_count, "0, for kept_units is NULL"},
         {desc->group_count && !desc->group_states, "group_count", (double)desc->group_count,
          "0, for group_states is NULL"},
         {how->kind > DTRAIN_COMPRESSION_TOPK, "compression", (double)how->kind,
@@ -159,9 +156,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         {desc->node_size && !kind->replicas && !desc->hierarchical,
          "node_size means something to DTRAIN_STRATEGY_HYBRID_SHARD and to hierarchical only, not "
          "to %s"},
-        {(desc->keep_after_forward || desc->kept_unit_count) && !shards->params,
-         "keep_after_forward or kept_units is set, but %s never shards parameters"},
-        {desc->whole_below && !shards->state, "whole_below is set, but %s shards nothing"},
+        {desc->keep_after_forward && !shards->params,
+         "keep_after_forward is set, but %s never shards parameters"},
         {desc->offload && !(desc->offload & DTRAIN_OFFLOAD_OPTIMIZER),
          "offload has DTRAIN_OFFLOAD_GRADS or DTRAIN_OFFLOAD_PARAMS without "
          "DTRAIN_OFFLOAD_OPTIMIZER: what is in host memory is updated there; add it"},
@@ -192,7 +188,7 @@ typedef struct dtrain__compared {
     dtrain__groups groups;
     int data;
     bool ahead;
-    uint64_t units, kept;
+    uint64_t units;
     uint32_t rounds;
     const char *kind, *param_dtype, *reduce_dtype, *compression;
 } dtrain__compared;
@@ -213,9 +209,7 @@ static const dtrain__same_field dtrain__compared_fields[] = {
     DTRAIN__DESC(missing_gradient, UINT), DTRAIN__DESC(average, UINT),
     DTRAIN__DESC(accumulation, UINT), DTRAIN__OF(param_dtype, TEXT), DTRAIN__OF(reduce_dtype, TEXT),
     DTRAIN__DESC(offload, FLAGS), DTRAIN__DESC(hierarchical, BOOL), DTRAIN__DESC(node_size, UINT),
-    DTRAIN__DESC(keep_after_forward, BOOL),
-    DTRAIN__SAME_AS(dtrain__compared, kept, "kept_units", HASH), DTRAIN__DESC(whole_below, INT),
-    DTRAIN__DESC(bucket_bytes, UINT), DTRAIN__DESC(first_bucket_bytes, UINT),
+    DTRAIN__DESC(keep_after_forward, BOOL), DTRAIN__DESC(bucket_bytes, UINT), DTRAIN__DESC(first_bucket_bytes, UINT),
     DTRAIN__DESC(init_seed, UINT),
     DTRAIN__SAME_AS(dtrain__compared, ahead, "overlap (no_overlap is false)", BOOL),
     DTRAIN__OF(compression, TEXT),
@@ -229,7 +223,6 @@ static void dtrain__compared_fill(dtrain__compared *own, const dtrain_strategy *
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
-    const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
     const dtrain_comm_hook_desc *hook =
         desc->compression ? dtrain__hook_of(&strategy->compression) : NULL;
     own->desc = *desc;
@@ -240,7 +233,6 @@ static void dtrain__compared_fill(dtrain__compared *own, const dtrain_strategy *
     own->pipeline.chunks = (uint32_t)strategy->stages.chunks;
     const size_t listed = own->pipeline.units ? (size_t)strategy->stages.stages : 0;
     own->units = dtrain__fnv1a(DTRAIN__FNV_BASIS, own->pipeline.units, listed * sizeof(uint32_t));
-    own->kept = dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes);
     own->ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     own->kind = kind ? kind->name : "auto";
     own->param_dtype = dtrain_dtype_name((dtrain_dtype)desc->param_dtype);
@@ -290,21 +282,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
 }
 
-/* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
- * are sharded. */
+/* Refuse values of the host's own where parameters are sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    for (uint32_t i = 0; i < strategy->desc.kept_unit_count; i++) {
-        const uint32_t id = strategy->desc.kept_units[i];
-        size_t u = 0;
-        while (u < layout->unit_count && layout->units[u].id != id) u++;
-        if (u == layout->unit_count)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_strategy_create: kept_units has unit %u, to which no "
-                               "parameter belongs",
-                               id);
-    }
     for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->value && dtrain__shard_bucket(layout, i))

@@ -132,17 +132,13 @@ typedef struct dtrain_strategy_desc {
                                    release frees a unit between forward and backward too */
     bool hierarchical;         /* reduce and gather node by node; see strategy/compression.h. Not
                                    for ZERO3, nor for HYBRID_SHARD, which does it by itself */
-    uint32_t kept_unit_count;  /* units that are kept like that when keep_after_forward is false */
-    const uint32_t *kept_units; /* (kept_unit_count), read in create */
-    int64_t whole_below;        /* tensors with fewer elements are not sharded; 0 = all are: small
-                                   ones cost nothing, a unit travels in one piece */
-    size_t first_bucket_bytes;  /* 0 = 1 MiB, or bucket_bytes where that is less */
-    size_t bucket_bytes;        /* 0 = 25 MiB; where gradients are sharded, a unit is a bucket */
-    uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
+    size_t first_bucket_bytes; /* 0 = 1 MiB, or bucket_bytes where that is less */
+    size_t bucket_bytes;       /* 0 = 25 MiB; where gradients are sharded, a unit is a bucket */
+    uint64_t memory_limit;     /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
-    uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
+    uint64_t other_bytes;      /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
                                    activations (dtrain_trainer_plan), the process */
-    uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
+    uint32_t optimizer_states; /* AUTO and planning: fp32 tensors of optimizer state a parameter;
                                    0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
     const uint32_t *group_states; /* (group_count) the same for parameters of the groups 1, 2, ...
                                      of an optimizer; of groups behind them it is

@@ -259,7 +259,6 @@ static int matrix_main(dtrain_world *world, void *user)
         on.desc.kind = kinds[k].kind;
         on.accumulation = accumulation;
         on.sgd = k == 2;
-        if (k >= 3 && k % 2) on.desc.whole_below = C + 1; /* biases whole, on the device */
         if (on.desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD) on.desc.node_size = ranks % 2 ? 1 : 2;
         if (train(world, &on)) return 1;
         for (int i = 0; i < 4 && kinds[k].offload[i]; i++) {

@@ -49,7 +49,6 @@ static saved_run *draw_run(draw *d)
     if (pick(d, 4) == 0) s->reduce_dtype = DTRAIN_DTYPE_BF16;
     if (pick(d, 4) == 0 && s->kind >= DTRAIN_STRATEGY_FULL_SHARD)
         s->param_dtype = DTRAIN_DTYPE_BF16;
-    if (pick(d, 4) == 0 && s->kind != DTRAIN_STRATEGY_DDP) s->whole_below = 50;
     if (pick(d, 4) == 0) s->keep_after_forward = s->kind >= DTRAIN_STRATEGY_FULL_SHARD;
     s->bucket_bytes = 400 + 400 * pick(d, 8);
     if (pick(d, 4) == 0 && r->ranks % 2 == 0 && s->kind != DTRAIN_STRATEGY_ZERO3 &&

@@ -62,7 +62,6 @@ typedef struct program {
     uint32_t mode;
     dtrain_strategy_desc desc;
     dtrain_compression_desc compression;
-    uint32_t kept[MOST_UNITS];
     uint32_t no_overlap; /* bit r */
     param_plan p[MOST_PARAMS];
     /* One decision in so many; 0: never. */
@@ -645,7 +644,6 @@ static int rank_main(dtrain_world *world, void *user)
     if (s->device->ops->alloc(s->device, bytes, &memory) != DTRAIN_OK) return 2;
     s->memory = (float *)memory;
     register_model(s);
-    desc.kept_units = g->kept;
     desc.no_overlap = g->no_overlap >> s->rank & 1;
     desc.compression = g->compression.kind ? &g->compression : NULL;
     if (dtrain_strategy_create(world, s->params, (size_t)g->params, &desc, &s->strategy) !=
@@ -730,16 +728,16 @@ static void generate_desc(program *g, uint64_t *state)
         d->node_size = divisors[pick(state, count)];
     }
     if (sharded && pick(state, 3) == 0) d->keep_after_forward = true;
-    for (uint32_t u = 0; sharded && u < (uint32_t)g->units; u++)
-        if (pick(state, 4) == 0) g->kept[d->kept_unit_count++] = u;
-    if (d->kind >= DTRAIN_STRATEGY_ZERO1 && pick(state, 3) == 0)
-        d->whole_below = 1 + (int64_t)pick(state, 1000);
+    /* Draws of settings that are gone: the seeds below go on meaning the same programs. */
+    for (int u = 0; sharded && u < g->units; u++) (void)pick(state, 4);
+    if (d->kind >= DTRAIN_STRATEGY_ZERO1 && pick(state, 3) == 0) (void)pick(state, 1000);
     if (pick(state, 2)) d->bucket_bytes = 64 + (size_t)pick(state, 20000);
     if (pick(state, 2)) d->first_bucket_bytes = 64 + (size_t)pick(state, 4000);
     g->no_overlap =
         sharded ? (pick(state, 3) ? 0 : 255) : (uint32_t)(pick(state, 256) & pick(state, 256));
     if (d->kind == DTRAIN_STRATEGY_DDP && pick(state, 3) == 0) {
         g->compression.kind = DTRAIN_COMPRESSION_TOPK;
+        (void)pick(state, 2);
         g->compression.dense_steps = pick(state, 2) ? 100 : 1;
         g->compression.topk_ratio = 0.1f;
         g->compression.dense_below = 1 + (int64_t)pick(state, 100);
@@ -787,7 +785,7 @@ static void print_program(const program *g)
     const dtrain_strategy_desc *d = &g->desc;
     printf("  seed %llu%s: %d ranks (%s%s), %s, %d steps of %d micro-batches, accumulation %u, "
            "node_size %u%s, "
-           "missing %u, reduce %s, param %s, whole_below %lld, buckets %zu %zu%s, no_overlap %02x, "
+           "missing %u, reduce %s, param %s, buckets %zu %zu%s, no_overlap %02x, "
            "compression %u (dense %llu), quits %d in %d%s%s%s\n"
            "  one in: lacks %llu, unit %llu, all %llu; late %llu, looks %llu, order %llu, repeats "
            "%llu, again %llu, odd %llu\n",
@@ -795,10 +793,9 @@ static void print_program(const program *g)
            g->nccl ? ", NCCL on GPUs" : "", kinds[d->kind], g->steps, g->micro, d->accumulation,
            d->node_size, d->hierarchical ? ", hierarchical" : "", d->missing_gradient,
            dtrain_dtype_name((dtrain_dtype)d->reduce_dtype),
-           dtrain_dtype_name((dtrain_dtype)d->param_dtype), (long long)d->whole_below,
-           d->first_bucket_bytes, d->bucket_bytes, d->keep_after_forward ? ", kept" : "",
-           g->no_overlap, g->compression.kind, (unsigned long long)g->compression.dense_steps,
-           g->quitter, g->quit_step,
+           dtrain_dtype_name((dtrain_dtype)d->param_dtype), d->first_bucket_bytes, d->bucket_bytes,
+           d->keep_after_forward ? ", kept" : "", g->no_overlap, g->compression.kind,
+           (unsigned long long)g->compression.dense_steps, g->quitter, g->quit_step,
            g->weighted ? g->desc.average ? ", weighted, means" : ", weighted" : "",
            g->joins ? ", joins" : "", g->adamw ? ", AdamW" : "", (unsigned long long)g->lacks,
            (unsigned long long)g->lacks_unit, (unsigned long long)g->lacks_all,
@@ -938,7 +935,7 @@ static bool passes(program *g, char *text, size_t room)
 /* Takes away what the failure does not need: a change that still fails is kept. */
 static void shrink(program *g)
 {
-    enum { FIRST_PARAM = 31 }; /* changes of parameters come behind all others */
+    enum { FIRST_PARAM = 29 }; /* changes of parameters come behind all others */
     char text[500];
     bool smaller = true;
     while (smaller) {
@@ -960,10 +957,10 @@ static void shrink(program *g)
             case 10: next.lacks = 0; break;
             case 11: next.desc.reduce_dtype = 0; break;
             case 12: next.desc.param_dtype = 0; break;
-            case 13: next.desc.whole_below = 0; break;
+            case 13: next.desc.average = 0; break;
             case 14: next.desc.bucket_bytes = next.desc.first_bucket_bytes = 0; break;
             case 15: next.desc.keep_after_forward = false; break;
-            case 16: next.desc.kept_unit_count = 0; break;
+            case 16: next.joins = false; break;
             case 17: next.desc.hierarchical = false, next.desc.node_size = 0; break;
             case 18: next.compression.kind = 0; break;
             case 19: next.no_overlap = 0; break;
@@ -976,8 +973,6 @@ static void shrink(program *g)
             case 26: next.odd = 0; break;
             case 27: next.weighted = false; break;
             case 28: next.adamw = false; break;
-            case 29: next.joins = false; break;
-            case 30: next.desc.average = 0; break;
             default:
                 next.p[own].host_grads = 0, next.p[own].host_value = false;
                 if (next.p[own].count > 1 && next.p[own].storage == own) {

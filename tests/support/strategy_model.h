@@ -72,8 +72,7 @@ typedef struct strategy_case {
     double tolerance; /* against one rank on the joined batch; 0: not compared */
     uint32_t model, kind, accumulation, micro, node_size;
     uint32_t tape_flags, recompute_every, param_dtype, reduce_dtype, optimizer;
-    int64_t whole_below;
-    bool keep_all, keep_one, no_overlap, hierarchical;
+    bool keep_all, no_overlap, hierarchical;
     bool ignores; /* targets: of some eight samples in a row none counts, of others a part or all */
     bool uneven;  /* ranks and micro-batches have different numbers of samples */
     int batch, steps; /* of all ranks and micro-batches together; 0 = the most */
@@ -130,12 +129,11 @@ static inline strategy_name strategy_case_name(const strategy_case *c, int ranks
     strategy_name name;
     snprintf(name.text, sizeof name.text,
              "%s, %d ranks (node size %u), %u micro-batches (accumulation %u), tape %u, "
-             "params %u, reduce %u%s%s%s%s%s",
+             "params %u, reduce %u%s%s%s%s",
              strategy_kind_name(c->kind), ranks, c->node_size, c->micro, c->accumulation,
              c->tape_flags, c->param_dtype, c->reduce_dtype,
              c->recompute_every ? ", checkpoints" : "", c->keep_all ? ", kept" : "",
-             c->keep_one ? ", some kept" : "", c->no_overlap ? ", no overlap" : "",
-             c->hierarchical ? ", hierarchical" : "");
+             c->no_overlap ? ", no overlap" : "", c->hierarchical ? ", hierarchical" : "");
     return name;
 }
 
@@ -291,18 +289,15 @@ static inline dtrain_tensor *model_loss(strategy_job *job, int64_t first)
 
 static inline dtrain_strategy_desc strategy_case_desc(const strategy_case *c)
 {
-    static const uint32_t middle[] = {2, 0};
     dtrain_strategy_desc desc = {0};
     desc.kind = c->kind;
     desc.accumulation = c->accumulation;
     desc.node_size = c->node_size;
     if (c->param_dtype) desc.param_dtype = c->param_dtype;
     if (c->reduce_dtype) desc.reduce_dtype = c->reduce_dtype;
-    desc.whole_below = c->whole_below;
     desc.no_overlap = c->no_overlap;
     desc.hierarchical = c->hierarchical;
     desc.keep_after_forward = c->keep_all;
-    if (c->keep_one) desc.kept_units = middle, desc.kept_unit_count = 2;
     desc.first_bucket_bytes = 500; /* several buckets for a model this small */
     desc.bucket_bytes = 3000;
     desc.init_seed = 3;
@@ -516,9 +511,8 @@ static inline void strategy_check_shards(const strategy_case *c, const strategy_
     }
     CHECK_MSG(info->shard_ranks * info->replicas == ranks, "%s: %d times %d ranks", what,
               info->shard_ranks, info->replicas);
-    if (c->whole_below == 0)
-        CHECK_MSG(sum == expected, "%s: shards of %lld elements, there are %lld", what,
-                  (long long)sum, (long long)expected);
+    CHECK_MSG(sum == expected, "%s: shards of %lld elements, there are %lld", what, (long long)sum,
+              (long long)expected);
 }
 
 /* What every outcome has to hold by itself. */

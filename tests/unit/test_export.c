@@ -61,7 +61,6 @@ typedef struct job {
     int ranks;
     uint64_t seed;
     bool hierarchical, large, adamw;
-    int64_t whole_below;
     const char *from, *to;
     dtrain_import_desc how_from;
     dtrain_export_desc how_to;
@@ -189,7 +188,6 @@ static int job_main(dtrain_world *world, void *user)
     desc.hierarchical = j->hierarchical;
     desc.keep_after_forward =
         j->kind >= DTRAIN_STRATEGY_FULL_SHARD; /* a read leaves units behind */
-    desc.whole_below = j->whole_below;
     desc.first_bucket_bytes = 500;
     desc.bucket_bytes = 2000;
     desc.init_seed = j->seed;
@@ -427,20 +425,18 @@ typedef struct kind_case {
     const char *name;
     uint32_t kind, param_dtype;
     bool hierarchical, adamw;
-    int64_t whole_below;
 } kind_case;
 
 static const kind_case kinds[] = {
-    {"ddp", DTRAIN_STRATEGY_DDP, 0, false, false, 0},
-    {"ddp with AdamW", DTRAIN_STRATEGY_DDP, 0, false, true, 0},
-    {"zero1", DTRAIN_STRATEGY_ZERO1, 0, false, true, 0},
-    {"zero1, hierarchical", DTRAIN_STRATEGY_ZERO1, 0, true, false, 0},
-    {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 0, false, true, 0},
-    {"full_shard", DTRAIN_STRATEGY_FULL_SHARD, 0, false, false, 0},
-    {"full_shard, bf16", DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_DTYPE_BF16, false, true, 0},
-    {"full_shard, small ones whole", DTRAIN_STRATEGY_FULL_SHARD, 0, false, false, 60},
-    {"zero3", DTRAIN_STRATEGY_ZERO3, 0, false, true, 0},
-    {"hybrid_shard", DTRAIN_STRATEGY_HYBRID_SHARD, 0, false, false, 0},
+    {"ddp", DTRAIN_STRATEGY_DDP, 0, false, false},
+    {"ddp with AdamW", DTRAIN_STRATEGY_DDP, 0, false, true},
+    {"zero1", DTRAIN_STRATEGY_ZERO1, 0, false, true},
+    {"zero1, hierarchical", DTRAIN_STRATEGY_ZERO1, 0, true, false},
+    {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 0, false, true},
+    {"full_shard", DTRAIN_STRATEGY_FULL_SHARD, 0, false, false},
+    {"full_shard, bf16", DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_DTYPE_BF16, false, true},
+    {"zero3", DTRAIN_STRATEGY_ZERO3, 0, false, true},
+    {"hybrid_shard", DTRAIN_STRATEGY_HYBRID_SHARD, 0, false, false},
 };
 enum { KINDS = sizeof kinds / sizeof *kinds };
 
@@ -450,7 +446,6 @@ static job *kind_job(const kind_case *k, int ranks)
     j->param_dtype = k->param_dtype;
     j->hierarchical = k->hierarchical && ranks == 4;
     j->adamw = k->adamw;
-    j->whole_below = k->whole_below;
     if (j->hierarchical || k->kind == DTRAIN_STRATEGY_HYBRID_SHARD)
         j->node_size = ranks % 2 ? (uint32_t)ranks : 2;
     return j;

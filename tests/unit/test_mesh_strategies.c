@@ -489,13 +489,11 @@ static program random_program(uint64_t seed)
     dtrain_strategy_desc *desc = &c.desc;
     desc->kind = DTRAIN_STRATEGY_DDP + (uint32_t)ranks_random(&state, 6);
     const bool grads = desc->kind >= DTRAIN_STRATEGY_SHARD_GRAD_OP;
-    const bool sharded = desc->kind >= DTRAIN_STRATEGY_ZERO1;
     const bool hybrid = desc->kind == DTRAIN_STRATEGY_HYBRID_SHARD;
     if (hybrid) desc->node_size = c.data % 2 || ranks_random(&state, 3) == 0 ? 1 : 2;
     if (grads && ranks_random(&state, 2))
         desc->accumulation = hybrid && ranks_random(&state, 2) ? DTRAIN_ACCUMULATION_EVERY
                                                                : DTRAIN_ACCUMULATION_LAST;
-    if (sharded && ranks_random(&state, 3) == 0) desc->whole_below = 60;
     desc->no_overlap = ranks_random(&state, 3) == 0;
     desc->keep_after_forward =
         desc->kind >= DTRAIN_STRATEGY_FULL_SHARD && ranks_random(&state, 4) == 0;

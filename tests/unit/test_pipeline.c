@@ -33,7 +33,7 @@ enum {
 };
 
 /* What a strategy has beside its kind. */
-enum { PLAIN, OFFLOADS, WHOLE_BELOW, TOPK, AUTOMATIC };
+enum { PLAIN, OFFLOADS, TOPK, AUTOMATIC };
 
 /* A model and its data, the same on every rank. */
 typedef struct spec {
@@ -136,8 +136,7 @@ static spec spec_of(uint64_t seed)
 #ifndef DTRAIN_CUDA_EMULATION
     if (beside == OFFLOADS) return s; /* a CPU has nothing to be relieved of */
 #endif
-    if (beside == OFFLOADS || (beside == WHOLE_BELOW && !whole) || beside == AUTOMATIC)
-        s.beside = beside;
+    if (beside == OFFLOADS || beside == AUTOMATIC) s.beside = beside;
     if (beside == TOPK && whole && !s.tied && s.flags != DTRAIN_TAPE_F16) s.beside = beside;
     return s;
 }
@@ -299,7 +298,6 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
     compression.topk_ratio = 0.2f, compression.dense_below = 100, compression.dense_steps = 1;
     if (s->beside == TOPK) desc.compression = &compression;
     if (s->beside == OFFLOADS) desc.offload = DTRAIN_OFFLOAD_OPTIMIZER;
-    if (s->beside == WHOLE_BELOW) desc.whole_below = 100;
     if (s->beside == AUTOMATIC) desc.kind = DTRAIN_STRATEGY_AUTO;
     dtrain_trainer_desc t;
     uint32_t of_stage[UNITS];

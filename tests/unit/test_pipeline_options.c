@@ -797,7 +797,7 @@ static void initialised(local *l)
 {
     l->params[2].init = DTRAIN_INIT_UNIFORM, l->params[3].init = DTRAIN_INIT_CONSTANT;
     l->params[4].init_count = 3 * WIDTH, l->params[6].init = DTRAIN_INIT_ZERO;
-    l->how.kind = DTRAIN_STRATEGY_ZERO1, l->how.whole_below = WIDTH + 1;
+    l->how.kind = DTRAIN_STRATEGY_ZERO1;
 }
 
 static void test_parameters(void)
@@ -824,11 +824,6 @@ static void tied_zero1(local *l)
     tied(l);
     initialised(l);
     l->params[0].init_scale = 0.2f;
-}
-static void tied_whole(local *l)
-{
-    tied_zero1(l);
-    l->how.whole_below = WIDTH * WIDTH + 1;
 }
 static void tied_low(local *l)
 {
@@ -909,7 +904,6 @@ static void test_tied(void)
         check_same("tied, memory of the program's own", tied_host, data);
         check_refused("tied hook", tied_hook, data, "is tied between stages of several ranks");
     }
-    check_same("tied and whole", tied_whole, 2);
     check_same("tied by nodes", tied_nodes, 4);
     check_same("tied, Lion", tied_lion, 2);
     check_same("tied, Muon", tied_muon, 2);
@@ -921,16 +915,12 @@ static void test_tied(void)
 
 /* ---- what a strategy refuses, and AUTO ---- */
 
-static const uint32_t kept[2] = {0, UNITS - 1};
-
-static void keeps_units(local *l) { l->how.kept_units = kept, l->how.kept_unit_count = 2; }
-static void keeps_units_zero1(local *l)
+static void keeps_all(local *l) { l->how.keep_after_forward = true; }
+static void keeps_all_zero1(local *l)
 {
-    keeps_units(l);
+    keeps_all(l);
     l->how.kind = DTRAIN_STRATEGY_ZERO1;
 }
-static void keeps_all(local *l) { l->how.keep_after_forward = true; }
-static void kept_is_null(local *l) { l->how.kept_unit_count = 2; }
 static void narrow_params(local *l) { l->how.param_dtype = DTRAIN_DTYPE_BF16; }
 static void narrow_params_zero1(local *l)
 {
@@ -943,7 +933,6 @@ static void accumulates_shards(local *l)
     l->how.kind = DTRAIN_STRATEGY_ZERO1, l->how.accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
 }
 static void node_of_nothing(local *l) { l->how.node_size = 2; }
-static void whole_of_nothing(local *l) { l->how.whole_below = 9; }
 static void offloads(local *l) { l->how.offload = DTRAIN_OFFLOAD_OPTIMIZER; }
 static void chooses(local *l)
 {
@@ -967,7 +956,7 @@ static void chooses_of_other(local *l)
 static void chooses_kept(local *l)
 {
     chooses(l);
-    keeps_units(l);
+    keeps_all(l);
 }
 static void chooses_narrow(local *l)
 {
@@ -990,10 +979,8 @@ static void test_strategies(void)
     check_same("AUTO", chooses, 2);
     check_same("AUTO, alone on the data axis", chooses, 1);
     for (int data = 1; data <= 2; data++) {
-        check_refused("kept units", keeps_units, data, "kept_units is set, but ddp never shards");
-        check_refused("kept units", keeps_units_zero1, data, "but zero1 never shards parameters");
-        check_refused("kept units", keeps_all, data, "keep_after_forward or kept_units is set");
-        check_refused("kept units", kept_is_null, data, "kept_units is NULL");
+        check_refused("kept units", keeps_all, data, "keep_after_forward is set, but ddp never");
+        check_refused("kept units", keeps_all_zero1, data, "but zero1 never shards parameters");
         check_refused("param_dtype", narrow_params, data,
                       "param_dtype: ddp keeps parameters whole");
         check_refused("param_dtype", narrow_params_zero1, data, "param_dtype: zero1 keeps");
@@ -1005,7 +992,6 @@ static void test_strategies(void)
         check_refused("accumulation", accumulates_every, data, "ddp keeps whole gradients");
         check_refused("accumulation", accumulates_shards, data, "use DTRAIN_STRATEGY_HYBRID_SHARD");
         check_refused("node_size", node_of_nothing, data, "node_size means something to");
-        check_refused("whole_below", whole_of_nothing, data, "but ddp shards nothing");
         check_refused("offload", offloads, data,
                       "offload is 0x1, but the memory of the cpu device");
         check_refused("graph", records_a_graph, data, "graph with a pipeline of 2 ranks");

@@ -242,7 +242,6 @@ static int sharded_main(dtrain_world *world, void *user)
     dtrain_strategy *strategy;
     dtrain_loss_scaler scaler = {.scale = 65536};
     desc.kind = DTRAIN_STRATEGY_ZERO1;
-    desc.whole_below = COUNT + 1;
     RANKS_TRY(dtrain_strategy_create(world, params, 2, &desc, &strategy));
     for (int spoilt = 0; spoilt < 2; spoilt++) {
         const double mean = (ranks - 1) / 2.0 + 0.3,

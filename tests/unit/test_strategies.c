@@ -412,23 +412,17 @@ static void test_keeping_units(void)
     static const uint32_t kinds[] = {DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3};
     matrix *m = matrix_create(3, DTRAIN_LAUNCH_PROCESSES);
     int i, r;
-    for (i = 0; i < 10; i++) {
-        strategy_case *c = matrix_add(m, "kept", kinds[i / 5], 1, 0);
-        c->keep_all = i % 5 == 1;
-        c->keep_one = i % 5 == 2;
-        c->no_overlap = i % 5 == 3;
-        c->whole_below = i % 5 == 4 ? 40 : 0;
+    for (i = 0; i < 6; i++) {
+        strategy_case *c = matrix_add(m, "kept", kinds[i / 3], 1, 0);
+        c->keep_all = i % 3 == 1;
+        c->no_overlap = i % 3 == 2;
     }
     matrix_run(m);
-    for (i = 0; i < 10; i += 5)
+    for (i = 0; i < 6; i += 3)
         for (r = 0; r < 3; r++) {
-            const dtrain_strategy_info *plain = &m->out[i].info[r], *all = &m->out[i + 1].info[r],
-                                       *some = &m->out[i + 2].info[r];
-            const uint64_t *sent[3] = {m->out[i].sent, m->out[i + 1].sent, m->out[i + 2].sent};
-            CHECK(sent[1][r] < sent[2][r] && sent[2][r] < sent[0][r]);
-            CHECK(all->buffer_bytes > some->buffer_bytes &&
-                  some->buffer_bytes > plain->buffer_bytes);
-            CHECK(m->out[i + 4].info[r].value_bytes > plain->value_bytes);
+            const dtrain_strategy_info *plain = &m->out[i].info[r], *all = &m->out[i + 1].info[r];
+            CHECK(m->out[i + 1].sent[r] < m->out[i].sent[r]);
+            CHECK(all->buffer_bytes > plain->buffer_bytes);
         }
 }
 
@@ -1008,7 +1002,6 @@ static dtrain_result try_create(dtrain_world *world, const dtrain_strategy_desc 
 /* A refused create leaves the communicator as it was: all of these share one. */
 static int refuse_create_rank(dtrain_world *world, void *user)
 {
-    static const uint32_t unknown_unit = 77;
     static const uint32_t own[] = {DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3,
                                    DTRAIN_STRATEGY_HYBRID_SHARD};
     static const uint32_t whole[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
@@ -1050,10 +1043,6 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     desc.accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "AUTO, SHARD_EVERY",
             "DTRAIN_STRATEGY_AUTO", "4 ranks");
-    desc = defaults, desc.kind = DTRAIN_STRATEGY_FULL_SHARD;
-    desc.kept_units = &unknown_unit, desc.kept_unit_count = 1;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "kept_units", "kept_units",
-            "unit 77");
     desc = defaults, desc.kind = 8;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "kind 8", "kind", "8");
     desc = defaults, desc.accumulation = 4;
