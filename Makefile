@@ -223,7 +223,7 @@ $(BUILD)/tests/test_% $(BUILD)/emu/test_%.o $(BUILD)/emu/dtrain_cuda.o: private 
 # with it too, although their text asks for an implementation of their own: it is written for whoever compiles them by
 # one line. They include what they use, so this is also how they compile where a user takes that line out. Tests that look inside include what they want of src/, internal headers or a
 # whole file, and are linked with all of src/, where private functions can be called; benchmarks that use these too. The
-# tools that read files of a run need a few objects of it, and dtrain-run an implementation of its own, without layers:
+# tools that read files of a run need a few objects of it, and dtrain-run an implementation of its own, the core alone:
 # whoever builds the programs alone compiles the library once.
 LINKED  := -DDTRAIN__IMPLEMENTED
 PRIVATE := $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) $(wildcard bench/*.c) 2>/dev/null)
@@ -248,10 +248,10 @@ $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
 READING = flight trace report
-$(READING:%=$(BUILD)/%): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c)) $(BUILD)/src/state/json.o
+$(READING:%=$(BUILD)/%): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c))
 	$(PROGRAM) $(INTERNAL) $< $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/dtrain-run: dtrain-run.c $(BUILD)/flags
-	$(PROGRAM) -DDTRAIN_PARTS $< -o $@ $(LIBS)
+	$(PROGRAM) -DDTRAIN_CORE $< -o $@ $(LIBS)
 # None of them computes: beside the programs for MPI and GPUs they are the same.
 COPY = @mkdir -p $(@D) && cp $< $@
 $(addprefix $(BUILD)/mpi/,$(READING) dtrain-run): $(BUILD)/mpi/%: $(BUILD)/%

@@ -13,7 +13,9 @@
 extern "C" {
 #endif
 
-/* What a training program needs. */
+/* What a training program needs, in four rings, each complete without those that follow. */
+
+/* Ring 1, core: ranks, their communication, strategies, optimizers. */
 #include "core/api.h"
 #include "core/result.h"
 #include "core/log.h"
@@ -30,16 +32,22 @@ extern "C" {
 #include "strategy/strategy.h"
 #include "strategy/memory.h"
 #include "strategy/compression.h"
-#include "tape/tape.h"
-#include "tape/ops.h"
 #include "optim/scaler.h"
 #include "optim/optimizer.h"
-#include "train/data.h"
-#include "train/trainer.h"
+
+/* Ring 2, state: what must survive, checkpoints, import and export. */
 #include "state/state.h"
 #include "state/storage.h"
 #include "state/checkpoint.h"
 #include "state/export.h"
+
+/* Ring 3, models: tape, operations, data, trainer. */
+#include "tape/tape.h"
+#include "tape/ops.h"
+#include "train/data.h"
+#include "train/trainer.h"
+
+/* Ring 4, monitor: the record of a step for people and programs. */
 #include "monitor/metrics.h"
 
 /* What an author of an operation or a backend needs besides. */
@@ -61,13 +69,17 @@ extern "C" {
 #elif defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__IMPLEMENTED) && !defined(DTRAIN__ISA)
 #define DTRAIN__IMPLEMENTED
 
-#ifdef DTRAIN_PARTS /* some have no caller then */
-#define DTRAIN__PRIVATE static __attribute__((unused))
-#else
-#define DTRAIN__PRIVATE static
+/* Functions that only an omitted ring calls drop out of the object. */
+#pragma GCC diagnostic push
+#if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_STATE) || defined(DTRAIN_OMIT_MODELS) || \
+    defined(DTRAIN_OMIT_MONITOR)
+#pragma GCC diagnostic ignored "-Wunused-function"
 #endif
+#define DTRAIN__PRIVATE static
 #define DTRAIN__INTRINSICS
 #define DTRAIN__KERNEL_TEXT "dtrain.h" /* this file includes itself, see device/cpu/kernels.c */
+
+/* ---- Ring 1: core ----------------------------------------------------------------------------*/
 
 #include "core/platform.c"
 #include "core/result.c"
@@ -79,6 +91,8 @@ extern "C" {
 #pragma GCC push_options
 #pragma GCC optimize("O1")
 #endif
+#include "core/json.c"
+#include "core/crc32c.c"
 #include "world/world.c"
 #include "world/timeline.c"
 #include "world/trace.c"
@@ -112,9 +126,7 @@ extern "C" {
 #include "launch/restart.c"
 #include "parallel/mesh.c"
 #include "parallel/cut.c"
-#include "parallel/exchange.c"
-#include "parallel/schedule.c"
-#include "parallel/runner.c"
+#include "parallel/chunks.c"
 #include "strategy/params.c"
 #include "strategy/stages.c"
 #include "strategy/layout.c"
@@ -140,7 +152,40 @@ extern "C" {
 #include "strategy/query.c"
 #include "strategy/view.c"
 #include "strategy/plan.c"
-#if DTRAIN__LAYERS
+#include "optim/scaler.c"
+#include "optim/optimizer.c"
+#include "optim/groups.c"
+#include "optim/muon.c"
+#include "optim/schedule.c"
+
+/* What one ring sees of the structures of another, whether or not that is compiled. */
+#include "state/source_internal.h"
+#include "train/view_internal.h"
+
+/* ---- Ring 2: state ---------------------------------------------------------------------------*/
+
+#if !defined(DTRAIN_CORE) && !defined(DTRAIN_OMIT_STATE)
+#include "state/state.c"
+#include "state/box.c"
+#include "state/union.c"
+#include "state/write.c"
+#include "state/save.c"
+#include "state/read.c"
+#include "state/load.c"
+#include "state/export.c"
+#include "state/import.c"
+#include "state/directory.c"
+#include "state/manifest.c"
+#include "state/safetensors.c"
+#include "state/storage.c"
+#endif
+
+/* ---- Ring 3: models --------------------------------------------------------------------------*/
+
+#if DTRAIN__MODELS
+#include "parallel/exchange.c"
+#include "parallel/schedule.c"
+#include "parallel/runner.c"
 #include "tape/tape.c"
 #include "tape/staging.c"
 #include "tape/op.c"
@@ -160,13 +205,6 @@ extern "C" {
 #include "tape/stage.c"
 #include "tape/costs.c"
 #include "tape/arena.c"
-#endif
-#include "optim/scaler.c"
-#include "optim/optimizer.c"
-#include "optim/groups.c"
-#include "optim/muon.c"
-#include "optim/schedule.c"
-#if DTRAIN__LAYERS
 #include "train/shuffle.c"
 #include "train/dataset.c"
 #include "train/batch.c"
@@ -180,21 +218,11 @@ extern "C" {
 #include "train/pipeline_step.c"
 #include "train/queued_step.c"
 #include "train/plan.c"
-#include "state/state.c"
-#include "state/box.c"
-#include "state/union.c"
-#include "state/write.c"
-#include "state/save.c"
-#include "state/read.c"
-#include "state/load.c"
-#include "state/export.c"
-#include "state/import.c"
-#include "state/directory.c"
-#include "state/manifest.c"
-#include "state/safetensors.c"
-#include "state/json.c"
-#include "state/crc32c.c"
-#include "state/storage.c"
+#endif
+
+/* ---- Ring 4: monitor -------------------------------------------------------------------------*/
+
+#if !defined(DTRAIN_CORE) && !defined(DTRAIN_OMIT_MONITOR)
 #include "monitor/metrics.c"
 #include "monitor/table.c"
 #include "monitor/file.c"
@@ -205,12 +233,15 @@ extern "C" {
 #include "monitor/histogram.c"
 #include "monitor/nvml.c"
 #endif
+
+/* ---- The device, and its kernels: those of layers belong to ring 3 ---------------------------*/
+
 #include "device/device.c"
 #include "device/plan.c"
 #include "device/cpu/cpu.c"
 #include "device/cpu/launch.c"
 #include "device/cpu/launch_gemm.c"
-#if DTRAIN__LAYERS
+#if DTRAIN__MODELS
 #include "device/cpu/launch_layers.c"
 #include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_convolution.c"
@@ -230,6 +261,7 @@ extern "C" {
 #else
 #pragma GCC pop_options
 #endif
+#pragma GCC diagnostic pop
 
 #endif /* DTRAIN_IMPLEMENTATION */
 

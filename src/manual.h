@@ -164,12 +164,21 @@
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
                            (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
-       DTRAIN_PARTS        only what a program with its own arrays and backward needs: world,
-                           communicator, strategy, optimizer. Without tape, trainer, state and
-                           monitor, whose functions are then undefined to the linker
+       DTRAIN_CORE         only ring 1 of the four below
+       DTRAIN_OMIT_STATE   everything but ring 2; also DTRAIN_OMIT_MODELS (3), DTRAIN_OMIT_MONITOR
+                           (4), in any combination
        DTRAIN_NATIVE       on x86 only the kernels of the instruction set that -march names, for who
                            compiles often: two thirds of the time; for machines that have it
        DTRAIN_NO_SIMD      kernels of one lane instead of vectors (slow; a reference)
+
+   dtrain.h is four rings. A program without a ring compiles faster; the header still declares the
+   functions of that ring, and the linker names those that the program calls:
+       1 core      world, launch, communicator, mesh, strategies, optimizers and their CPU kernels:
+                   for programs with their own arrays and backward
+       2 state     what must survive a run, checkpoints, import and export
+       3 models    tape, operations and their CPU kernels, pipelines' runner, data, trainer
+       4 monitor   metrics for terminal, JSON, TensorBoard, Prometheus
+   A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED.
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of

@@ -84,6 +84,8 @@ DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_lev
 DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
 DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits);
 DTRAIN__PRIVATE bool dtrain__is_finite(float value);
+/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
+#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
 /* core/random.c */
 DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,

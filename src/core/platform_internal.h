@@ -48,11 +48,11 @@
 
 #include "core/api.h"
 
-/* 1 where the rooms above strategy and optimizer are compiled: tape, trainer, state, monitor. */
-#ifdef DTRAIN_PARTS
-#define DTRAIN__LAYERS 0
+/* 1 where the ring of models is compiled: tape, data, trainer, and the kernels of layers. */
+#if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_MODELS)
+#define DTRAIN__MODELS 0
 #else
-#define DTRAIN__LAYERS 1
+#define DTRAIN__MODELS 1
 #endif
 
 /* Round twice in a * b + c, whatever the dialect: gcc makes one rounding of it with -std=gnu17 and

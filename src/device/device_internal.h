@@ -15,7 +15,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t fl
                                               int64_t n, int64_t k, float alpha, const float *a,
                                               const float *b, float beta, float *c);
 
-/* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
+/* The kernels in the order of dtrain_device_ops. L: of layers, which belong to ring 3, models. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
     X(gemm) X(activation_backward) X(bias) L(layernorm) L(layernorm_backward) L(embedding)   \

@@ -13,10 +13,10 @@
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
+#include "core/json_internal.h"
 #include "core/result.h"
 #include "world/world.h"
 #include "train/trainer.h"
-#include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 

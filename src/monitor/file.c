@@ -8,8 +8,8 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
+#include "core/json_internal.h"
 #include "core/result.h"
-#include "state/json_internal.h"
 #include "monitor/monitor_internal.h"
 
 /* Begin a record in the text that all writers share. */

@@ -25,9 +25,10 @@
 #include "comm/comm_internal.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
-#include "train/trainer_internal.h"
+#include "train/view_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
+#include "device/backend.h"
 #include "device/device.h"
 
 #define DTRAIN__SIDE 512 /* buckets of a sign: 4 for each of 128 powers of 2 */
@@ -44,7 +45,8 @@ typedef struct dtrain__moments {
 #define DTRAIN__MOMENT_WORDS (sizeof(dtrain__moments) / sizeof(int64_t))
 
 typedef struct dtrain__histograms {
-    const dtrain_trainer *trainer; /* rank 0 of whose ranks writes */
+    dtrain_world *world;
+    const dtrain__trainer_view *trainer; /* rank 0 of its ranks writes */
     int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
     dtrain__moments *mine;                                    /* (TOGETHER), this rank's of `all` */
     double limits[DTRAIN__BUCKETS], buckets[DTRAIN__BUCKETS]; /* of the one that is written */
@@ -89,7 +91,7 @@ static double dtrain__histogram_limit(int bucket)
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
 {
-    dtrain_device *device = dtrain_world_device(h->trainer->world);
+    dtrain_device *device = dtrain_world_device(h->world);
     for (int64_t first = 0; values && first < count; first += DTRAIN__CHUNK) {
         const int64_t n = dtrain__min(count - first, DTRAIN__CHUNK);
         const float *chunk = values + first;
@@ -108,12 +110,12 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
  * and what stages of several ranks have the first of those. */
 static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
 {
-    const dtrain_strategy *strategy = h->trainer->desc.strategy;
+    const dtrain_strategy *strategy = h->trainer->state.strategy;
     size_t all;
     int holders;
     const bool cut = dtrain__params_of(strategy, &all)[i].cut.axis != DTRAIN_CUT_NONE;
-    if (h->trainer->groups.tensor_rank && !cut) return;
-    if (dtrain__stage_first(strategy, i) != h->trainer->groups.pipeline_rank) return;
+    if (h->trainer->groups->tensor_rank && !cut) return;
+    if (dtrain__stage_first(strategy, i) != h->trainer->groups->pipeline_rank) return;
     if (!dtrain__shard_of(strategy, i, part)) return;
     const int number = dtrain__holders(strategy, i, &holders);
     const int64_t first =
@@ -167,7 +169,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
     dtrain__histograms *h = metrics->histograms;
     const size_t buckets = (size_t)used * DTRAIN__BUCKETS;
     size_t count;
-    const dtrain_param *params = dtrain__params_of(h->trainer->desc.strategy, &count);
+    const dtrain_param *params = dtrain__params_of(h->trainer->state.strategy, &count);
     DTRAIN__TRY(dtrain_reduce(metrics->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
                               DTRAIN_REDUCE_SUM, 0, NULL));
     DTRAIN__TRY(dtrain_all_gather(metrics->comm, h->mine, h->all,
@@ -185,7 +187,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 {
     dtrain__histograms *h = metrics->histograms;
-    const dtrain_strategy *strategy = h->trainer->desc.strategy;
+    const dtrain_strategy *strategy = h->trainer->state.strategy;
     const double scale = metrics->last.loss_scale;
     const float unscale = scale > 0 ? (float)(1 / scale) : 1;
     size_t parameters[DTRAIN__TOGETHER / 2], count;
@@ -209,13 +211,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
 {
-    const dtrain_trainer *trainer = metrics->desc.trainer;
+    const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
     if (!trainer)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: histogram_every needs a trainer in desc");
     dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
         &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
     if (!h) return DTRAIN_ERROR_MEMORY;
+    h->world = metrics->world;
     h->trainer = trainer;
     h->mine = h->all + trainer->rank * DTRAIN__TOGETHER;
     return DTRAIN_OK;

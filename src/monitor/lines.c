@@ -3,9 +3,10 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
+#include "core/json_internal.h"
 #include "core/result.h"
 #include "world/world.h"
-#include "state/json_internal.h"
+#include "train/view_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
@@ -46,7 +47,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metric
     char host[65] = "";
     (void)gethostname(host, sizeof host - 1);
     dtrain_world_query(metrics->world, &world);
-    dtrain_strategy_query(desc->trainer ? desc->trainer->desc.strategy : NULL, &how);
+    const dtrain__trainer_view *trainer = dtrain__trainer_seen(desc->trainer);
+    dtrain_strategy_query(trainer ? trainer->state.strategy : NULL, &how);
     DTRAIN__TRY(dtrain_device_query(dtrain_world_device(metrics->world), &device));
     const char *const texts[][2] = {{"run", desc->run_name},
                                     {"host", host},

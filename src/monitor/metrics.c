@@ -11,13 +11,13 @@
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
+#include "core/json_internal.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "train/trainer.h"
-#include "train/trainer_internal.h"
-#include "state/json_internal.h"
+#include "train/view_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
@@ -177,7 +177,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->allocator = world->allocator;
     metrics->text.allocator = &metrics->allocator;
     metrics->world = world;
-    metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
+    metrics->comm =
+        desc->trainer ? dtrain__trainer_seen(desc->trainer)->groups->all : dtrain_world_comm(world);
     metrics->desc = *desc;
     metrics->sink_room = DTRAIN__WRITERS + desc->sink_count;
     metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;

@@ -9,13 +9,13 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
+#include "core/json_internal.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "train/trainer.h"
-#include "train/trainer_internal.h"
-#include "state/json_internal.h"
+#include "train/view_internal.h"
 #include "monitor/metrics.h"
 
 /* ---- The table --------------------------------------------------------------------------------*/

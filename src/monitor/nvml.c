@@ -15,9 +15,10 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world.h"
-#include "train/trainer_internal.h"
+#include "train/view_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
+#include "device/backend.h"
 #include "device/device.h"
 
 #include <dlfcn.h>
@@ -170,7 +171,8 @@ DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
     for (size_t i = 0; i < sizeof dtrain__nvml_questions / sizeof *dtrain__nvml_questions; i++)
         dtrain__nvml_ask(metrics, &dtrain__nvml_questions[i]);
     if (metrics->desc.trainer)
-        memcpy(metrics->desc.trainer->gpu, nvml->figures, sizeof nvml->figures);
+        memcpy(dtrain__trainer_seen(metrics->desc.trainer)->gpu, nvml->figures,
+               sizeof nvml->figures);
 }
 
 DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)

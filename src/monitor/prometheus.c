@@ -18,10 +18,10 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
+#include "core/json_internal.h"
 #include "core/result.h"
 #include "world/world.h"
 #include "comm/comm_internal.h"
-#include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 

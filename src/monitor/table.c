@@ -12,7 +12,7 @@
 #include "world/world.h"
 #include "strategy/memory.h"
 #include "train/trainer.h"
-#include "train/trainer_internal.h"
+#include "train/view_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
@@ -60,7 +60,8 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
 {
     const dtrain_metrics_sample *sample = &metrics->sample;
-    const int take = DTRAIN__TAKE_OF(id), at = rank * DTRAIN__WORD_COUNT + DTRAIN__FIGURE_OF(id);
+    const int take = DTRAIN__TAKE_OF(id),
+              at = rank * (int)sample->figure_stride + DTRAIN__FIGURE_OF(id);
     if (!take || take >= DTRAIN__TAKE_SPREAD_MIN || !sample->figures) return DTRAIN__NAN;
     return dtrain__metric_unit(id) * (double)sample->figures[at];
 }
@@ -130,11 +131,11 @@ static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record
 /* Set the values of a step, but for those with DTRAIN_METRIC_FIXED, which are set once. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    const dtrain_trainer *trainer = metrics->desc.trainer;
+    const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
     metrics->sample.step = record->step;
     metrics->sample.wall_time = dtrain__wall_time();
     metrics->sample.figures = trainer && record->ranks == trainer->ranks ? trainer->words : NULL;
-    metrics->sample.figure_stride = DTRAIN__WORD_COUNT;
+    metrics->sample.figure_stride = trainer ? trainer->word_count : 0;
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
     dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
@@ -187,20 +188,19 @@ static void dtrain__set_memory(dtrain_metrics *metrics, int first, const dtrain_
  * has no prediction, and a reason in no_plan. */
 DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 {
-    const dtrain_trainer *trainer = metrics->desc.trainer;
-    dtrain_memory memory;
-    memset(&memory, 0, sizeof memory);
+    const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
+    dtrain_memory held, planned;
+    memset(&held, 0, sizeof held);
+    memset(&planned, 0, sizeof planned);
     snprintf(metrics->no_plan, sizeof metrics->no_plan, "desc has no trainer");
     if (!trainer) return;
-    dtrain__memory_held(&trainer->desc, &memory);
-    dtrain__set_memory(metrics, DTRAIN__METRIC_MEMORY_PARAM, &memory);
-    const dtrain_result planned =
-        dtrain_trainer_plan(metrics->world, &trainer->desc, NULL, &memory);
+    const dtrain_result result = trainer->memory(metrics->desc.trainer, &held, &planned);
+    dtrain__set_memory(metrics, DTRAIN__METRIC_MEMORY_PARAM, &held);
     snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s",
-             planned == DTRAIN_OK ? "" : dtrain_last_error());
-    if (planned != DTRAIN_OK) return;
-    dtrain__set_memory(metrics, DTRAIN__METRIC_PREDICTED_PARAM, &memory);
+             result == DTRAIN_OK ? "" : dtrain_last_error());
+    if (result != DTRAIN_OK) return;
+    dtrain__set_memory(metrics, DTRAIN__METRIC_PREDICTED_PARAM, &planned);
     dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_ACTIVATION,
-                (double)(memory.activations + memory.activation_grads));
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)memory.total);
+                (double)(planned.activations + planned.activation_grads));
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)planned.total);
 }

@@ -18,11 +18,11 @@
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
+#include "core/crc32c_internal.h"
 #include "core/dtype.h"
+#include "core/json_internal.h"
 #include "core/result.h"
 #include "world/world.h"
-#include "state/crc32c_internal.h"
-#include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 

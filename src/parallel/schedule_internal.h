@@ -1,13 +1,13 @@
-/* Where stages are, and what a schedule's kind says of it. */
+/* What the runner and the tape read of a schedule. */
 
 #pragma once
 
 #include "core/platform_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "parallel/chunks_internal.h"
 #include "parallel/pipeline.h"
 
-#define DTRAIN__CHUNKS_MOST 64
 #define DTRAIN__PASSES_MOST (1 << 22) /* of all ranks: ranks * chunks * micro-batches */
 
 /* The messages of a rank that are under way: kept from run to run, one for each rank, so that ranks
@@ -17,16 +17,6 @@ typedef struct dtrain__run_memory {
     size_t bytes;
 } dtrain__run_memory;
 
-typedef struct dtrain__place_of_stage {
-    int rank, chunk;
-} dtrain__place_of_stage;
-
-DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int ranks, int stage);
-/* Tell whether the gradients of weights are actions of their own. */
-DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
-/* Check the kind and its chunks; desc NULL = a zeroed one. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
-                                                      int *chunks);
 DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
 /* Return the stage of a rank's action; -1: it has no such chunk. */

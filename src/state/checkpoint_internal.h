@@ -9,10 +9,10 @@
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
+#include "core/json_internal.h"
 #include "core/log.h"
 #include "comm/comm.h"
 #include "state/checkpoint.h"
-#include "state/json_internal.h"
 #include "state/state.h"
 #include "state/storage.h"
 
@@ -89,9 +89,6 @@ typedef struct dtrain__manifest {
     dtrain__saved_file *files;      /* (file_room) */
     size_t tensor_count, tensor_room, piece_count, piece_room, file_count, file_room;
 } dtrain__manifest;
-
-/* state/crc32c.c */
-DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t bytes);
 
 /* ---- Directories ------------------------------------------------------------------------------*/
 

@@ -7,6 +7,7 @@
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
+#include "core/json_internal.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world_internal.h"
@@ -14,7 +15,6 @@
 #include "strategy/view_internal.h"
 #include "state/export.h"
 #include "state/export_internal.h"
-#include "state/json_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/storage_internal.h"
 

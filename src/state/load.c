@@ -14,9 +14,8 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "comm/comm.h"
+#include "world/world_internal.h"
 #include "strategy/view_internal.h"
-#include "train/data_internal.h"
-#include "train/trainer_internal.h"
 #include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/read_internal.h"
@@ -381,7 +380,7 @@ static dtrain_result dtrain__scalars_check(const dtrain__load *load)
 static void dtrain__scalars_load(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    dtrain_loader *loader = state->desc.loader;
+    dtrain__state_source *loader = dtrain__source_of(state->desc.loader);
     char note[256] = "";
     for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
         const dtrain__scalar *scalar = &state->scalars[i];
@@ -390,7 +389,7 @@ static void dtrain__scalars_load(dtrain__load *load)
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
     if (!loader || load->desc.values_only) return;
-    dtrain__loader_resume(loader, note, sizeof note);
+    loader->resume(loader, note, sizeof note);
     if (note[0]) dtrain__load_note(load, "%s", note);
 }
 

@@ -30,6 +30,7 @@
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
+#include "core/crc32c_internal.h"
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"

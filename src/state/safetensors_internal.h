@@ -4,7 +4,7 @@
 
 #include "core/core_internal.h"
 #include "core/dtype.h"
-#include "state/json_internal.h"
+#include "core/json_internal.h"
 #include "state/storage.h"
 
 #define DTRAIN__TENSOR_DIMS 16

@@ -21,10 +21,10 @@
 #include "comm/comm.h"
 #include "comm/same_internal.h"
 #include "strategy/view_internal.h"
-#include "train/trainer_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
+#include "device/backend.h"
 
 #define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
@@ -476,8 +476,9 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
 {
     const char *const call = "dtrain_checkpoint_save";
     const dtrain_state *state = c->desc.state;
+    const dtrain__state_source *trainer = dtrain__source_of(state->desc.trainer);
     DTRAIN__TRY(dtrain__between_steps(state->desc.strategy, call));
-    if (state->desc.trainer && state->desc.trainer->micro != 0)
+    if (trainer && *trainer->micro != 0)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: a step is under way, whose micro-batches are not all done; save "
                            "between two steps",

@@ -17,8 +17,6 @@
 #include "strategy/compression.h"
 #include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
-#include "train/data_internal.h"
-#include "train/trainer_internal.h"
 #include "state/box_internal.h"
 #include "state/state.h"
 #include "state/state_internal.h"
@@ -242,31 +240,37 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
+static void dtrain__state_scalar(dtrain_state *state, const char *name, void *memory, size_t bytes)
+{
+    const dtrain__scalar scalar = {name, memory, bytes};
+    state->scalars[state->scalar_count++] = scalar;
+}
+
+static void dtrain__state_source_scalars(dtrain_state *state, const dtrain__state_source *source)
+{
+    for (const dtrain__scalar *scalar = source ? source->scalars : NULL; scalar && scalar->name;
+         scalar++)
+        state->scalars[state->scalar_count++] = *scalar;
+}
+
 /* List the numbers of those objects that there are. Compression depends on the strategy's step; a
  * schedule and the seeds of dropout depend on the trainer's. */
 static void dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
-    dtrain_optimizer *optimizer = desc->optimizer;
-    dtrain_trainer *trainer = desc->trainer;
-    dtrain_loader *loader = desc->loader;
-    dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
-    const dtrain__scalar all[] = {
-        {"strategy.step", dtrain__step_count_of(desc->strategy), 8},
-        {"optimizer.step", optimizer ? &optimizer->step_count : NULL, 8},
-        {"trainer.step", trainer ? &trainer->step : NULL, 8},
-        {"trainer.tokens", trainer ? &trainer->tokens : NULL, 8},
-        {"trainer.seed", trainer ? &trainer->desc.seed : NULL, 8},
-        {"trainer.skipped", trainer ? &trainer->skipped : NULL, 8},
-        {"scaler.scale", scaler ? &scaler->scale : NULL, 4},
-        {"scaler.good_steps", scaler ? &scaler->good_steps : NULL, 4},
-        {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
-        {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
-        {"loader.position", loader ? &loader->position : NULL, 8},
-        {"loader.epoch_samples", loader ? &loader->epoch_samples : NULL, 8},
-        {"loader.seed", loader ? &loader->desc.seed : NULL, 8}};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
-        if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
+    const dtrain__state_source *trainer = dtrain__source_of(desc->trainer);
+    dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
+    dtrain__state_scalar(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
+    if (desc->optimizer)
+        dtrain__state_scalar(state, "optimizer.step", &desc->optimizer->step_count, 8);
+    dtrain__state_source_scalars(state, trainer);
+    if (scaler) {
+        dtrain__state_scalar(state, "scaler.scale", &scaler->scale, 4);
+        dtrain__state_scalar(state, "scaler.good_steps", &scaler->good_steps, 4);
+        dtrain__state_scalar(state, "scaler.bad_steps", &scaler->bad_steps, 4);
+        dtrain__state_scalar(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
+    }
+    dtrain__state_source_scalars(state, dtrain__source_of(desc->loader));
 }
 
 /* Append the scalars after all tensors. tensor_count leaves them out, because a manifest has its
@@ -316,8 +320,9 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     if (!desc->strategy || (desc->item_count && !desc->items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "items, and a count of them" : "strategy");
-    if (desc->trainer && ((desc->optimizer && desc->trainer->desc.optimizer != desc->optimizer) ||
-                          desc->trainer->desc.strategy != desc->strategy))
+    const dtrain__state_source *trainer = dtrain__source_of(desc->trainer);
+    if (trainer && ((desc->optimizer && trainer->optimizer != desc->optimizer) ||
+                    trainer->strategy != desc->strategy))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the trainer has another strategy or optimizer than desc", call);
     DTRAIN__TRY(dtrain__settings_check(call, desc->model));
@@ -328,7 +333,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->world = world;
     state->allocator = world->allocator;
     state->desc = *desc;
-    if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
+    if (trainer) state->desc.optimizer = trainer->optimizer;
     state->comm = desc->comm ? desc->comm : dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
@@ -383,8 +388,11 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
                                         (size_t)tensor->piece.count * sizeof(float));
     }
     char note[256];
-    if (state->desc.loader) dtrain__loader_resume(state->desc.loader, note, sizeof note);
-    if (state->desc.trainer) state->desc.trainer->micro = 0;
+    for (int i = 0; i < 2; i++) {
+        dtrain__state_source *source =
+            dtrain__source_of(i ? (void *)state->desc.trainer : (void *)state->desc.loader);
+        if (source) source->resume(source, note, sizeof note);
+    }
     dtrain__rewind(strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     return dtrain_strategy_publish(strategy);

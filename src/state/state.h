@@ -22,8 +22,6 @@
 #include "strategy/strategy.h"
 #include "optim/optimizer.h"
 #include "optim/scaler.h"
-#include "train/data.h"
-#include "train/trainer.h"
 
 typedef struct dtrain_state dtrain_state;
 
@@ -93,9 +91,9 @@ typedef struct dtrain_state_item {
 typedef struct dtrain_state_desc {
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
-    dtrain_trainer *trainer;
-    dtrain_loss_scaler *scaler; /* of a loop without trainer */
-    dtrain_loader *loader;      /* of the training data */
+    struct dtrain_trainer *trainer;
+    dtrain_loss_scaler *scaler;   /* of a loop without trainer */
+    struct dtrain_loader *loader; /* of the training data */
     /* The program's own arrays (item_count), read by create alone; NULL = none. */
     const dtrain_state_item *items;
     size_t item_count;

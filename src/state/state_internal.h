@@ -4,16 +4,10 @@
 
 #include "core/core_internal.h"
 #include "core/log.h"
+#include "state/source_internal.h"
 #include "state/state.h"
 
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
-
-/* A number of 4 or 8 bytes, the same on every rank; a float is taken by its bits. */
-typedef struct dtrain__scalar {
-    const char *name; /* "optimizer.step" */
-    void *memory;     /* (bytes) */
-    size_t bytes;
-} dtrain__scalar;
 
 struct dtrain_state {
     dtrain_world *world;

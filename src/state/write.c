@@ -10,6 +10,7 @@
 #define DTRAIN__INTRINSICS
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
+#include "core/crc32c_internal.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "state/box_internal.h"

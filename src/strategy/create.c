@@ -240,8 +240,6 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 /* Forget what the desc points to in memory of the caller, who may free it now. */
 static void dtrain__forget_desc(dtrain_strategy *strategy)
 {
-    strategy->desc.kept_units = NULL;
-    strategy->desc.kept_unit_count = 0;
     strategy->desc.group_states = NULL;
     strategy->desc.group_count = 0;
     strategy->pipeline.units = NULL;

@@ -18,7 +18,7 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "comm/comm.h"
-#include "parallel/schedule_internal.h"
+#include "parallel/chunks_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* ---- Which stage ------------------------------------------------------------------------------*/

@@ -5,6 +5,7 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/log.h"
+#include "state/source_internal.h"
 #include "train/data.h"
 
 /* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
@@ -73,6 +74,7 @@ typedef struct dtrain__batch {
 } dtrain__batch;
 
 struct dtrain_loader {
+    dtrain__state_source state;
     dtrain_allocator allocator;
     dtrain_world *world;     /* its trace shows the workers; NULL: none */
     dtrain_loader_desc desc; /* resolved */
@@ -102,9 +104,6 @@ struct dtrain_loader {
 /* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
  * this one has fewer samples left. */
 DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position);
-/* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
- * Write to note (room bytes) which samples of the epoch are not dealt exactly once, if any. */
-DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room);
 
 /* train/dataset.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,

@@ -72,8 +72,11 @@ DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint6
     return drops ? position + left : position;
 }
 
-DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
+/* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
+ * The note says which samples of the epoch are not dealt exactly once, if any. */
+static void dtrain__loader_resume(dtrain__state_source *source, char *note, size_t room)
 {
+    dtrain_loader *loader = (dtrain_loader *)(void *)source;
     const uint64_t now = (uint64_t)loader->window_count;
     const uint64_t before = loader->epoch_samples ? loader->epoch_samples : now; /* from a file */
     const uint64_t place = loader->position % before;
@@ -108,6 +111,21 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+static dtrain__state_source dtrain__loader_state(dtrain_loader *loader)
+{
+    const dtrain__state_source source = {{{"loader.position", &loader->position, 8},
+                                          {"loader.epoch_samples", &loader->epoch_samples, 8},
+                                          {"loader.seed", &loader->desc.seed, 8},
+                                          {NULL, NULL, 0},
+                                          {NULL, NULL, 0}},
+                                         dtrain__loader_resume,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         NULL};
+    return source;
+}
+
 /* Count windows first: the sizes of the arrays follow from their number. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
@@ -123,6 +141,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
+    loader->state = dtrain__loader_state(loader);
     const dtrain_comm *data = desc->mesh   ? dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA)
                               : desc->comm ? desc->comm
                                            : dtrain_world_comm(world); /* NULL: one rank */

@@ -192,7 +192,7 @@ static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan)
 /* ---- the plan ---------------------------------------------------------------------------------*/
 
 /* Count what the strategy and the optimizer of a desc hold. */
-DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
+static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
 {
     dtrain_strategy_info strategy;
     dtrain_strategy_query(desc->strategy, &strategy); /* zeros without one */
@@ -253,6 +253,13 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     memory->total = memory->activations + memory->activation_grads + memory->params +
                     memory->grads + memory->optimizer + memory->buffers + memory->workspace;
     return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
+                                                     dtrain_memory *held, dtrain_memory *planned)
+{
+    dtrain__memory_held(&trainer->desc, held);
+    return dtrain_trainer_plan(trainer->world, &trainer->desc, NULL, planned);
 }
 
 /* ---- Costs of units ---------------------------------------------------------------------------*/

@@ -606,6 +606,32 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+/* A step that a load has interrupted begins anew. */
+static void dtrain__trainer_resume(dtrain__state_source *source, char *note, size_t room)
+{
+    (void)note;
+    (void)room;
+    ((dtrain_trainer *)(void *)source)->micro = 0;
+}
+
+static dtrain__trainer_view dtrain__view_make(dtrain_trainer *trainer)
+{
+    const dtrain__state_source state = {{{"trainer.step", &trainer->step, 8},
+                                         {"trainer.tokens", &trainer->tokens, 8},
+                                         {"trainer.seed", &trainer->desc.seed, 8},
+                                         {"trainer.skipped", &trainer->skipped, 8},
+                                         {NULL, NULL, 0}},
+                                        dtrain__trainer_resume,
+                                        trainer->desc.strategy,
+                                        trainer->desc.optimizer,
+                                        trainer->scaling ? &trainer->scaler : NULL,
+                                        &trainer->micro};
+    const dtrain__trainer_view view = {state,          &trainer->groups,      trainer->rank,
+                                       trainer->ranks, trainer->words,        DTRAIN__WORD_COUNT,
+                                       trainer->gpu,   dtrain__trainer_memory};
+    return view;
+}
+
 /* Allocate everything that steps use. After a failure destroy frees what is there. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
@@ -659,6 +685,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
+    trainer->view = dtrain__view_make(trainer);
     if (result == DTRAIN_OK) result = dtrain__pipeline_create(trainer);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result == DTRAIN_OK) *out = trainer;

@@ -15,6 +15,7 @@
 #include "tape/tape_internal.h"
 #include "optim/scaler.h"
 #include "train/trainer.h"
+#include "train/view_internal.h"
 #include "device/backend.h"
 #include "device/device.h"
 
@@ -44,6 +45,7 @@ enum {
 #define DTRAIN__SLOW_STEPS 10  /* ... in this many steps in a row */
 
 struct dtrain_trainer {
+    dtrain__trainer_view view;
     dtrain_allocator allocator;
     dtrain_world *world;
     dtrain_trainer_desc desc; /* resolved */
@@ -95,9 +97,6 @@ typedef struct dtrain__queue {
     double flops;                 /* of the recorded step */
 } dtrain__queue;
 
-/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
-#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
-
 /* train/micro_batch.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
@@ -136,7 +135,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count);
 
 /* train/plan.c */
-DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
+                                                     dtrain_memory *held, dtrain_memory *planned);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);

@@ -13,11 +13,11 @@ comm:     core world
 launch:   core world comm
 parallel: core world comm
 strategy: core world comm parallel
-tape:     core world comm strategy parallel
-optim:    core world comm strategy parallel tape
-train:    core world comm strategy parallel tape optim
-state:    core world comm strategy parallel tape optim train
-monitor:  core world comm strategy parallel tape optim train state
+optim:    core world comm parallel strategy
+state:    core world comm parallel strategy optim
+tape:     core world comm parallel strategy
+train:    core world comm parallel strategy optim state tape
+monitor:  core world comm parallel strategy train
 device:   core'
 everybody='dtrain.h dtrain_cuda.cu dtrain_nccl.h device/device.h device/backend.h device/device_internal.h'
 
@@ -33,6 +33,8 @@ for file in $(find src -type f); do
         case " $folder $allowed " in *" ${include%%/*} "*) ;; *) complain "$file includes $include: $folder may include $folder $allowed" ;; esac
         [ -f "src/$include" ] || complain "$file includes $include, which is not a path in src/"
         # Of a strategy the rooms above it see its public headers and its view.
+        case $folder:$include in monitor:train/view_internal.h|monitor:train/trainer.h) ;; monitor:train/*) complain "$file includes $include: a monitor sees the record and train/view_internal.h" ;; esac
+        case $folder:$include in train:state/source_internal.h) ;; train:state/*) complain "$file includes $include: train hands a state its source, and calls nothing of it" ;; esac
         case $folder:$include in strategy:*|*:strategy/view_internal.h) ;; *:strategy/*_internal.h) complain "$file includes $include: outside of strategy/ there is strategy/view_internal.h" ;; esac
     done
 done

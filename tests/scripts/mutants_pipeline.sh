@@ -20,7 +20,7 @@ mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/return
 mutant "stage: tensors go to the next stage alone" tape/stage.c 's/c->last_stage <= stage ||/c->last_stage <= stage || c->stage < stage ||/'
 mutant "runner: FORWARD does not wait for what it reads" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD .*/    if (false)/'
 mutant "runner: BACKWARD does not wait for its gradient" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)/    if (false)/'
-mutant "schedule: ZBV does not turn" parallel/schedule.c '/_pipeline_place(/,/^}/s/place.chunk % 2/false/'
+mutant "schedule: ZBV does not turn" parallel/chunks.c '/_pipeline_place(/,/^}/s/place.chunk % 2/false/'
 mutant "tie: the largest instead of the sum" strategy/ties.c 's/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
 mutant "tie: each stage has its own" strategy/ties.c 's/    if (!bucket->tied) return DTRAIN_OK;/    return DTRAIN_OK;/'
 mutant "norm: each stage counts a tied weight" strategy/norm.c 's/!= strategy->groups.pipeline_rank)/!= strategy->groups.pipeline_rank \&\& false)/'

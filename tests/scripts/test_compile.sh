@@ -36,6 +36,15 @@ cat >"$build/late.c" <<'END'
 END
 { echo '#define DTRAIN_STATIC'; cat "$build/impl.c"; echo 'int main(void) { return dtrain_last_error()[0] != 0; }'; } >"$build/static.c"
 
+# The rings that a program can have, and the macros that leave out the others.
+combinations="core core+state core+models core+monitor core+state+models core+state+monitor core+models+monitor"
+omit() {
+    [ $1 = core ] && echo -DDTRAIN_CORE && return
+    for ring in STATE MODELS MONITOR; do
+        echo "$1" | grep -q -i "$ring" || echo -DDTRAIN_OMIT_$ring
+    done
+}
+
 warn="-I. -Wall -Wextra -Wconversion -Werror"
 libs="-lm -lpthread"
 check=-fsyntax-only
@@ -75,23 +84,20 @@ for c in gcc clang; do
         grep -v '^#define DTRAIN_IMPLEMENTATION$' "$program" >"$build/copied.c"
         try "$c $program beside a library compiled once" $c -I. -Wall -Wextra -Werror -O1 "$build/copied.c" "$object" -o "$build/copied" $libs
     done
-    try "$c parts" $c -std=c99 -pedantic $warn -DDTRAIN_PARTS $check "$build/impl.c"
-    try "$c, parts as C++" $([ $c = gcc ] && echo g++ || echo clang++) -x c++ -std=c++17 $warn -DDTRAIN_PARTS $check "$build/impl.c"
+    for rings in $combinations; do
+        try "$c, $rings" $c -std=c99 -pedantic $warn $(omit $rings) $check "$build/impl.c"
+        try "$c, $rings as C++" $([ $c = gcc ] && echo g++ || echo clang++) -x c++ -std=c++17 $warn $(omit $rings) $check "$build/impl.c"
+    done
     [ $c = $ours ] || [ "$full" != 0 ] || continue
     try "$c -O1 -ffast-math -march=native finds overflows" sh -c "$c -std=c99 -O1 -ffast-math -march=native $warn \
         -iquote src -Itests -Itests/support tests/unit/test_scaler.c '$build/impl.c' -o '$build/scaler_$c' $libs && '$build/scaler_$c'"
 done
-# World, communicator, strategy and optimizer alone: programs with arrays of their own run as they do with everything,
-# and what is not there is named, by the linker or in a sentence.
-try "parts" $cc -std=c99 -pedantic $warn -O1 -DDTRAIN_PARTS -c "$build/impl.c" -o "$build/parts.o"
-for program in ddp full_shard; do
-    try "parts, $program" $cc -std=c99 $warn -DDTRAIN_PARTS -O1 examples/$program.c -o "$build/$program" $libs
-    try "parts, $program runs" sh -c "'$build/$program' >'$tmp/log' && grep -q -E 'learned +\\+1.00 -2.00 \\+0.50|losses and the parameters are equal' '$tmp/log'"
-done
-printf '#include "dtrain.h"\nint main(void) { dtrain_tape_destroy(NULL); return 0; }\n' >"$build/tape.c"
-$cc -std=c99 -I. "$build/tape.c" "$build/parts.o" -o "$build/tape" $libs >"$tmp/log" 2>&1
-[ $? -ne 0 ] && grep -q dtrain_tape_destroy "$tmp/log"
-result "parts, the linker names a function of the tape" $? "$tmp/log"
+# Each combination of rings links, runs, and names what it has not. The linker says which function of a ring that is left
+# out is called, the CPU device which kernel.
+cat >"$build/omitted.c" <<'END'
+#include "dtrain.h"
+int main(void) { FUNCTION(NULL); return 0; }
+END
 cat >"$build/kernel.c" <<'END'
 #include "dtrain.h"
 #include <stdio.h>
@@ -105,9 +111,67 @@ int main(void)
     return 0;
 }
 END
-try "parts, a kernel of layers" $cc -std=c99 -I. "$build/kernel.c" "$build/parts.o" -o "$build/kernel" $libs
-"$build/kernel" >"$tmp/log" 2>&1 && grep -q "cpu device: the kernel layernorm is not compiled; leave DTRAIN_PARTS out" "$tmp/log"
-result "parts, a kernel of layers says that it is not there" $? "$tmp/log"
+cat >"$build/record.c" <<'END'
+/* A loop without a trainer reports a record of its own. */
+#include "dtrain.h"
+#include <string.h>
+static int rank_main(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    dtrain_step_record record;
+    memset(&desc, 0, sizeof desc);
+    memset(&record, 0, sizeof record);
+    desc.jsonl_path = (const char *)user;
+    desc.no_gpu = true;
+    record.step = 1;
+    record.loss = 0.25;
+    if (dtrain_metrics_create(world, &desc, &metrics) != DTRAIN_OK) return 1;
+    const dtrain_result result = dtrain_metrics_step(metrics, &record);
+    dtrain_metrics_destroy(metrics);
+    return result == DTRAIN_OK ? 0 : 1;
+}
+int main(int count, char **arguments)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 2;
+    return count == 2 && dtrain_launch(&desc, rank_main, arguments[1], NULL) == DTRAIN_OK ? 0 : 1;
+}
+END
+for rings in $combinations; do
+    object=$build/$rings.o
+    try "$rings" $cc -std=c99 -pedantic $warn -O0 $(omit $rings) -c "$build/impl.c" -o "$object"
+    try "$rings, a program" sh -c "$cc -std=c99 $warn '$build/user.c' '$object' -o '$build/ring' $libs && '$build/ring'"
+    for what in state:dtrain_state_destroy models:dtrain_tape_destroy models:dtrain_pipeline_destroy monitor:dtrain_metrics_destroy; do
+        function=${what#*:}
+        $cc -std=c99 -I. -DFUNCTION=$function "$build/omitted.c" "$object" -o "$build/omitted" $libs >"$tmp/log" 2>&1
+        linked=$?
+        case +$rings+ in
+        *+${what%:*}+*) [ $linked -eq 0 ]; result "$rings has $function" $? "$tmp/log" ;;
+        *) [ $linked -ne 0 ] && grep -q "undefined reference to .*$function" "$tmp/log"; result "$rings, the linker names $function" $? "$tmp/log" ;;
+        esac
+    done
+    case $rings in *models*) continue ;; esac
+    try "$rings, a kernel of layers" $cc -std=c99 -I. "$build/kernel.c" "$object" -o "$build/kernel" $libs
+    "$build/kernel" >"$tmp/log" 2>&1 && grep -q "cpu device: the kernel layernorm belongs to models.*without DTRAIN_OMIT_MODELS" "$tmp/log"
+    result "$rings, a kernel of layers says that it is not there" $? "$tmp/log"
+done
+try "core+monitor, a record" sh -c "$cc -std=c99 $warn '$build/record.c' '$build/core+monitor.o' -o '$build/record' $libs &&
+    '$build/record' '$tmp/record.jsonl' && grep -q '\"loss\": 0.25' '$tmp/record.jsonl'"
+# An example a ring does what it does with everything: expected(EXAMPLE) are lines of its output.
+ring() { # ring RINGS PROGRAM PATTERN ARGUMENT...
+    rings=$1 program=$2 pattern=$3
+    shift 3
+    try "$rings, $program" $cc -std=c99 $warn -O1 $(omit $rings) "examples/$program.c" -o "$build/$program" $libs
+    "$build/$program" "$@" >"$tmp/log" 2>&1 && grep -q -E "$pattern" "$tmp/log"
+    result "$rings, $program runs" $? "$tmp/log"
+}
+ring core ddp 'learned \+1.00 -2.00 \+0.50'
+ring core full_shard 'losses and the parameters are equal'
+ring core+state resume '^3 ranks end at step 150: average loss 3.7858' "$tmp/resume"
+ring core+models own_operation 'step 199  loss 0.0593'
+ring core+models+monitor gpt 'held-out loss 1\.[01]' --steps 60
 
 # In a shared object, as the manual says: a program without dtrain loads two of them, each with its own copy, runs ranks
 # that are processes and threads, unloads both, and does it again. The other two are linked with a dtrain.o.

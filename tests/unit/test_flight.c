@@ -4,7 +4,7 @@
 #include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
 #include "world/timeline_internal.h"
-#include "state/json_internal.h"
+#include "core/json_internal.h"
 
 #define main flight_main
 #include "../../tools/flight/flight.c"

@@ -2,8 +2,8 @@
  * every bit flip of a good file, random ones, and a second opinion by Python's own json. */
 #include "test.h"
 
-#include "state/crc32c_internal.h"
-#include "state/json_internal.h"
+#include "core/crc32c_internal.h"
+#include "core/json_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/storage_internal.h"
 #include "allocator.h"

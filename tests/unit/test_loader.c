@@ -679,10 +679,10 @@ static void test_rest_of_epoch(void)
     desc.batch = 8, desc.drop_last = true;
     if (!CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK)) return;
     loader->position = 22 + 14; /* just enough */
-    dtrain__loader_resume(loader, note, sizeof note);
+    loader->state.resume(&loader->state, note, sizeof note);
     CHECK(position_of(loader) == 36 && !note[0]);
     loader->position = 22 + 16; /* saved by a batch of 2, of which three more were to come */
-    dtrain__loader_resume(loader, note, sizeof note);
+    loader->state.resume(&loader->state, note, sizeof note);
     CHECK(position_of(loader) == 44 && strstr(note, "leaves out the last 6 samples"));
     dtrain_loader_destroy(loader);
     dtrain_dataset_close(desc.dataset);

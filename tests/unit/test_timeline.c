@@ -4,7 +4,7 @@
 
 #include "dtrain.h"
 
-#include "state/json_internal.h"
+#include "core/json_internal.h"
 #include "world/timeline_internal.h"
 #include "world/world_internal.h"
 

@@ -201,16 +201,17 @@ static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info
     return DTRAIN_OK;
 }
 
-#if !DTRAIN__LAYERS
-#define DTRAIN__CPU_LAYER(op)                                                                   \
-    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device,                       \
-                                                   const dtrain_##op##_args *args)              \
-    {                                                                                           \
-        (void)args;                                                                             \
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,                                            \
-                           "%s device: the kernel " #op " is not compiled; leave DTRAIN_PARTS " \
-                           "out",                                                               \
-                           device->ops->name);                                                  \
+#if !DTRAIN__MODELS
+#define DTRAIN__CPU_LAYER(op)                                                                 \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device,                     \
+                                                   const dtrain_##op##_args *args)            \
+    {                                                                                         \
+        (void)args;                                                                           \
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,                                          \
+                           "%s device: the kernel " #op " belongs to models, which this "     \
+                           "program leaves out: compile dtrain.h without DTRAIN_OMIT_MODELS " \
+                           "and DTRAIN_CORE",                                                 \
+                           device->ops->name);                                                \
     }
 #define DTRAIN__CPU_BASE(op)
 DTRAIN__KERNEL_LIST(DTRAIN__CPU_BASE, DTRAIN__CPU_LAYER)

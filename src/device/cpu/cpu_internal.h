@@ -53,7 +53,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t
 DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
                                         int64_t i, int64_t count, uint32_t *words);
 
-#if DTRAIN__LAYERS
+#if DTRAIN__MODELS
 /* device/cpu/launch_layers.c */
 DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
                                       double sum, float wanted, double logits_sum);

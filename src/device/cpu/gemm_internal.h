@@ -26,7 +26,7 @@
 #endif
 
 /* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
-#if DTRAIN__HAS_AVX512 && DTRAIN__LAYERS && defined(__linux__) && \
+#if DTRAIN__HAS_AVX512 && DTRAIN__MODELS && defined(__linux__) && \
     (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
 #define DTRAIN__PAIRS 1
 #else

@@ -26,7 +26,7 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
-/* Every kernel that works on ranges. L: of layers, which DTRAIN_PARTS leaves out. P: by patches,
+/* Every kernel that works on ranges. L: of layers, which belong to ring 3, models. P: by patches,
  * which scalars lack. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, P)                                                      \

@@ -7,7 +7,7 @@
 #include "device/cpu/kernels/gemm.h"
 #include "device/cpu/kernels/pairs.h"
 #include "device/cpu/kernels/mix.h"
-#if DTRAIN__LAYERS
+#if DTRAIN__MODELS
 #include "device/cpu/kernels/layernorm.h"
 #include "device/cpu/kernels/pointwise.h"
 #include "device/cpu/kernels/tokens.h"

@@ -8,9 +8,9 @@
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
+#include "core/json_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "state/json_internal.h"
 
 /* ---- Text that grows --------------------------------------------------------------------------*/
 

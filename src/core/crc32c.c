@@ -10,7 +10,7 @@
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
-#include "state/crc32c_internal.h"
+#include "core/crc32c_internal.h"
 
 #define DTRAIN__CRC_POLYNOMIAL 0x82f63b78u /* P, without its x^32 */
 

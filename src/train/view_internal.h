@@ -1,0 +1,27 @@
+/* What a monitor sees of a trainer. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "comm/groups_internal.h"
+#include "strategy/memory.h"
+#include "state/source_internal.h"
+#include "train/trainer.h"
+
+/* The first member of a dtrain_trainer. */
+typedef struct dtrain__trainer_view {
+    dtrain__state_source state;
+    const dtrain__groups *groups;
+    int rank, ranks;    /* in groups->all */
+    const float *words; /* (ranks, word_count): of each rank its figures, then other words */
+    size_t word_count;
+    float *gpu; /* the figures from DTRAIN_FIGURE_GPU_UTILIZATION on, which the next step sends */
+    /* Tell what this rank holds, and what a plan of the loss predicts; an error is the plan's. */
+    dtrain_result (*memory)(const dtrain_trainer *trainer, dtrain_memory *held,
+                            dtrain_memory *planned);
+} dtrain__trainer_view;
+
+static inline const dtrain__trainer_view *dtrain__trainer_seen(const dtrain_trainer *trainer)
+{
+    return (const dtrain__trainer_view *)(const void *)trainer;
+}
