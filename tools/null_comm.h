@@ -148,9 +148,9 @@ static dtrain_result null_destroy(dtrain_comm *comm)
 
 static const dtrain_comm_ops *null_comm_ops(void)
 {
-    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI, false,      "null",    NULL,
-                                        null_start,      NULL,       NULL,      null_alloc,
-                                        null_free,       null_split, null_fail, null_destroy};
+    static const dtrain_comm_ops ops = {
+        DTRAIN_COMM_ABI, false,     "null",     NULL,      null_start,   NULL, NULL,
+        null_alloc,      null_free, null_split, null_fail, null_destroy, NULL};
     return &ops;
 }
 
