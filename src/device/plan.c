@@ -2,7 +2,7 @@
  *
  * Addresses without memory: an allocation is a step of a counter that lives in device->state.
  * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
- * answer. */
+ * answer. Every value is zero: that is what copies to the host give. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -51,10 +51,8 @@ static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const vo
                                        size_t bytes, dtrain_copy_kind kind)
 {
     (void)device;
-    (void)to;
     (void)from;
-    (void)bytes;
-    (void)kind;
+    if (kind == DTRAIN_COPY_DEVICE_TO_HOST) memset(to, 0, bytes);
     return DTRAIN_OK;
 }
 

@@ -20,19 +20,12 @@
  * (With nodes and fp16 residuals are of means over a node, and count G times.) */
 
 #include "core/platform_internal.h"
-#include "device/device_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how)
 {
     return how->hook ? how->hook : dtrain__topk_hook();
-}
-
-/* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
-static bool dtrain__is_planned(const dtrain_strategy *strategy)
-{
-    return strategy->device->ops == dtrain__plan_device_ops();
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
@@ -212,7 +205,7 @@ static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucke
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
     hook->comm = comm;
     hook->step = strategy->sync_count - strategy->compressed_from;
-    if (!dtrain__is_planned(strategy)) DTRAIN__TRY(desc->compress(how, hook, round));
+    DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
     return desc->exchange(how, hook, round, bucket->reduces);
 }
@@ -221,7 +214,6 @@ static dtrain_result dtrain__hook_end(dtrain_strategy *strategy, dtrain__bucket 
                                       uint32_t round)
 {
     const dtrain_compression_desc *how = strategy->layout.compression;
-    if (dtrain__is_planned(strategy)) return DTRAIN_OK;
     return dtrain__hook_of(how)->decompress(how, &bucket->compressed->hook, round);
 }
 

@@ -13,7 +13,7 @@
  * gathers and messages reach without a copy; NULL: no other rank reads what is on the tape. */
 static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
 {
-    return tape->planning || (!tape->groups.tensor && !tape->stages) ? NULL : tape->groups.model;
+    return tape->groups.tensor || tape->stages ? tape->groups.model : NULL;
 }
 
 static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,

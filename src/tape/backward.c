@@ -73,7 +73,7 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
         made->gradient = NULL;
         made->tensor.grad = NULL;
     }
-    for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
+    for (uint32_t i = 0; i < op->param_count; i++) {
         dtrain_param_state *state = &op->params[i]->state;
         if (--state->pending_uses || !tape->strategy || !node->target[i]) continue;
         if (tape->pass.more) dtrain__note_gradient(tape->strategy, state->index);
@@ -87,7 +87,7 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
 static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    dtrain_strategy *strategy = tape->planning ? NULL : tape->strategy;
+    dtrain_strategy *strategy = tape->strategy;
     dtrain_axpby_args seed;
     memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
     seed.count = 1;
@@ -114,8 +114,7 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
         for (uint32_t i = 0; i < op->input_count; i++)
             if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
                 op->inputs[i]->producer->reached = true;
-        for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
-            op->params[i]->state.pending_uses++;
+        for (uint32_t i = 0; i < op->param_count; i++) op->params[i]->state.pending_uses++;
     }
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
@@ -143,7 +142,7 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            call);
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    if (tape->strategy && !tape->planning) {
+    if (tape->strategy) {
         const int64_t terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
         DTRAIN__TRY(dtrain__end_sums(tape->strategy, tape->pass.sums, false));
         DTRAIN__TRY(dtrain__agree_unit(tape->strategy, terms));
@@ -182,10 +181,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
 {
     dtrain_result result = tape->error;
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
-        for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
+        for (uint32_t i = 0; i < node->op.param_count && node->halved; i++)
             node->op.params[i]->state.pending_uses = 0;
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
-        for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
+        for (uint32_t i = 0; i < node->op.param_count && node->halved; i++)
             node->op.params[i]->state.pending_uses++;
     for (dtrain_node *node = tape->pass.last; node && result == DTRAIN_OK; node = node->previous) {
         if (!node->halved) continue;
@@ -325,7 +324,7 @@ static bool dtrain__counted_elsewhere(const dtrain_op *op, const dtrain_param *t
 static float *dtrain__uncounted(dtrain_op *op, const dtrain_param *target, bool *accumulate)
 {
     const int64_t count = dtrain__share_here(target, &op->tape->groups).count;
-    if (!*accumulate && !op->planning)
+    if (!*accumulate)
         dtrain__tape_stick(op->tape, op->device->ops->zero(op->device, target->grad,
                                                            (size_t)count * sizeof(float)));
     *accumulate = false;
@@ -339,8 +338,11 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     *accumulate = false;
     if (!target || op->half == DTRAIN_OP_HALF_INPUTS) return NULL;
     *accumulate = target->state.grad_written;
-    if (!op->planning) dtrain__set_grad_written(target, true);
-    if (op->tape->costs) return (float *)DTRAIN__NOWHERE; /* there may be no strategy yet */
-    return dtrain__counted_elsewhere(op, target) ? dtrain__uncounted(op, target, accumulate)
-                                                 : target->grad;
+    float *const grad = dtrain__counted_elsewhere(op, target)
+                            ? dtrain__uncounted(op, target, accumulate)
+                            : target->grad;
+    /* a plan writes nothing, and grad may be NULL there */
+    if (op->planning) return (float *)DTRAIN__NOWHERE;
+    dtrain__set_grad_written(target, true);
+    return grad;
 }

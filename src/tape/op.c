@@ -15,6 +15,7 @@
  * for the readers outside. */
 
 #include "core/platform_internal.h"
+#include "device/device_internal.h"
 #include "world/world_internal.h"
 #include "tape/tape_internal.h"
 
@@ -55,7 +56,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     op->reads = desc->reads;
     op->cast = tape->pass.cast;
     node->ghost = dtrain__is_elsewhere(tape);
-    op->planning = tape->planning || node->ghost;
+    op->planning = node->ghost || tape->device->ops == dtrain__plan_device_ops();
     node->unit = tape->unit;
     node->mark = tape->pass.mark_count;
     node->segment = tape->pass.segment;
@@ -174,7 +175,7 @@ static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
 
 DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op)
 {
-    return op->planning ? NULL : op->tape->groups.tensor;
+    return op->tape->groups.tensor;
 }
 
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i)
@@ -271,15 +272,23 @@ DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
     return p->name ? p->name : "?";
 }
 
-/* Check that a parameter's values are in memory: a sharded strategy has only those of the gathered
- * unit. */
+/* Check that a parameter's values are in memory, `here` of them: a sharded strategy has only those of
+ * the gathered unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
-                                         const dtrain_param *storage)
+                                         const dtrain_param *storage, const dtrain_param *declared,
+                                         int64_t here)
 {
     const dtrain_tape *tape = op->tape;
     const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
-    if (op->planning || (storage->value && !foreign)) return DTRAIN_OK;
+    if (storage->value && !foreign) {
+        if (!declared->cut.axis || !declared->count || declared->count == here) return DTRAIN_OK;
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %s has %lld elements on this rank, and the tape needs "
+                           "%lld: its strategy cuts it over a mesh; create the tape with that "
+                           "strategy",
+                           call, name, (long long)declared->count, (long long)here);
+    }
     if (p->state.elsewhere && !tape->stages)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s is in a stage of another rank of the pipeline axis; "
@@ -368,26 +377,19 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
      * outdated */
     dtrain_param *storage = p->state.storage ? p->state.storage : p;
     while (storage->alias_of) storage = storage->alias_of;
-    DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
-    if (!op->planning && declared->cut.axis && declared->count && declared->count != here.count)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: parameter %s has %lld elements on this rank, and the tape needs "
-                           "%lld: its strategy cuts it over a mesh; create the tape with that "
-                           "strategy",
-                           op->desc->name, dtrain__param_name(p), (long long)declared->count,
-                           (long long)here.count);
+    if (!op->planning) DTRAIN__TRY(dtrain__check_value(op, p, storage, declared, here.count));
     memcpy(shape, here.shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
-    if (!tape->planning) p->state.pending_uses = 0; /* left by a failed backward */
+    p->state.pending_uses = 0; /* left by a failed backward */
     const bool frozen = dtrain__is_surveying(tape)
                             ? p->state.frozen || storage->state.frozen /* on all ranks alike */
                             : (p->flags | storage->flags) & DTRAIN_PARAM_FROZEN;
     if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen &&
-        (tape->planning || tape->strategy || storage->grad)) {
+        (op->planning || tape->strategy || storage->grad)) {
         node->target[i] = storage;
         op->needs_grad = true;
     }
@@ -459,8 +461,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
         node->scratch = scratch->memory;
     }
     const double flops = op->tape->flops;
-    const bool counts = op->tape->costs && (op->desc->reads & DTRAIN__OP_COUNTS);
-    const dtrain_result result = op->planning && !counts ? DTRAIN_OK : dtrain__op_forward(node);
+    const bool runs = !op->planning || (op->desc->reads & DTRAIN__OP_COUNTS);
+    const dtrain_result result = runs ? dtrain__op_forward(node) : DTRAIN_OK;
     dtrain__cost_add(node, op->tape->pass.state == DTRAIN__TAPE_DONE, op->tape->flops - flops);
     dtrain__scratch_give(scratch);
     node->scratch = NULL;

@@ -146,7 +146,7 @@ static dtrain_result dtrain__place_move(const dtrain__moving *m, uint32_t from, 
     const char *whole = (const char *)x;
     char *const gathered = to == DTRAIN_PLACEMENT_WHOLE ? (char *)y : m->whole;
     dtrain_work *work = NULL;
-    if (m->op->planning) return DTRAIN_OK;
+    if (!dtrain__axis_comm(m->op)) return DTRAIN_OK;
     if (from != DTRAIN_PLACEMENT_WHOLE) whole = gathered;
     if (from == DTRAIN_PLACEMENT_COLUMNS)
         DTRAIN__TRY(dtrain__gather_columns(m, (const char *)x, gathered));

@@ -9,6 +9,33 @@
 #include "world/world_internal.h"
 #include "tape/tape_internal.h"
 
+DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__layout *layout,
+                                       const dtrain__groups *groups)
+{
+    dtrain__groups *own = &tape->groups;
+    tape->layout = layout;
+    *own = *groups;
+    own->data = own->copy = own->tensor = own->pipeline = own->model = own->all = NULL;
+}
+
+/* Connect a tape with the world, whose timeline shows its passes, and with a strategy. A tape of the
+ * plan device only has their sizes: it leaves no trace in either, and sends nothing. */
+static void dtrain__tape_join(dtrain_tape *tape, dtrain_world *world, dtrain_strategy *strategy)
+{
+    dtrain__groups groups;
+    if (strategy) groups = dtrain__groups_of(strategy);
+    if (tape->device->ops == dtrain__plan_device_ops()) {
+        if (strategy) dtrain__tape_plan(tape, dtrain__layout_of(strategy), &groups);
+        return;
+    }
+    tape->world = !world && strategy ? dtrain__world_of(strategy) : world;
+    if (!strategy) return;
+    tape->strategy = strategy;
+    tape->layout = dtrain__layout_of(strategy);
+    tape->groups = groups;
+    dtrain__expect_tape(strategy);
+}
+
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out)
 {
@@ -21,19 +48,13 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
-    tape->strategy = strategy;
-    tape->layout = strategy ? dtrain__layout_of(strategy) : NULL;
     tape->groups.tensor_ranks = 1;
-    if (strategy) tape->groups = dtrain__groups_of(strategy);
     tape->device = device ? device : dtrain_world_device(world);
-    tape->planning = tape->device->ops == dtrain__plan_device_ops();
-    if (!world && strategy) world = dtrain__world_of(strategy);
-    if (!tape->planning) tape->world = world;
+    dtrain__tape_join(tape, world, strategy);
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device =
             i == DTRAIN__ARENA_HOST || i == DTRAIN__ARENA_RECORDS ? NULL : tape->device;
     tape->unit = -1;
-    if (strategy && !tape->planning) dtrain__expect_tape(strategy);
     *out = tape;
     return DTRAIN_OK;
 }
@@ -178,7 +199,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     dtrain__unit_trace(tape, unit);
     tape->unit = unit;
     tape->unit_pass = pass;
-    if (tape->planning || !tape->strategy || tape->stages) return DTRAIN_OK; /* all are there */
+    if (!tape->strategy || tape->stages) return DTRAIN_OK; /* all are there */
     if (before >= 0 && before != unit)
         DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
     return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit, pass) : DTRAIN_OK;

@@ -198,16 +198,15 @@ typedef struct dtrain__unit_costs {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
-    dtrain_world *world; /* for the spans of passes; NULL: no world, or a plan */
-    dtrain_strategy *strategy;
+    dtrain_world *world;                 /* for the spans of passes; NULL: no world, or a plan */
+    dtrain_strategy *strategy;           /* NULL: none, or a plan */
     const struct dtrain__layout *layout; /* the strategy's, or the planned one; NULL: no strategy */
     dtrain__groups groups;               /* the same; the tensor axis is of one rank without */
     dtrain_device *device;
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
-    bool planning;                   /* on the plan device: params and strategy are left alone */
-    double flops;                    /* see dtrain_tape_info */
-    const dtrain__unit_costs *costs; /* of a plan that counts them; or NULL */
+    double flops;                        /* see dtrain_tape_info */
+    const dtrain__unit_costs *costs;     /* of a plan that counts them; or NULL */
     dtrain__bump arenas[DTRAIN__ARENAS];
     dtrain__pass pass;
     dtrain__cast *weights;                   /* rounded ones that do not pass, latest first */
@@ -231,6 +230,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to
 DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
+/* Let a tape of the plan device count for a strategy of this layout and these groups. It has no
+ * communicator, so that nothing is sent. */
+DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__layout *layout,
+                                       const dtrain__groups *groups);
 DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
@@ -303,7 +306,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 #define DTRAIN__OP_TAKES_ALL (DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS)
 #define DTRAIN__OP_PLACES 4u
 /* In `reads` of a built-in operation: its forward launches products and touches no memory itself,
- * so that a plan which counts costs can run it. */
+ * so that a plan can run it and count them. */
 #define DTRAIN__OP_COUNTS (1u << 31)
 
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,

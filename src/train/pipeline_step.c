@@ -123,7 +123,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     dtrain__pipeline *line = trainer->pipeline;
     dtrain__flight *flight = &line->flights[action->micro_batch];
     const int stage = dtrain__action_stage(line->schedule, line->rank, action);
-    const bool first = flight->batch < 0, planning = trainer->tape->planning;
+    const bool first = flight->batch < 0;
     dtrain__stage_source source = {action->inbox, -1};
     uint32_t before;
     if (first) { /* its first pass here; an error fails the step on all ranks, which are in the
@@ -141,10 +141,11 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                     stage, source, desc->tape_flags, seed));
     dtrain_tensor *loss;
     DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
-    if (first && !planning) flight->weight = dtrain__micro_weight(desc->strategy);
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = last ? loss : NULL;
-    if (!last || planning) return DTRAIN_OK;
+    if (!desc->strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
+    if (first) flight->weight = dtrain__micro_weight(desc->strategy);
+    if (!last) return DTRAIN_OK;
     return dtrain__end_sums(desc->strategy, trainer->tape->pass.sums, false);
 }
 
@@ -163,7 +164,7 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
                                        dtrain__pipeline_splits(line->schedule->kind)));
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
-    if (!line->losses[slot] || trainer->tape->planning) return DTRAIN_OK;
+    if (!line->losses[slot]) return DTRAIN_OK;
     if (!line->read)
         return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
     dtrain_device *device = trainer->tape->device;
@@ -193,7 +194,7 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     else if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
              !trainer->pipeline->flights[action->micro_batch].joined)
         result = dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
-    if (result != DTRAIN_OK || trainer->tape->planning) return result;
+    if (result != DTRAIN_OK || !trainer->desc.strategy) return result;
     return dtrain_strategy_weight(trainer->desc.strategy, 1); /* what the loss set was its own */
 }
 
@@ -510,7 +511,7 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
     if (!line->flights || !line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
     dtrain_device *device = trainer->tape->device;
     if (dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank == line->rank &&
-        !trainer->tape->planning && !device->ops->host_memory) {
+        device->ops->event_query) { /* the host queues passes ahead of the device */
         void *memory;
         DTRAIN__TRY(device->ops->host_alloc(device, micros * sizeof *line->read, &memory));
         line->read = (float *)memory;
@@ -574,6 +575,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *d
     memset(&rehearsal, 0, sizeof rehearsal);
     rehearsal.desc = *desc;
     rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
+    rehearsal.desc.strategy = NULL;
     if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
     rehearsal.allocator = tape->allocator;
     rehearsal.groups = plan->groups;

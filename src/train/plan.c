@@ -35,9 +35,9 @@
 #include "device/device_internal.h"
 
 /* Count the memory of activations, with a strategy's layout or without, and, where there are costs,
- * what the units of the whole model take; its backward is in halves then. On the plan device the
- * tape leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two
- * steps as well. */
+ * what the units of the whole model take; its backward is in halves then. A tape of the plan
+ * device writes no value and no gradient, so a plan can be made at any time, between two steps as
+ * well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
                                               const dtrain__strategy_plan *strategy,
                                               const dtrain__unit_costs *costs,
@@ -57,11 +57,9 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     memset(&plan, 0, sizeof plan);
     plan.allocator = world->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &device));
-    /* Without a strategy: its `ready` would start communication, and a plan is local. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
-        tape->layout = strategy->layout;
-        tape->groups = strategy->groups;
+        dtrain__tape_plan(tape, strategy->layout, &strategy->groups);
         tape->costs = costs;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }

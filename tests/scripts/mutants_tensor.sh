@@ -61,7 +61,7 @@ mutant "dropout: masks of the first rows" tape/elementwise.c 's/of->first = part
 mutant "dropout: masks of the first columns" tape/elementwise.c 's/column = part->first\[i\];/column = i ? part->first[i] : 0;/'
 mutant "dropout: masks of the part" tape/elementwise.c 's/of->whole_n = part->whole;/of->whole_n = of->n;/'
 mutant "backward: gradients of whole tensors count on each rank" tape/backward.c 's/return groups->sequence_parallel \&\& groups->tensor_rank/return false \&\& groups->tensor_rank/'
-mutant "backward: what does not count is left in place" tape/backward.c 's/    if (!\*accumulate \&\& !op->planning)/    if (false)/'
+mutant "backward: what does not count is left in place" tape/backward.c 's/    if (!\*accumulate)$/    if (false)/'
 mutant "strategy: gradients of rows are not summed" strategy/tensor.c '/_tensor_begin(/,/^}/s/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
 mutant "strategy: sums are not unpacked" strategy/tensor.c 's/return bucket->tensor_packed ?/return false ?/'
 mutant "strategy: sums in a mean" strategy/tensor.c 's/    packed += dtrain__padded(count);/    for (int64_t k = 0; k < count \&\& !back; k++) packed[k] \/= 2;\n&/'

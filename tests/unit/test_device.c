@@ -1234,6 +1234,7 @@ static void test_plan_device(void)
     const dtrain_sum_args s = {4, false, false, 1, b, &sum, NULL, DTRAIN_DTYPE_F32, NULL};
     const dtrain_add_args add = {4, b, b, c, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
     CHECK(!d->ops->sum(d, &s) && sum == 1 && !d->ops->add(d, &add) && !d->ops->zero(d, b, 100));
+    CHECK(!d->ops->copy(d, &sum, b, sizeof sum, DTRAIN_COPY_DEVICE_TO_HOST) && sum == 0);
     d->ops->free(d, b, (size_t)1 << 40);
     CHECK(d->allocated_bytes == 1);
     dtrain_device_destroy(d);
