@@ -668,10 +668,9 @@ struct dtrain_device {
     void *waiting_user;
 };
 
-/* Check whether `bytes` more would go beyond the memory limit of this rank; the error says what is
- * in use and what would help. Devices and communicators call it before they allocate. */
-DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
-
 /* Add `bytes` to *counter, which is device->allocated_bytes or device->comm_bytes, and update
- * device->peak_bytes. Devices and communicators call it after they have allocated. */
-DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes);
+ * device->peak_bytes; or fail, and say what would help, where that would go beyond the memory limit
+ * of this rank. Devices and communicators call it before they allocate, and subtract what they
+ * free or did not get. */
+DTRAIN_API dtrain_result dtrain_device_account(dtrain_device *device, size_t *counter,
+                                               size_t bytes);

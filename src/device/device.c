@@ -106,25 +106,20 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
     dtrain__free(&allocator, owned, 1, sizeof *owned);
 }
 
-DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
+DTRAIN_API dtrain_result dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
 {
     const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
-    if (!device->limit_bytes ||
-        (used <= device->limit_bytes && bytes <= device->limit_bytes - used))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                       "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
-                       "this rank is %llu; a strategy that shards more, activation checkpointing, "
-                       "a smaller batch or a higher memory_limit would help",
-                       (unsigned long long)bytes, (unsigned long long)used,
-                       (unsigned long long)device->limit_bytes);
-}
-
-DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
-{
+    if (device->limit_bytes && (used > device->limit_bytes || bytes > device->limit_bytes - used))
+        return dtrain_fail(
+            DTRAIN_ERROR_MEMORY,
+            "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
+            "this rank is %llu; a strategy that shards more, activation checkpointing, "
+            "a smaller batch or a higher memory_limit would help",
+            (unsigned long long)bytes, (unsigned long long)used,
+            (unsigned long long)device->limit_bytes);
     *counter += bytes;
-    const size_t used = device->allocated_bytes + device->comm_bytes;
-    if (used > device->peak_bytes) device->peak_bytes = used;
+    if (used + bytes > device->peak_bytes) device->peak_bytes = (size_t)used + bytes;
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)

@@ -30,10 +30,9 @@ static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, voi
     if (bytes > UINTPTR_MAX - at - 128)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
                            (unsigned long long)bytes);
-    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    DTRAIN__TRY(dtrain_device_account(device, &device->allocated_bytes, bytes));
     *memory = (void *)at;
     device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
-    dtrain_device_account(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 

@@ -93,21 +93,22 @@ static dtrain_device *dtrain__charged_device(const dtrain_world *world)
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);
-    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    if (device) DTRAIN__TRY(dtrain_device_account(device, &device->comm_bytes, bytes));
     const uint64_t start = world->control->free_at_start;
     uint64_t promised = dtrain__load(&world->control->promised), now;
     do { /* what is refused was never promised: another rank may ask at the same moment */
         const bool asks = bytes >= DTRAIN__SMALL_PROMISE || promised + bytes > start;
         now = asks ? dtrain__free_memory() : start;
-        if (bytes > now || promised + bytes > (now > start ? now : start))
+        if (bytes > now || promised + bytes > (now > start ? now : start)) {
+            if (device) device->comm_bytes -= bytes;
             return dtrain_fail(
                 DTRAIN_ERROR_MEMORY,
                 "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
                 "use a smaller model, more accumulation steps or another machine",
                 bytes, (unsigned long long)now, (unsigned long long)promised);
+        }
     } while (!__atomic_compare_exchange_n(&world->control->promised, &promised, promised + bytes,
                                           false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
     return DTRAIN_OK;
 }
 

@@ -127,14 +127,13 @@ static dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     *memory = NULL;
-    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    DTRAIN__TRY(dtrain_device_account(device, &device->allocated_bytes, bytes));
     *memory = dtrain__aligned_alloc(&cpu->allocator, bytes);
-    if (!*memory)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "no memory for %llu bytes on the CPU device, which holds %llu already",
-                           (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
-    dtrain_device_account(device, &device->allocated_bytes, bytes);
-    return DTRAIN_OK;
+    if (*memory) return DTRAIN_OK;
+    device->allocated_bytes -= bytes;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "no memory for %llu bytes on the CPU device, which holds %llu already",
+                       (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
 }
 
 static void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes)
