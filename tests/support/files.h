@@ -1,5 +1,5 @@
 /* files.h: a folder of a test program's own for the data files that it writes, and what writes them. Include it behind
- * test.h. main calls files_begin before the tests and files_end behind them. */
+ * test.h. main calls files_begin before the tests and files_end after them: those of RUN_BESIDE end in test_summary. */
 #ifndef DTRAIN_TEST_FILES_H
 #define DTRAIN_TEST_FILES_H
 

@@ -707,6 +707,6 @@ int main(int argc, char **argv)
     RUN(test_stops);
     RUN(test_drifts);
     RUN_BESIDE(test_resumed_elsewhere);
-    const bool removed = files_end();
-    return test_summary() || !removed;
+    const int failed = test_summary();
+    return !files_end() || failed;
 }
