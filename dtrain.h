@@ -4281,13 +4281,12 @@ struct dtrain_device {
     void *waiting_user;
 };
 
-/* Check whether `bytes` more would go beyond the memory limit of this rank; the error says what is
- * in use and what would help. Devices and communicators call it before they allocate. */
-DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
-
 /* Add `bytes` to *counter, which is device->allocated_bytes or device->comm_bytes, and update
- * device->peak_bytes. Devices and communicators call it after they have allocated. */
-DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes);
+ * device->peak_bytes; or fail, and say what would help, where that would go beyond the memory limit
+ * of this rank. Devices and communicators call it before they allocate, and subtract what they
+ * free or did not get. */
+DTRAIN_API dtrain_result dtrain_device_account(dtrain_device *device, size_t *counter,
+                                               size_t bytes);
 
 /* ==== src/comm/backend.h ====================================================================== */
 
@@ -7660,21 +7659,22 @@ static dtrain_device *dtrain__charged_device(const dtrain_world *world)
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);
-    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    if (device) DTRAIN__TRY(dtrain_device_account(device, &device->comm_bytes, bytes));
     const uint64_t start = world->control->free_at_start;
     uint64_t promised = dtrain__load(&world->control->promised), now;
     do { /* what is refused was never promised: another rank may ask at the same moment */
         const bool asks = bytes >= DTRAIN__SMALL_PROMISE || promised + bytes > start;
         now = asks ? dtrain__free_memory() : start;
-        if (bytes > now || promised + bytes > (now > start ? now : start))
+        if (bytes > now || promised + bytes > (now > start ? now : start)) {
+            if (device) device->comm_bytes -= bytes;
             return dtrain_fail(
                 DTRAIN_ERROR_MEMORY,
                 "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
                 "use a smaller model, more accumulation steps or another machine",
                 bytes, (unsigned long long)now, (unsigned long long)promised);
+        }
     } while (!__atomic_compare_exchange_n(&world->control->promised, &promised, promised + bytes,
                                           false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
     return DTRAIN_OK;
 }
 
@@ -17862,12 +17862,6 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compre
     return how->hook ? how->hook : dtrain__topk_hook();
 }
 
-/* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
-static bool dtrain__is_planned(const dtrain_strategy *strategy)
-{
-    return strategy->device->ops == dtrain__plan_device_ops();
-}
-
 /* ---- Layout -----------------------------------------------------------------------------------*/
 
 /* List the parts of a bucket's parameters that lie in this rank's slice, and let the hook plan for
@@ -18045,7 +18039,7 @@ static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucke
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
     hook->comm = comm;
     hook->step = strategy->sync_count - strategy->compressed_from;
-    if (!dtrain__is_planned(strategy)) DTRAIN__TRY(desc->compress(how, hook, round));
+    DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
     return desc->exchange(how, hook, round, bucket->reduces);
 }
@@ -18054,7 +18048,6 @@ static dtrain_result dtrain__hook_end(dtrain_strategy *strategy, dtrain__bucket 
                                       uint32_t round)
 {
     const dtrain_compression_desc *how = strategy->layout.compression;
-    if (dtrain__is_planned(strategy)) return DTRAIN_OK;
     return dtrain__hook_of(how)->decompress(how, &bucket->compressed->hook, round);
 }
 
@@ -27393,16 +27386,15 @@ typedef struct dtrain__unit_costs {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
-    dtrain_world *world; /* for the spans of passes; NULL: no world, or a plan */
-    dtrain_strategy *strategy;
+    dtrain_world *world;                 /* for the spans of passes; NULL: no world, or a plan */
+    dtrain_strategy *strategy;           /* NULL: none, or a plan */
     const struct dtrain__layout *layout; /* the strategy's, or the planned one; NULL: no strategy */
     dtrain__groups groups;               /* the same; the tensor axis is of one rank without */
     dtrain_device *device;
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
-    bool planning;                   /* on the plan device: params and strategy are left alone */
-    double flops;                    /* see dtrain_tape_info */
-    const dtrain__unit_costs *costs; /* of a plan that counts them; or NULL */
+    double flops;                        /* see dtrain_tape_info */
+    const dtrain__unit_costs *costs;     /* of a plan that counts them; or NULL */
     dtrain__bump arenas[DTRAIN__ARENAS];
     dtrain__pass pass;
     dtrain__cast *weights;                   /* rounded ones that do not pass, latest first */
@@ -27426,6 +27418,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to
 DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
+/* Let a tape of the plan device count for a strategy of this layout and these groups. It has no
+ * communicator, so that nothing is sent. */
+DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__layout *layout,
+                                       const dtrain__groups *groups);
 DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
@@ -27498,7 +27494,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 #define DTRAIN__OP_TAKES_ALL (DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS)
 #define DTRAIN__OP_PLACES 4u
 /* In `reads` of a built-in operation: its forward launches products and touches no memory itself,
- * so that a plan which counts costs can run it. */
+ * so that a plan can run it and count them. */
 #define DTRAIN__OP_COUNTS (1u << 31)
 
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
@@ -27572,6 +27568,33 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
 
+DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__layout *layout,
+                                       const dtrain__groups *groups)
+{
+    dtrain__groups *own = &tape->groups;
+    tape->layout = layout;
+    *own = *groups;
+    own->data = own->copy = own->tensor = own->pipeline = own->model = own->all = NULL;
+}
+
+/* Connect a tape with the world, whose timeline shows its passes, and with a strategy. A tape of the
+ * plan device only has their sizes: it leaves no trace in either, and sends nothing. */
+static void dtrain__tape_join(dtrain_tape *tape, dtrain_world *world, dtrain_strategy *strategy)
+{
+    dtrain__groups groups;
+    if (strategy) groups = dtrain__groups_of(strategy);
+    if (tape->device->ops == dtrain__plan_device_ops()) {
+        if (strategy) dtrain__tape_plan(tape, dtrain__layout_of(strategy), &groups);
+        return;
+    }
+    tape->world = !world && strategy ? dtrain__world_of(strategy) : world;
+    if (!strategy) return;
+    tape->strategy = strategy;
+    tape->layout = dtrain__layout_of(strategy);
+    tape->groups = groups;
+    dtrain__expect_tape(strategy);
+}
+
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out)
 {
@@ -27584,19 +27607,13 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
-    tape->strategy = strategy;
-    tape->layout = strategy ? dtrain__layout_of(strategy) : NULL;
     tape->groups.tensor_ranks = 1;
-    if (strategy) tape->groups = dtrain__groups_of(strategy);
     tape->device = device ? device : dtrain_world_device(world);
-    tape->planning = tape->device->ops == dtrain__plan_device_ops();
-    if (!world && strategy) world = dtrain__world_of(strategy);
-    if (!tape->planning) tape->world = world;
+    dtrain__tape_join(tape, world, strategy);
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device =
             i == DTRAIN__ARENA_HOST || i == DTRAIN__ARENA_RECORDS ? NULL : tape->device;
     tape->unit = -1;
-    if (strategy && !tape->planning) dtrain__expect_tape(strategy);
     *out = tape;
     return DTRAIN_OK;
 }
@@ -27741,7 +27758,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     dtrain__unit_trace(tape, unit);
     tape->unit = unit;
     tape->unit_pass = pass;
-    if (tape->planning || !tape->strategy || tape->stages) return DTRAIN_OK; /* all are there */
+    if (!tape->strategy || tape->stages) return DTRAIN_OK; /* all are there */
     if (before >= 0 && before != unit)
         DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
     return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit, pass) : DTRAIN_OK;
@@ -28092,7 +28109,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     op->reads = desc->reads;
     op->cast = tape->pass.cast;
     node->ghost = dtrain__is_elsewhere(tape);
-    op->planning = tape->planning || node->ghost;
+    op->planning = node->ghost || tape->device->ops == dtrain__plan_device_ops();
     node->unit = tape->unit;
     node->mark = tape->pass.mark_count;
     node->segment = tape->pass.segment;
@@ -28211,7 +28228,7 @@ static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
 
 DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op)
 {
-    return op->planning ? NULL : op->tape->groups.tensor;
+    return op->tape->groups.tensor;
 }
 
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i)
@@ -28308,15 +28325,23 @@ DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
     return p->name ? p->name : "?";
 }
 
-/* Check that a parameter's values are in memory: a sharded strategy has only those of the gathered
- * unit. */
+/* Check that a parameter's values are in memory, `here` of them: a sharded strategy has only those of
+ * the gathered unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
-                                         const dtrain_param *storage)
+                                         const dtrain_param *storage, const dtrain_param *declared,
+                                         int64_t here)
 {
     const dtrain_tape *tape = op->tape;
     const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
-    if (op->planning || (storage->value && !foreign)) return DTRAIN_OK;
+    if (storage->value && !foreign) {
+        if (!declared->cut.axis || !declared->count || declared->count == here) return DTRAIN_OK;
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %s has %lld elements on this rank, and the tape needs "
+                           "%lld: its strategy cuts it over a mesh; create the tape with that "
+                           "strategy",
+                           call, name, (long long)declared->count, (long long)here);
+    }
     if (p->state.elsewhere && !tape->stages)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s is in a stage of another rank of the pipeline axis; "
@@ -28405,26 +28430,19 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
      * outdated */
     dtrain_param *storage = p->state.storage ? p->state.storage : p;
     while (storage->alias_of) storage = storage->alias_of;
-    DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
-    if (!op->planning && declared->cut.axis && declared->count && declared->count != here.count)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: parameter %s has %lld elements on this rank, and the tape needs "
-                           "%lld: its strategy cuts it over a mesh; create the tape with that "
-                           "strategy",
-                           op->desc->name, dtrain__param_name(p), (long long)declared->count,
-                           (long long)here.count);
+    if (!op->planning) DTRAIN__TRY(dtrain__check_value(op, p, storage, declared, here.count));
     memcpy(shape, here.shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
-    if (!tape->planning) p->state.pending_uses = 0; /* left by a failed backward */
+    p->state.pending_uses = 0; /* left by a failed backward */
     const bool frozen = dtrain__is_surveying(tape)
                             ? p->state.frozen || storage->state.frozen /* on all ranks alike */
                             : (p->flags | storage->flags) & DTRAIN_PARAM_FROZEN;
     if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen &&
-        (tape->planning || tape->strategy || storage->grad)) {
+        (op->planning || tape->strategy || storage->grad)) {
         node->target[i] = storage;
         op->needs_grad = true;
     }
@@ -28496,8 +28514,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
         node->scratch = scratch->memory;
     }
     const double flops = op->tape->flops;
-    const bool counts = op->tape->costs && (op->desc->reads & DTRAIN__OP_COUNTS);
-    const dtrain_result result = op->planning && !counts ? DTRAIN_OK : dtrain__op_forward(node);
+    const bool runs = !op->planning || (op->desc->reads & DTRAIN__OP_COUNTS);
+    const dtrain_result result = runs ? dtrain__op_forward(node) : DTRAIN_OK;
     dtrain__cost_add(node, op->tape->pass.state == DTRAIN__TAPE_DONE, op->tape->flops - flops);
     dtrain__scratch_give(scratch);
     node->scratch = NULL;
@@ -28689,7 +28707,7 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
         made->gradient = NULL;
         made->tensor.grad = NULL;
     }
-    for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
+    for (uint32_t i = 0; i < op->param_count; i++) {
         dtrain_param_state *state = &op->params[i]->state;
         if (--state->pending_uses || !tape->strategy || !node->target[i]) continue;
         if (tape->pass.more) dtrain__note_gradient(tape->strategy, state->index);
@@ -28703,7 +28721,7 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
 static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    dtrain_strategy *strategy = tape->planning ? NULL : tape->strategy;
+    dtrain_strategy *strategy = tape->strategy;
     dtrain_axpby_args seed;
     memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
     seed.count = 1;
@@ -28730,8 +28748,7 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
         for (uint32_t i = 0; i < op->input_count; i++)
             if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
                 op->inputs[i]->producer->reached = true;
-        for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
-            op->params[i]->state.pending_uses++;
+        for (uint32_t i = 0; i < op->param_count; i++) op->params[i]->state.pending_uses++;
     }
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
@@ -28759,7 +28776,7 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            call);
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    if (tape->strategy && !tape->planning) {
+    if (tape->strategy) {
         const int64_t terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
         DTRAIN__TRY(dtrain__end_sums(tape->strategy, tape->pass.sums, false));
         DTRAIN__TRY(dtrain__agree_unit(tape->strategy, terms));
@@ -28798,10 +28815,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
 {
     dtrain_result result = tape->error;
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
-        for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
+        for (uint32_t i = 0; i < node->op.param_count && node->halved; i++)
             node->op.params[i]->state.pending_uses = 0;
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
-        for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
+        for (uint32_t i = 0; i < node->op.param_count && node->halved; i++)
             node->op.params[i]->state.pending_uses++;
     for (dtrain_node *node = tape->pass.last; node && result == DTRAIN_OK; node = node->previous) {
         if (!node->halved) continue;
@@ -28941,7 +28958,7 @@ static bool dtrain__counted_elsewhere(const dtrain_op *op, const dtrain_param *t
 static float *dtrain__uncounted(dtrain_op *op, const dtrain_param *target, bool *accumulate)
 {
     const int64_t count = dtrain__share_here(target, &op->tape->groups).count;
-    if (!*accumulate && !op->planning)
+    if (!*accumulate)
         dtrain__tape_stick(op->tape, op->device->ops->zero(op->device, target->grad,
                                                            (size_t)count * sizeof(float)));
     *accumulate = false;
@@ -28955,10 +28972,13 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     *accumulate = false;
     if (!target || op->half == DTRAIN_OP_HALF_INPUTS) return NULL;
     *accumulate = target->state.grad_written;
-    if (!op->planning) dtrain__set_grad_written(target, true);
-    if (op->tape->costs) return (float *)DTRAIN__NOWHERE; /* there may be no strategy yet */
-    return dtrain__counted_elsewhere(op, target) ? dtrain__uncounted(op, target, accumulate)
-                                                 : target->grad;
+    float *const grad = dtrain__counted_elsewhere(op, target)
+                            ? dtrain__uncounted(op, target, accumulate)
+                            : target->grad;
+    /* a plan writes nothing, and grad may be NULL there */
+    if (op->planning) return (float *)DTRAIN__NOWHERE;
+    dtrain__set_grad_written(target, true);
+    return grad;
 }
 
 /* ==== src/tape/linear.c ======================================================================= */
@@ -30607,7 +30627,7 @@ static dtrain_result dtrain__place_move(const dtrain__moving *m, uint32_t from, 
     const char *whole = (const char *)x;
     char *const gathered = to == DTRAIN_PLACEMENT_WHOLE ? (char *)y : m->whole;
     dtrain_work *work = NULL;
-    if (m->op->planning) return DTRAIN_OK;
+    if (!dtrain__axis_comm(m->op)) return DTRAIN_OK;
     if (from != DTRAIN_PLACEMENT_WHOLE) whole = gathered;
     if (from == DTRAIN_PLACEMENT_COLUMNS)
         DTRAIN__TRY(dtrain__gather_columns(m, (const char *)x, gathered));
@@ -31513,7 +31533,7 @@ static dtrain_result dtrain__balance(dtrain_tape *tape, dtrain_tensor *inputs[2]
     float factor = 1;
     if (x->tensor.count != 1 || y->tensor.count != 1 || !x->samples.terms || !y->samples.terms ||
         (x->samples.terms == y->samples.terms && x->samples.valid == y->samples.valid) ||
-        x->ghost || y->ghost || !tape->strategy || tape->planning ||
+        x->ghost || y->ghost || !tape->strategy ||
         !dtrain__weighs_terms(tape->strategy, (tape->pass.flags & DTRAIN_TAPE_NO_GRAD) != 0))
         return DTRAIN_OK;
     DTRAIN__TRY(dtrain__second_mean(tape->strategy, tape->pass.sums++,
@@ -32539,7 +32559,7 @@ DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, u
  * gathers and messages reach without a copy; NULL: no other rank reads what is on the tape. */
 static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
 {
-    return tape->planning || (!tape->groups.tensor && !tape->stages) ? NULL : tape->groups.model;
+    return tape->groups.tensor || tape->stages ? tape->groups.model : NULL;
 }
 
 static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
@@ -35404,7 +35424,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     dtrain__pipeline *line = trainer->pipeline;
     dtrain__flight *flight = &line->flights[action->micro_batch];
     const int stage = dtrain__action_stage(line->schedule, line->rank, action);
-    const bool first = flight->batch < 0, planning = trainer->tape->planning;
+    const bool first = flight->batch < 0;
     dtrain__stage_source source = {action->inbox, -1};
     uint32_t before;
     if (first) { /* its first pass here; an error fails the step on all ranks, which are in the
@@ -35422,10 +35442,11 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                     stage, source, desc->tape_flags, seed));
     dtrain_tensor *loss;
     DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
-    if (first && !planning) flight->weight = dtrain__micro_weight(desc->strategy);
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = last ? loss : NULL;
-    if (!last || planning) return DTRAIN_OK;
+    if (!desc->strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
+    if (first) flight->weight = dtrain__micro_weight(desc->strategy);
+    if (!last) return DTRAIN_OK;
     return dtrain__end_sums(desc->strategy, trainer->tape->pass.sums, false);
 }
 
@@ -35444,7 +35465,7 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
                                        dtrain__pipeline_splits(line->schedule->kind)));
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
-    if (!line->losses[slot] || trainer->tape->planning) return DTRAIN_OK;
+    if (!line->losses[slot]) return DTRAIN_OK;
     if (!line->read)
         return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
     dtrain_device *device = trainer->tape->device;
@@ -35474,7 +35495,7 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     else if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
              !trainer->pipeline->flights[action->micro_batch].joined)
         result = dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
-    if (result != DTRAIN_OK || trainer->tape->planning) return result;
+    if (result != DTRAIN_OK || !trainer->desc.strategy) return result;
     return dtrain_strategy_weight(trainer->desc.strategy, 1); /* what the loss set was its own */
 }
 
@@ -35791,7 +35812,7 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
     if (!line->flights || !line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
     dtrain_device *device = trainer->tape->device;
     if (dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank == line->rank &&
-        !trainer->tape->planning && !device->ops->host_memory) {
+        device->ops->event_query) { /* the host queues passes ahead of the device */
         void *memory;
         DTRAIN__TRY(device->ops->host_alloc(device, micros * sizeof *line->read, &memory));
         line->read = (float *)memory;
@@ -35855,6 +35876,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *d
     memset(&rehearsal, 0, sizeof rehearsal);
     rehearsal.desc = *desc;
     rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
+    rehearsal.desc.strategy = NULL;
     if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
     rehearsal.allocator = tape->allocator;
     rehearsal.groups = plan->groups;
@@ -36123,9 +36145,9 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  * 3. Where a rank has failed, all try an eighth less. */
 
 /* Count the memory of activations, with a strategy's layout or without, and, where there are costs,
- * what the units of the whole model take; its backward is in halves then. On the plan device the
- * tape leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two
- * steps as well. */
+ * what the units of the whole model take; its backward is in halves then. A tape of the plan
+ * device writes no value and no gradient, so a plan can be made at any time, between two steps as
+ * well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
                                               const dtrain__strategy_plan *strategy,
                                               const dtrain__unit_costs *costs,
@@ -36145,11 +36167,9 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     memset(&plan, 0, sizeof plan);
     plan.allocator = world->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &device));
-    /* Without a strategy: its `ready` would start communication, and a plan is local. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
-        tape->layout = strategy->layout;
-        tape->groups = strategy->groups;
+        dtrain__tape_plan(tape, strategy->layout, &strategy->groups);
         tape->costs = costs;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
@@ -38820,25 +38840,20 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
     dtrain__free(&allocator, owned, 1, sizeof *owned);
 }
 
-DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
+DTRAIN_API dtrain_result dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
 {
     const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
-    if (!device->limit_bytes ||
-        (used <= device->limit_bytes && bytes <= device->limit_bytes - used))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                       "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
-                       "this rank is %llu; a strategy that shards more, activation checkpointing, "
-                       "a smaller batch or a higher memory_limit would help",
-                       (unsigned long long)bytes, (unsigned long long)used,
-                       (unsigned long long)device->limit_bytes);
-}
-
-DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
-{
+    if (device->limit_bytes && (used > device->limit_bytes || bytes > device->limit_bytes - used))
+        return dtrain_fail(
+            DTRAIN_ERROR_MEMORY,
+            "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
+            "this rank is %llu; a strategy that shards more, activation checkpointing, "
+            "a smaller batch or a higher memory_limit would help",
+            (unsigned long long)bytes, (unsigned long long)used,
+            (unsigned long long)device->limit_bytes);
     *counter += bytes;
-    const size_t used = device->allocated_bytes + device->comm_bytes;
-    if (used > device->peak_bytes) device->peak_bytes = used;
+    if (used + bytes > device->peak_bytes) device->peak_bytes = (size_t)used + bytes;
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)
@@ -38868,7 +38883,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
  *
  * Addresses without memory: an allocation is a step of a counter that lives in device->state.
  * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
- * answer. */
+ * answer. Every value is zero: that is what copies to the host give. */
 
 /* ==== src/device/cpu/cpu_internal.h =========================================================== */
 
@@ -39334,10 +39349,9 @@ static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, voi
     if (bytes > UINTPTR_MAX - at - 128)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
                            (unsigned long long)bytes);
-    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    DTRAIN__TRY(dtrain_device_account(device, &device->allocated_bytes, bytes));
     *memory = (void *)at;
     device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
-    dtrain_device_account(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 
@@ -39355,10 +39369,8 @@ static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const vo
                                        size_t bytes, dtrain_copy_kind kind)
 {
     (void)device;
-    (void)to;
     (void)from;
-    (void)bytes;
-    (void)kind;
+    if (kind == DTRAIN_COPY_DEVICE_TO_HOST) memset(to, 0, bytes);
     return DTRAIN_OK;
 }
 
@@ -39533,14 +39545,13 @@ static dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     *memory = NULL;
-    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    DTRAIN__TRY(dtrain_device_account(device, &device->allocated_bytes, bytes));
     *memory = dtrain__aligned_alloc(&cpu->allocator, bytes);
-    if (!*memory)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "no memory for %llu bytes on the CPU device, which holds %llu already",
-                           (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
-    dtrain_device_account(device, &device->allocated_bytes, bytes);
-    return DTRAIN_OK;
+    if (*memory) return DTRAIN_OK;
+    device->allocated_bytes -= bytes;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "no memory for %llu bytes on the CPU device, which holds %llu already",
+                       (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
 }
 
 static void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes)

@@ -947,12 +947,12 @@ static dtrain_result dtrain_cuda_alloc(dtrain_device *device, size_t bytes, void
 {
     *memory = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "alloc"));
-    DTRAIN_CUDA_TRY(dtrain_device_check_limit(device, bytes));
+    DTRAIN_CUDA_TRY(dtrain_device_account(device, &device->allocated_bytes, bytes));
     const cudaError_t error = cudaMalloc(memory, bytes ? bytes : 1); /* NULL would mean failure */
+    if (error == cudaSuccess) return DTRAIN_OK;
+    device->allocated_bytes -= bytes;
     if (error == cudaErrorMemoryAllocation) return dtrain_cuda_out_of_memory(device, bytes);
-    DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "cudaMalloc"));
-    dtrain_device_account(device, &device->allocated_bytes, bytes);
-    return DTRAIN_OK;
+    return dtrain_cuda_check(error, "cudaMalloc");
 }
 
 static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)

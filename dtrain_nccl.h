@@ -1485,12 +1485,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dt
 #if DTRAIN_NCCL_HAS_MEMORY
 static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
 {
-    DTRAIN_NCCL_TRY(dtrain_device_check_limit(hub->device, bytes));
+    DTRAIN_NCCL_TRY(dtrain_device_account(hub->device, &hub->device->comm_bytes, bytes));
     const ncclResult_t result = hub->nccl.MemAlloc(out, bytes);
-    if (result == ncclSuccess) {
-        dtrain_device_account(hub->device, &hub->device->comm_bytes, bytes);
-        return DTRAIN_OK;
-    }
+    if (result == ncclSuccess) return DTRAIN_OK;
+    hub->device->comm_bytes -= bytes;
     return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
                        hub->nccl.GetErrorString(result));
 }
