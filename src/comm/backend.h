@@ -81,18 +81,20 @@ struct dtrain_comm_ops {
  *     mine.transport = &my_transport;
  *     desc.comm_ops = &mine;
  *
- * All functions are called by the thread of the rank, from inside of its calls; there is no other
- * thread. None may wait for another rank: what cannot be done now is done when the function is
- * called again. The engine owns communicators and works. A transport's own structs begin with
- * dtrain_comm and dtrain_transport_work, and it casts to them; what is behind is zeroed, in a work
- * before each operation. An error is reported by comm->ops->fail, which ends the operations of all
- * ranks; afterwards only unmap and release are called. */
+ * All functions are called by the thread of the rank, during its calls of the library; there is no
+ * other thread. None may wait for another rank: what cannot be done now is tried again when the
+ * function is called again. The engine owns communicators and works. A transport's own structs
+ * begin with dtrain_comm and dtrain_transport_work, and it casts to them; its own fields are zero
+ * at first, those of a work at the start of each operation. An error is reported by
+ * comm->ops->fail, which fails the communicator on all ranks; after that only unmap and release are
+ * called. tests/support/toy_transport.h is a complete one. */
 
 #define DTRAIN_WINDOW 32u        /* W: collectives of one rank under way */
 #define DTRAIN_SMALL_BYTES 4096u /* of data that travel with a call, at most */
 #define DTRAIN_REPORT_BYTES 512u /* of a communicator's first failure */
 
-/* A call as ranks show it to each other: all fields must be equal on all ranks. */
+/* A call as ranks show it to each other. Of a collective all fields must be equal on all ranks, of
+ * a message count and dtype. */
 typedef struct dtrain_call {
     uint64_t count;
     uint32_t kind, dtype, op;
@@ -106,8 +108,9 @@ typedef struct dtrain_transport_work {
     dtrain_call call;
     size_t send_bytes, recv_bytes; /* read from what.send and written to what.recv by this rank */
     uint64_t sequence; /* of a collective: from 1, the same on all ranks; 0: send or receive */
-    bool small;        /* the send buffer travels with the call: see show */
-    bool oldest;       /* no earlier collective of this rank is under way */
+    bool small;        /* the send buffer travels with the call: see show. Of a message: it could */
+    bool oldest;       /* no earlier collective of this rank is under way: this one may use what
+                          exists once in a communicator, such as a buffer */
     bool agreed;       /* of a receive: the call of its message was heard, and is as expected */
     bool posted;       /* set by a transport: the receiver needs nothing more of this rank, so that
                           the next message to it may be moved while this one waits */
@@ -132,18 +135,20 @@ typedef struct dtrain_transport_ops {
     dtrain_result (*map)(dtrain_comm *comm, size_t bytes, void **out);
     void (*unmap)(dtrain_comm *comm, void *memory, size_t bytes);
 
-    /* Show all ranks what this rank calls: work->call and, when work->small, the send buffer behind
+    /* Show all ranks what this rank calls: work->call and, when work->small, the send buffer after
      * it (send_bytes, at most DTRAIN_SMALL_BYTES). Called once for each collective, in their order,
-     * and for at most W that are not done. */
+     * and for at most W that are not done. A message is not shown: its sender hands work->call to
+     * the receiver with the data. */
     void (*show)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Return what another rank has shown as its collective number `sequence`, or NULL if it has not
      * been heard yet. Asked for the last 2 W numbers: so many places are enough. With sequence 0:
      * the call of the message that this rank receives next from that rank. */
     const dtrain_call *(*heard)(const dtrain_comm *comm, uint64_t sequence, int rank);
-    /* Move an operation on; return true when it is done and its buffers are the host's again. Of
-     * collectives, only those that all ranks agree about; of a small one this rank has its result
-     * already. dtrain_collective_result computes the others. Messages between two ranks in one
-     * direction come one after the other; the receive buffer may be written when work->agreed. */
+    /* Move an operation on; return true when it is done and its buffers are the host's again. A
+     * collective is moved after all ranks have agreed about it, for the first time in the order of
+     * the sequence numbers; a small one has its result already, and dtrain_collective_result
+     * computes those of others. Messages between two ranks in one direction are moved one after the
+     * other; the receive buffer may be written once work->agreed is true. */
     bool (*move)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Say whether an operation that is being moved waits for this rank: for error messages. */
     bool (*lags)(const dtrain_comm *comm, const dtrain_transport_work *work, int rank);
