@@ -1,7 +1,7 @@
 /* simulate_cluster.h: clusters, and the seconds that a collective takes on them. tools/simulate predicts with it, and
  * --dry-run of training programs. Include it behind dtrain.h.
  *
- * How to read it: presets -> three cost models (a textbook ring, emulated links (tools/emulated_links.h), NCCL's algorithms) ->
+ * How to read it: presets -> three cost models (a textbook ring, emulated links, NCCL's algorithms) ->
  * collective_cost; then simulate_device.h (kernels that only take time) and simulate_comm.h (one rank of N). */
 #ifndef SIMULATE_CLUSTER_H
 #define SIMULATE_CLUSTER_H
