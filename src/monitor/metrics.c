@@ -123,8 +123,7 @@ static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
 {
     dtrain_metrics_desc *desc = &metrics->desc;
     const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
-                                  &desc->nvml_path,  &desc->run_name,        &desc->config,
-                                  &desc->hparams};
+                                  &desc->run_name,   &desc->config,          &desc->hparams};
     metrics->texts_bytes = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         const char **text = texts[i];

@@ -167,17 +167,15 @@ typedef struct dtrain_metrics_desc {
                                      TensorBoard and sinks with histogram; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
-    uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
-    bool no_gpu;                 /* do not load NVML */
-    const char *nvml_path;       /* NULL = DTRAIN_NVML of the environment, else
-                                     libnvidia-ml.so.1 */
-    const char *run_name;        /* a label; NULL = "dtrain" */
-    const char *config;          /* text for TensorBoard and the first JSON line, such as the
+    uint32_t gpu_every_ms;   /* between two questions to NVML, libnvidia-ml.so.1 or DTRAIN_NVML of
+                                    the environment; 0 = 5000 */
+    const char *run_name;    /* a label; NULL = "dtrain" */
+    const char *config;      /* text for TensorBoard and the first JSON line, such as the
                                     configuration file; NULL = none */
-    const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;          /* that a run that goes on will report: TensorBoard drops what
+    const char *hparams;     /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
+    int64_t first_step;      /* that a run that goes on will report: TensorBoard drops what
                                      the run before has of it and of later ones; 0 = all */
-    double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
+    double peak_flops;       /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned
                                 once, as by dtrain_trainer_plan. NULL = records alone */

@@ -105,12 +105,11 @@ static void dtrain__nvml_forget(dtrain__nvml *nvml)
 DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
 {
     dtrain__nvml *nvml = &metrics->nvml;
-    const char *asked = metrics->desc.nvml_path ? metrics->desc.nvml_path : getenv("DTRAIN_NVML");
+    const char *asked = getenv("DTRAIN_NVML");
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
     const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
     dtrain__nvml_forget(nvml);
-    if (metrics->desc.no_gpu) snprintf(nvml->reason, sizeof nvml->reason, "desc's no_gpu is set");
-    else if (!gpu && (!asked || !asked[0]))
+    if (!gpu && (!asked || !asked[0]))
         snprintf(nvml->reason, sizeof nvml->reason, "the ranks compute on the CPU");
     else if (!dlopen || !dlsym || !dlclose)
         snprintf(nvml->reason, sizeof nvml->reason,

@@ -135,7 +135,6 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
     uint64_t position;      /* samples dealt or dropped so far, by all ranks together */
-    size_t sample_bytes;    /* of inputs */
     uint32_t batch_samples; /* in this rank's last batch, without padding */
 } dtrain_loader_info;
 /* Tell the samples of an epoch, the position and the last batch; all zero for a loader of NULL. */

@@ -98,7 +98,6 @@ DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_i
     if (!info) return;
     info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
     info->position = loader ? loader->position : 0;
-    info->sample_bytes = loader ? loader->sample_bytes : 0;
     info->batch_samples = loader ? loader->batch_samples : 0;
 }
 

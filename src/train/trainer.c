@@ -137,7 +137,7 @@ static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
         DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
         DTRAIN__TRAINS(loss_scaling.growth_interval, UINT), DTRAIN__TRAINS(graph, BOOL),
         DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
-        DTRAIN__TRAINS(skip_limit, UINT), DTRAIN__TRAINS(verify_every, UINT),
+        DTRAIN__TRAINS(verify_every, UINT),
         DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
         DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
         DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
@@ -237,6 +237,8 @@ static dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const cha
     return DTRAIN_OK;
 }
 
+#define DTRAIN__SKIP_LIMIT 10 /* steps in a row; one more is an error */
+
 /* Decide by the losses of all ranks and the norm whether to go on, to skip the step or to fail with
  * the same error on each rank. Where the norm is not finite no rank has updated its parameters. */
 static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_step_record *record,
@@ -246,7 +248,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
     const char *advice = "lower the learning rate, clip gradients or look at the data";
     const bool may_skip = desc->nonfinite == DTRAIN_NONFINITE_SKIP && overflow && !trainer->scaling;
     trainer->in_a_row = may_skip ? trainer->in_a_row + 1 : 0;
-    if (may_skip && trainer->in_a_row <= desc->skip_limit) {
+    if (may_skip && trainer->in_a_row <= DTRAIN__SKIP_LIMIT) {
         trainer->skipped++;
         if (trainer->in_a_row == 1 && trainer->rank == 0)
             dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
@@ -649,7 +651,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->world = world;
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
-    if (desc->skip_limit == 0) trainer->desc.skip_limit = 10;
     trainer->groups = dtrain__groups_of(desc->strategy);
     trainer->rank = dtrain_comm_rank(trainer->groups.all);
     trainer->ranks = dtrain_comm_size(trainer->groups.all);

@@ -57,8 +57,9 @@ typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 /* Choose what a step without loss scaling does when gradients of some rank are not finite. */
 typedef enum dtrain_nonfinite {
     DTRAIN_NONFINITE_STOP = 0, /* DTRAIN_ERROR_NUMERIC; a program may load a checkpoint and go on */
-    DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; refused
-                                  with compression, whose residuals would keep a NaN */
+    DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; the 11th
+                                  in a row is an error. Refused with compression, whose residuals
+                                  would keep a NaN */
 } dtrain_nonfinite;
 
 typedef struct dtrain_trainer_desc {
@@ -73,7 +74,6 @@ typedef struct dtrain_trainer_desc {
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout, the same on all ranks: their masks differ nevertheless */
     uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */
-    uint32_t skip_limit;   /* steps in a row that may be skipped; one more is an error; 0 = 10 */
     uint32_t verify_every; /* steps between two calls of dtrain_strategy_verify, which reads every
                               parameter: replicas that drift apart (a flipped bit, another library)
                               are an error that names rank and parameter. 0 = never */

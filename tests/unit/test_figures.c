@@ -16,9 +16,8 @@ typedef struct training {
     uint32_t kind;
     int slow_rank, steps;
     bool histograms;
-    int tensor; /* ranks of a tensor axis; 0: there is no mesh */
-    bool cut;   /* it cuts the parameters */
-    const char *nvml;
+    int tensor;                                /* ranks of a tensor axis; 0: there is no mesh */
+    bool cut;                                  /* it cuts the parameters */
     double got[8][DTRAIN_FIGURE_COUNT];        /* by rank 0: figures of ranks */
     uint64_t sent[8][DTRAIN_COLLECTIVE_KINDS]; /* by each, last step: in all, and by kind */
     uint64_t over_tensor[8], over_data[8]; /* by each, last step, as the mesh's communicators say */
@@ -144,7 +143,6 @@ static int train_rank(dtrain_world *world, void *user)
     report.sinks = &sink;
     report.sink_count = 1;
     report.histogram_every = t->histograms ? 2 : 0;
-    report.nvml_path = t->nvml;
     report.gpu_every_ms = 1;
     report.trainer = trainer;
     TRY(dtrain_metrics_create(world, &report, &metrics));
@@ -345,7 +343,7 @@ static char stub[2][600]; /* the library that stands for NVML, of today and of b
 static void gpus(const char *answers, const char *library, training *t, uint32_t ranks)
 {
     setenv("NVML_STUB", answers, 1);
-    t->nvml = library;
+    setenv("DTRAIN_NVML", library, 1);
     warnings = 0;
     CHECK_MSG(with_ranks(ranks, DTRAIN_LAUNCH_THREADS, NULL, train_rank, t) == DTRAIN_OK, "%s",
               dtrain_last_error());
@@ -361,7 +359,6 @@ static int own_gpu_rank(dtrain_world *world, void *user)
     (void)user;
     memset(&desc, 0, sizeof desc);
     memset(&r, 0, sizeof r);
-    desc.nvml_path = stub[0];
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
     CHECK(isnan(last_value(metrics, "gpu_temperature_celsius")));
     CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
@@ -406,6 +403,7 @@ static void test_gpus(void)
     gpus("", "/nowhere/libnvidia-ml.so.1", t, 1);
     CHECK_MSG(strstr(t->no_gpu, "/nowhere/libnvidia-ml.so.1"), "%s", t->no_gpu);
     CHECK(warnings == 0 && isnan(t->gpu));
+    unsetenv("DTRAIN_NVML");
     munmap(t, sizeof *t);
 }
 
