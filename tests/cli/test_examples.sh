@@ -17,6 +17,12 @@ good "ddp, 5 ranks" "learned +\+1.00 -2.00 \+0.50" "$build/ddp" 5
 bad "ddp, ranks that are no number" "usage: ddp" "$build/ddp" two
 good "sign_sgd, 2 ranks" "^bytes sent a step +8332 +400" "$build/sign_sgd"
 bad "sign_sgd, ranks that are no number" "usage: sign_sgd" "$build/sign_sgd" two
+for ranks in 1 3 5; do
+    good "uneven, $ranks ranks: the steps of one process" "^ranks        w = [23]\.[0-9]*, b = 1\.0[0-9]*$" "$build/uneven" $ranks "$tmp/uneven.json"
+done
+grep -q '"one batch"' "$tmp/uneven.rank4.json"
+result "uneven: a span of its own is in the trace" $?
+bad "uneven, ranks that are no number" "usage: uneven" "$build/uneven" two
 good "power_sgd, 2 ranks" "^bytes sent a step +8200 +776" "$build/power_sgd"
 good "power_sgd, 3 ranks, factors that say everything" "^bytes sent a step +10932 +16392" "$build/power_sgd" 3 32
 [ "$(awk '/^step/ && $4 == $5 { n++ } END { print n + 0 }' "$tmp/out")" -eq 4 ]

@@ -71,9 +71,7 @@ unshown='dtrain_(activate|matmul|multiply|mean|scale|permute|reshape|softmax|bce
 dtrain_collective_result for authors of a transport
 dtrain_device_account for authors of a device
 dtrain_loss_scaler_update for loops without the trainer
-dtrain_strategy_(join|weight) for loops without the trainer, over batches of different sizes
 dtrain_tape_(query|recompute) for loops without the trainer
-dtrain_span_(begin|end) for loops without the trainer
 dtrain_work_test for programs that poll'
 names=$(sed -n 's/^### //p' docs/api.md)
 # docs/api.md has every function that the headers declare, each with a prototype and a whole sentence.
