@@ -180,8 +180,8 @@ static int run_rank(dtrain_world *world, void *user)
         if (l->plan) RANKS_TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan_desc, &plan));
         RANKS_TRY(dtrain_tape_create(l->plan ? NULL : world, l->plan ? NULL : strategy,
                                      l->plan ? plan : NULL, &l->tape));
-        l->tape->groups = groups;
-        if (l->plan) l->tape->groups.tensor = NULL;
+        if (l->plan) dtrain__tape_plan(l->tape, NULL, &groups);
+        else l->tape->groups = groups;
         RANKS_TRY(dtrain_tape_recompute(l->tape, j->recompute, 0));
         for (int step = 0; step < (l->plan ? 1 : STEPS); step++) {
             dtrain_comm_info before, after;
@@ -211,8 +211,12 @@ static int run_rank(dtrain_world *world, void *user)
                     STEPS; /* others may wait for what this rank would send: all fail alike here */
                 continue;
             }
-            if (l->plan) out->planned_pool = info.gradient_bytes;
-            if (l->plan) continue;
+            if (l->plan) {
+                out->planned_pool = info.gradient_bytes;
+                dtrain_comm_query(groups.tensor, &after);
+                CHECK_MSG(after.operation_count == before.operation_count, "a plan sends");
+                continue;
+            }
             out->pool = info.gradient_bytes;
             dtrain_comm_query(groups.tensor, &after);
             for (int k = 0; k < DTRAIN_COLLECTIVE_KINDS; k++)

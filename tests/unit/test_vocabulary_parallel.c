@@ -622,8 +622,7 @@ static int model_plan(const axis *a, whole_model *m, uint32_t flags)
     memset(&desc, 0, sizeof desc);
     RANKS_TRY(dtrain_device_create(dtrain__plan_device_ops(), &desc, &device));
     RANKS_TRY(dtrain_tape_create(NULL, NULL, device, &tape));
-    tape->groups = a->tape->groups;
-    tape->groups.tensor = NULL;
+    dtrain__tape_plan(tape, NULL, &a->tape->groups);
     if (model_pass(tape, m, flags, &unused)) return 1;
     dtrain_tape_query(tape, &planned);
     dtrain_tape_query(a->tape, &taken);
