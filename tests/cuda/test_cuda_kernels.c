@@ -12,10 +12,10 @@ static void random_cases(uint64_t kind)
 {
     dtrain_device *naive = NULL;
     const uint64_t first = test_seed() * KINDS + kind;
-    const double end = test_seconds() + 3;
+    const double end = test_seconds() + (double)test_draws(0, 1, 3);
     gpu_open();
     CHECK(dtrain_device_create(naive_device_ops(), NULL, &naive) == DTRAIN_OK);
-    for (uint64_t i = 0; i < 10 || (test_full() && test_seconds() < end); i++) {
+    for (uint64_t i = 0; i < 10 || test_seconds() < end; i++) {
         uint64_t hash = 0;
         bool good = true;
         EACH_ORDER(order)

@@ -2,7 +2,7 @@
  * know nothing of ranks (tests/support/tensor_programs.h and tensor_oracle.h).
  *
  *     build/tests/test_3d_programs                  the seeds that ever failed, then 60 new ones;
- *                                                   with DTRAIN_TEST_FULL=1 1,000 new ones
+ *                                                   with DTRAIN_TEST_FULL=1 500 new ones
  *     build/tests/test_3d_programs --count 10000    so many new ones
  *     build/tests/test_3d_programs --seed 77        this one, in words; if it fails it is shrunk
  *
@@ -415,9 +415,9 @@ static const uint64_t failed_once[] = {618034128, 618034484, 4643, 5350};
 
 int main(int argc, char **argv)
 {
-    enum { MANY = 60, FULL = 1000 };
+    enum { MANY = 60, FULL = 500 };
     seeds s = seeds_of(argc, argv, MANY, 0);
-    if (test_full() && argc == 1) s.count = test_draws(MANY, FULL, 10 * FULL), s.end = 0;
+    if (test_full() && argc == 1) s.count = test_draws(MANY, FULL, 20 * FULL), s.end = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (!files_begin("3d_programs")) return 1;
     found = (line_found *)ranks_shared(sizeof *found);

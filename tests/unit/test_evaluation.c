@@ -197,7 +197,7 @@ static int rank_main(dtrain_world *world, void *user)
 
 static void test_random_evaluations(void)
 {
-    const uint64_t first = test_seed(), count = test_full() ? 2000 : 150;
+    const uint64_t first = test_seed(), count = test_draws(150, 600, 2000);
     printf("  seeds from %llu on\n", (unsigned long long)first);
     for (uint64_t seed = first; seed < first + count; seed++) {
         program *p = program_of(seed);

@@ -597,7 +597,7 @@ static void check_lateness(lateness *l)
 static void test_who_is_behind(void)
 {
     enum { BESIDE = 3 };
-    const uint64_t first = test_seed(), count = test_full() ? 30 : BESIDE;
+    const uint64_t first = test_seed(), count = test_draws(BESIDE, 15, 60);
     for (uint64_t i = 0; i < count; i += BESIDE) {
         pid_t children[BESIDE];
         fflush(NULL);

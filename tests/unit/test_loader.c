@@ -530,7 +530,7 @@ static int program_rank(dtrain_world *world, void *user)
 static void test_random_programs(void)
 {
     const uint64_t first = test_seed();
-    const uint64_t count = test_full() ? 2000 : 60;
+    const uint64_t count = test_draws(60, 600, 2000);
     printf("  seeds from %llu on\n", (unsigned long long)first);
     for (uint64_t seed = first; seed < first + count; seed++) {
         dtrain_launch_desc launch;
@@ -690,7 +690,7 @@ static void test_rest_of_epoch(void)
 
 static void test_random_resumes(void)
 {
-    const uint64_t first = test_seed(), count = test_full() ? 1000 : 60;
+    const uint64_t first = test_seed(), count = test_draws(60, 300, 1000);
     char command[128];
     printf("  seeds from %llu on\n", (unsigned long long)first);
     snprintf(command, sizeof command, "rm -rf %s", path_of("kept"));

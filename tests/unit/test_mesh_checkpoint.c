@@ -484,7 +484,7 @@ static void job_free(job *j) { munmap(j, sizeof *j); }
 /* What any layout saves any other loads: the same bits of values and moments, and the place in the data. */
 static void test_layouts(void)
 {
-    const uint64_t first = test_seed(), count = test_full() ? 200 : 16;
+    const uint64_t first = test_seed(), count = test_draws(16, 60, 200);
     for (uint64_t i = first; i < first + count; i++) {
         uint64_t random = ranks_mix(i);
         const uint64_t shapes = ranks_random(&random, 1000);
@@ -561,7 +561,7 @@ static bool same_files(const char *a, const char *b)
  * rank that has everything. */
 static void test_whole_weights(void)
 {
-    const uint64_t first = test_seed(), count = test_full() ? 100 : 8;
+    const uint64_t first = test_seed(), count = test_draws(8, 30, 100);
     char path[100], again[100];
     for (uint64_t i = first; i < first + count; i++) {
         uint64_t random = ranks_mix(i);

@@ -528,7 +528,7 @@ static void test_random_programs(void)
     int failed = 0;
     const uint64_t first = test_seed();
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) failed += !run_seed(known[i], false);
-    const int count = test_full() ? 1000 : 60;
+    const int count = (int)test_draws(60, 300, 1000);
     for (int i = 0; i < count && failed < 5; i++) failed += !run_seed(first + (uint64_t)i, false);
 }
 

@@ -472,9 +472,9 @@ static bool check_spec(const spec *s, uint32_t mode)
 static void test_random_models(void)
 {
 #ifdef DTRAIN_CUDA_EMULATION
-    const int count = test_full() ? 100 : 12;
+    const int count = (int)test_draws(12, 36, 100);
 #else
-    const int count = test_full() ? 3000 : TEST_RACES ? 20 : 150;
+    const int count = TEST_RACES ? 20 : (int)test_draws(150, 1000, 3000);
 #endif
     for (int i = 0; i < count; i++) {
         const spec s = spec_of(7000 + (uint64_t)i);
@@ -487,7 +487,7 @@ static void test_random_models(void)
  * still being sent is not written to. */
 static void test_long_messages(void)
 {
-    const int count = test_full() ? 100 : TEST_RACES ? 4 : 10;
+    const int count = TEST_RACES ? 4 : (int)test_draws(10, 40, 100);
     for (int i = 0; i < count; i++) {
         spec s = spec_of(7000 + (uint64_t)i);
         s.rows = LONG;

@@ -526,7 +526,7 @@ static void test_random_programs(void)
 {
     static const uint64_t known[] = {618034197, 618034223, 618034479}; /* that broken code failed */
     const uint64_t first = test_seed();
-    const int count = test_full() ? 1000 : 50;
+    const int count = (int)test_draws(50, 300, 1000);
     int failed = 0;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) failed += !run_seed(known[i], false);
     for (int i = 0; i < count && failed < 5; i++) failed += !run_seed(first + (uint64_t)i, false);

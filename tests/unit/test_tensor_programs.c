@@ -2,7 +2,7 @@
  * double precision that know nothing of ranks (tests/support/tensor_oracle.h).
  *
  *     build/tests/test_tensor_programs                  the seeds that ever failed, then 120 new ones;
- *                                                       with DTRAIN_TEST_FULL=1 1,000 new ones
+ *                                                       with DTRAIN_TEST_FULL=1 500 new ones
  *     build/tests/test_tensor_programs --count 10000    so many new ones
  *     build/tests/test_tensor_programs --seed 77        this one, in words; if it fails it is shrunk
  *
@@ -32,9 +32,9 @@
 #endif
 #include "tensor_programs.h"
 #ifdef DTRAIN_CUDA_EMULATION
-enum { MANY = 30, FULL = 100 };
+enum { MANY = 30, FULL = 50 };
 #else
-enum { MANY = 120, FULL = 1000 };
+enum { MANY = 120, FULL = 500 };
 #endif
 
 /* ---- A rank ---- */
@@ -261,7 +261,7 @@ static const uint64_t failed_once[] = {618034011, 618034027, 618034012, 61803447
 int main(int argc, char **argv)
 {
     seeds s = seeds_of(argc, argv, MANY, 0);
-    if (test_full() && argc == 1) s.count = test_draws(MANY, FULL, 10 * FULL), s.end = 0;
+    if (test_full() && argc == 1) s.count = test_draws(MANY, FULL, 20 * FULL), s.end = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     const int status =
         seeds_run(&s, failed_once, sizeof failed_once / sizeof *failed_once, run_seed);
