@@ -93,8 +93,9 @@ LONGEST := $(patsubst %.sh,tests/cli/test_%.sh,$(patsubst unit-%,$(BUILD)/tests/
              unit-rendezvous examples.sh emu-cuda_nccl resume.sh unit-storage_faults run.sh emu-cuda_strategies troubles.sh \
              unit-strategies unit-nccl unit-programs launchers.sh unit-comm config.sh unit-restart tensor.sh pipeline.sh unit-flight \
              unit-compression unit-launches emu-programs unit-calls emu-cuda_compression switches.sh)))
-LONG    := tests/cuda/cuda_build.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
-           documents.sh readme.sh first_run.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh tests/scripts/mutants_tensor.sh tests/scripts/mutants_pipeline.sh
+LONG    := tests/cuda/cuda_build.sh tests/cli/test_mpi.sh tests/scripts/test_compile.sh tests/cli/test_documents.sh tests/scripts/mutants_pipeline.sh \
+           $(addprefix tests/cli/test_,first_run.sh readme.sh models.sh) tests/nccl/test_nccl.sh $(addprefix tests/cli/test_,slurm.sh deploy.sh bench.sh weights.sh) \
+           tests/scripts/mutants_tensor.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,monitor.sh trace.sh simulator.sh)
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))

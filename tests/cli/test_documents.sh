@@ -77,7 +77,7 @@ shim() { # shim NAME: $tmp/bin/NAME
     cat >"$tmp/bin/$1" <<END
 #!/bin/sh
 plain=${LINKED:+yes} count=\$#
-case " \$* " in *" -fPIC "* | *" -DDTRAIN_USE_"* | *" -DOMP "* | *.cpp\ *) plain= ;; esac
+case " \$* " in *" -x c "* | *" -fPIC "* | *" -DDTRAIN_USE_"* | *" -DOMP "* | *.cpp\ *) plain= ;; esac
 case $1 in cc | nvcc) ;; *) plain= ;; esac
 [ $1 != nvcc ] || plain=${LINKED:+yes}
 for argument; do case \$argument in *.c) ! grep -q 'dtrain__\|DTRAIN__' "\$argument" || plain= ;; esac; done

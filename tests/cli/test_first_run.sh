@@ -17,6 +17,11 @@ result "the share of right answers rises to $(tail -n 1 rates) %" $? rates
 grep -E '^  (right|WRONG)  [0-9]+ plus [0-9]+ is [a-z -]+\.' run >sums
 awk -v rate="$(tail -n 1 rates)" '$1 == "right" { n++ } END { exit !(NR == 10 && n >= 8) }' sums
 result "it ends with ten sums" $? run
+said=$(sed -n 's/^In the end \([0-9]*\) % of the held-out sums are right.*/\1/p' "$tree/README.md")
+awk -v said="$said" 'END { exit !(said > 0 && $1 >= said - 8) }' rates # another instruction set rounds otherwise, and ends elsewhere
+result "the share of sums that are right is what README says, but for some" $? rates
+shown=$(sed -n 's/^In the end .*("\([0-9]* plus [0-9]* is\) .*/\1/p' "$tree/README.md")
+[ -n "$shown" ] && grep -q "^  [a-zA-Z]*  $shown" sums; result "the sum that README shows is among the ten" $? sums
 grep -q "^  $(tail -n 1 rates) % of all 810 held-out sums are right$" run
 result "and the share of all" $? run
 [ "$(cat runs/sums/log.jsonl)" = mine ] && [ "$(ls runs/sums)" = log.jsonl ] && grep -q '"final": true' runs/sums-2/log.jsonl
