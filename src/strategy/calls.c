@@ -19,6 +19,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
 {
     dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
     if (count == 0) return DTRAIN_OK;
+    if (x_dtype == y_dtype) /* one of them may be in host memory */
+        return dtrain_device_copy(strategy->device, y, x,
+                                  (size_t)count * dtrain_dtype_bytes((dtrain_dtype)x_dtype));
     return strategy->device->ops->convert(strategy->device, &args);
 }
 

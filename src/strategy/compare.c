@@ -20,7 +20,8 @@ typedef struct dtrain__compared_param {
 
 /* clang-format off */
 static const dtrain__same_field dtrain__param_fields[] = {
-    DTRAIN__PARAM(name, TEXT), DTRAIN__PARAM(flags, FLAGS), DTRAIN__PARAM(shape, INT),
+    DTRAIN__PARAM(name, TEXT), DTRAIN__PARAM(flags, FLAGS), DTRAIN__PARAM(dtype, UINT),
+    DTRAIN__PARAM(shape, INT),
     DTRAIN__PARAM(unit, UINT), DTRAIN__PARAM(group, UINT), DTRAIN__PARAM(cut.axis, UINT),
     DTRAIN__PARAM(cut.components, UINT), DTRAIN__PARAM(cut.parts, INT),
     DTRAIN__PARAM(cut.widths, INT), DTRAIN__SAME(dtrain__compared_param, alias_of, INT),
@@ -33,7 +34,7 @@ static void dtrain__compared_make(const void *at, size_t i, void *record)
     const dtrain_strategy *strategy = (const dtrain_strategy *)at;
     dtrain__compared_param *own = (dtrain__compared_param *)record;
     const dtrain_param *p = &strategy->params[i];
-    const bool drawn = !p->alias_of && !p->value;
+    const bool drawn = !p->alias_of && !dtrain__host_value(p);
     own->p = *p;
     own->alias_of = p->alias_of ? (int64_t)(p->alias_of - strategy->params) : -1;
     own->values = drawn ? "the library" : p->alias_of ? "its target" : "the host";

@@ -113,10 +113,20 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
             entry->lends_grad = true;
             p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
         }
+        if (!p->typed_value) {
+            entry->lends_typed_value = true;
+            if (storage != p) p->typed_value = storage->typed_value;
+            else if (!layout->shards.params || !dtrain__shard_bucket(layout, i))
+                p->typed_value = entry->typed_value;
+        }
+        if (!p->typed_grad && entry->trainable) {
+            entry->lends_typed_grad = true;
+            p->typed_grad = storage != p ? storage->typed_grad : entry->typed_grad;
+        }
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
-        if (entry->lends_value)
+        if (dtrain__is_drawn(entry))
             DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
                                            shard.offset, shard.count, shard.value));
         if (entry->trainable) strategy->shards[strategy->shard_count++] = shard;
@@ -207,17 +217,19 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
+        const dtrain_dtype dtype = (dtrain_dtype)p->dtype;
+        void *value = dtrain__host_value(p);
+        if (p->state.storage != p || dtrain__is_drawn(&strategy->layout.entries[i])) continue;
         if (!dtrain__has_memory(p)) continue;
         if (strategy->groups.tensor && !p->cut.axis)
-            DTRAIN__TRY(dtrain_broadcast(strategy->groups.tensor, p->value, (size_t)p->count,
-                                         DTRAIN_DTYPE_F32, 0, NULL));
+            DTRAIN__TRY(
+                dtrain_broadcast(strategy->groups.tensor, value, (size_t)p->count, dtype, 0, NULL));
         if (strategy->ties[i])
-            DTRAIN__TRY(dtrain_broadcast(strategy->ties[i], p->value, (size_t)p->count,
-                                         DTRAIN_DTYPE_F32, 0, NULL));
+            DTRAIN__TRY(
+                dtrain_broadcast(strategy->ties[i], value, (size_t)p->count, dtype, 0, NULL));
         if (strategy->layout.all > 1)
-            DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
-                                         DTRAIN_DTYPE_F32, 0, NULL));
+            DTRAIN__TRY(
+                dtrain_broadcast(strategy->groups.data, value, (size_t)p->count, dtype, 0, NULL));
     }
     return dtrain__copy_host_values(strategy, false);
 }
@@ -295,6 +307,15 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
     if (before[0]) (void)dtrain__set_last_error(code, before);
 }
 
+/* Set the pointers of a parameter to memory of the library to NULL. */
+DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p)
+{
+    if (entry->lends_value) p->value = NULL;
+    if (entry->lends_grad) p->grad = NULL;
+    if (entry->lends_typed_value) p->typed_value = NULL;
+    if (entry->lends_typed_grad) p->typed_grad = NULL;
+}
+
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 {
     if (!strategy) return;
@@ -303,10 +324,8 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = strategy->device;
     if (strategy->works) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; layout->entries && i < count; i++) {
-        if (layout->entries[i].lends_value) strategy->params[i].value = NULL;
-        if (layout->entries[i].lends_grad) strategy->params[i].grad = NULL;
-    }
+    for (size_t i = 0; layout->entries && i < count; i++)
+        dtrain__take_back(&layout->entries[i], &strategy->params[i]);
     dtrain__offload_close(strategy);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = dtrain__block_bytes(layout, block);

@@ -44,8 +44,9 @@ typedef struct dtrain__entry {
     bool seen;                     /* it had a gradient in this step */
     bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* value points to memory of the library; destroy makes it NULL */
-    bool lends_grad;  /* the same of grad */
-    bool here;        /* its unit is in a stage of this rank */
+    bool lends_grad;  /* the same of grad, and of the arrays in another type: */
+    bool lends_typed_value, lends_typed_grad;
+    bool here; /* its unit is in a stage of this rank */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
     bool tied;        /* stages of other ranks have copies of it */
@@ -53,7 +54,10 @@ typedef struct dtrain__entry {
     uint32_t pending; /* those not yet marked in this backward */
     int64_t offset;   /* first element within the bucket */
     float *own_value; /* memory of the library for a value that is whole, or NULL */
-    bool absent;      /* as far as is known, no rank had a gradient of it in the last step */
+    /* memory of the library for the arrays in the host's type; NULL: fp32, or the host's own. In
+     * units they are where dtrain__lay_typed says, while the unit is gathered. */
+    void *typed_value, *typed_grad;
+    bool absent; /* as far as is known, no rank had a gradient of it in the last step */
 } dtrain__entry;
 
 typedef struct dtrain__bucket {
@@ -80,7 +84,8 @@ typedef struct dtrain__bucket {
     float *values, *grads;           /* (count) */
     float *value_shard, *grad_shard; /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
-    uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
+    uint16_t *low_values, *low_grads;     /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
+    uint16_t *typed_values, *typed_grads; /* (count) of a unit: arrays in the host's type */
 } dtrain__bucket;
 
 /* Where the values of a unit are: the drawing is in units.c. */
@@ -103,7 +108,8 @@ typedef struct dtrain__unit {
 /* Two buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
 typedef struct dtrain__turns {
     float *values[2], *grads[2];
-    uint16_t *low_values[2], *low_grads[2]; /* NULL for fp32 */
+    uint16_t *low_values[2], *low_grads[2];  /* NULL for fp32 */
+    uint16_t *typed_values[2], *typed_grads; /* grads: converted before backward leaves a unit */
 } dtrain__turns;
 
 enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };

@@ -16,16 +16,23 @@ DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t 
     return piece;
 }
 
+/* Cut a piece of count elements of 16 bits. */
+static uint16_t *dtrain__carve_low(dtrain__layout *layout, int block, int64_t count)
+{
+    return (uint16_t *)(void *)dtrain__carve(layout, block, (count + 1) / 2);
+}
+
 /* Cut a piece of fp32 and, where it travels as a dtype of 16 bits, a piece of that from buffers. */
 static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
                                  uint16_t **low)
 {
-    if (dtype != DTRAIN_DTYPE_F32)
-        *low = (uint16_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, (count + 1) / 2);
+    if (dtype != DTRAIN_DTYPE_F32) *low = dtrain__carve_low(layout, DTRAIN__BUFFERS, count);
     return dtrain__carve(layout, block, count);
 }
 
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
+
+static uint16_t *dtrain__after_low(uint16_t *at, int64_t count) { return at ? at + count : NULL; }
 
 static int64_t dtrain__bucket_length(const dtrain__bucket *bucket)
 {
@@ -52,9 +59,9 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
     }
     const dtrain__unit *unit = &layout->units[bucket->unit];
     const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(unit->trainable);
-    uint16_t *low = turns->low_values[bucket->unit & 1];
     bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
-    bucket->low_values = low ? low + first : NULL;
+    bucket->low_values = dtrain__after_low(turns->low_values[bucket->unit & 1], first);
+    bucket->typed_values = dtrain__after_low(turns->typed_values[bucket->unit & 1], first);
 }
 
 /* Lay out a bucket's gradients: the memory in which backward makes them, and that of the reduced
@@ -68,6 +75,7 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
     if (apart && bucket->unit != DTRAIN__NONE) {
         bucket->grads = layout->turns.grads[bucket->unit & 1];
         bucket->low_grads = layout->turns.low_grads[bucket->unit & 1];
+        bucket->typed_grads = layout->turns.typed_grads;
     } else
         bucket->grads =
             dtrain__carve_both(layout, apart ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
@@ -78,6 +86,35 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
     else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
+/* Lay out the arrays of storage i in the host's type where the library owns them. Those of values
+ * that are gathered come and go with the unit: in its slot, or what has arrived as param_dtype. */
+static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
+{
+    const dtrain_param *p = &layout->params[i];
+    dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = entry->bucket;
+    const bool gathered = layout->shards.params && dtrain__shard_bucket(layout, i);
+    const bool apart = bucket && bucket->shards_grads,
+               in_unit = bucket && bucket->unit != DTRAIN__NONE;
+    const uint64_t bytes = (uint64_t)p->count * dtrain_dtype_bytes((dtrain_dtype)p->dtype);
+    if (p->dtype == DTRAIN_DTYPE_F32) return;
+    if (gathered && p->dtype == layout->desc->param_dtype)
+        entry->typed_value = dtrain__after_low(bucket->low_values, entry->offset);
+    else if (gathered && in_unit && !layout->units[bucket->unit].own_memory)
+        entry->typed_value = dtrain__after_low(bucket->typed_values, entry->offset);
+    else if (!p->typed_value)
+        entry->typed_value =
+            dtrain__carve_low(layout, gathered ? DTRAIN__BUFFERS : DTRAIN__VALUES, p->count);
+    if (!gathered) layout->value_bytes += bytes;
+    if (!entry->trainable) return;
+    if (p->typed_grad || !apart) layout->grad_bytes += bytes;
+    if (p->typed_grad) return;
+    if (apart && in_unit) entry->typed_grad = dtrain__after_low(bucket->typed_grads, entry->offset);
+    else
+        entry->typed_grad =
+            dtrain__carve_low(layout, apart ? DTRAIN__BUFFERS : DTRAIN__GRADS, p->count);
+}
+
 /* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
  * the library owns in registration order, and two bounce buffers in host memory, of the length of
  * the longest gradient shard there. Count the bytes that this rank holds on the device, whoever
@@ -86,6 +123,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
     int64_t values = 0, grads = 0, longest = 0;
     dtrain__turns *turns = &layout->turns;
+    bool typed_values = false, typed_grads = false; /* the library owns some in units */
     memset(layout->bytes, 0, sizeof layout->bytes);
     layout->value_bytes = layout->grad_bytes = 0;
     for (size_t u = 0; u < layout->unit_count; u++) {
@@ -95,12 +133,21 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         if (layout->shards.params && !unit->own_memory) values = dtrain__max(values, both);
         if (layout->shards.grads) grads = dtrain__max(grads, trainable);
     }
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        if (p->dtype == DTRAIN_DTYPE_F32) continue;
+        if (p->dtype != layout->desc->param_dtype) typed_values = true;
+        if (!p->typed_grad) typed_grads = true;
+    }
     for (int i = 0; i < 2; i++) {
         turns->values[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, values,
                                               layout->desc->param_dtype, &turns->low_values[i]);
         turns->grads[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, grads,
                                              layout->desc->reduce_dtype, &turns->low_grads[i]);
+        turns->typed_values[i] =
+            dtrain__carve_low(layout, DTRAIN__BUFFERS, typed_values ? values : 0);
     }
+    turns->typed_grads = dtrain__carve_low(layout, DTRAIN__BUFFERS, typed_grads ? grads : 0);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
         dtrain__lay_values(layout, bucket);
@@ -121,6 +168,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
         if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
+        dtrain__lay_typed(layout, i);
     }
     for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
 }

@@ -91,6 +91,25 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
                               (long long)p->count, product);
 }
 
+/* Check a parameter's type, and that the host's arrays have it. */
+static dtrain_result dtrain__check_dtype(const dtrain_param *p, size_t index)
+{
+    const char *const name = dtrain_dtype_name((dtrain_dtype)p->dtype);
+    if (p->dtype > DTRAIN_DTYPE_F16)
+        return dtrain__param_fail(p, index, "dtype is %u (%s), expected F32, BF16 or F16",
+                                  (unsigned)p->dtype, name);
+    if (p->dtype == DTRAIN_DTYPE_F32 ? p->typed_value || p->typed_grad : p->value || p->grad)
+        return dtrain__param_fail(p, index,
+                                  "its dtype is %s, with which the host's arrays are %s; leave the "
+                                  "other two NULL",
+                                  name, p->dtype ? "typed_value and typed_grad" : "value and grad");
+    if (p->dtype == DTRAIN_DTYPE_F32 || !(p->flags & DTRAIN_PARAM_BUFFER)) return DTRAIN_OK;
+    return dtrain__param_fail(p, index,
+                              "it is a buffer, which ranks average in fp32, and its dtype is %s; "
+                              "leave dtype 0",
+                              name);
+}
+
 /* Find the storage of an alias. Its target is an earlier entry, whose storage is known: so one pass
  * resolves chains too. An alias without a shape takes that of its target. */
 static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
@@ -119,7 +138,15 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         return dtrain__param_fail(
             p, index, "it has %lld elements, \"%s\" that it is an alias of has %lld",
             (long long)p->count, dtrain__short(storage->name), (long long)storage->count);
-    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
+    if (p->dtype && p->dtype != storage->dtype)
+        return dtrain__param_fail(
+            p, index, "its dtype is %s, \"%s\" that it is an alias of has %s; leave it 0",
+            dtrain_dtype_name((dtrain_dtype)p->dtype), dtrain__short(storage->name),
+            dtrain_dtype_name((dtrain_dtype)storage->dtype));
+    p->dtype = storage->dtype;
+    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad) ||
+        (p->typed_value && p->typed_value != storage->typed_value) ||
+        (p->typed_grad && p->typed_grad != storage->typed_grad))
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
@@ -163,6 +190,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
                                       (unsigned)p->flags);
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
+        DTRAIN__TRY(dtrain__check_dtype(p, i));
         DTRAIN__TRY(dtrain__resolve_shape(p, i, groups));
         const int64_t whole = dtrain__whole_count(p);
         if (p->init_count < 0 || p->init_count > whole)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/api.h"
+#include "core/dtype.h"
 #include "parallel/cut.h"
 
 /* No gradient, and no optimizer state. A program may also set it for some steps, on all ranks
@@ -58,7 +59,15 @@ typedef struct dtrain_param {
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
-    int64_t init_count;       /* elements that init is for, the first ones; 0 = all. Others are 0 */
-    dtrain_cut cut;           /* how the tensor axis of a mesh divides it; zeroed = not */
-    dtrain_param_state state; /* the library's */
+    int64_t init_count; /* elements that init is for, the first ones; 0 = all. Others are 0 */
+    dtrain_cut cut;     /* how the tensor axis of a mesh divides it; zeroed = not */
+    /* BF16 or F16: the host computes with arrays of this type, which take the place of value and
+     * grad (leave those NULL); sums and optimizers stay fp32. typed_value is the rounded value;
+     * with several micro-batches typed_grad adds up in its own type where gradients are whole, as
+     * in torch. NULL: the library owns them; with a GPU they are device memory. value is then the
+     * fp32 master copy, grad the fp32 sum, both the library's. 0 = F32: the two stay NULL. Not for
+     * the tape, nor for DTRAIN_PARAM_BUFFER */
+    uint32_t dtype;                 /* dtrain_dtype; of an alias 0, or that of its target */
+    void *typed_value, *typed_grad; /* (count) */
+    dtrain_param_state state;       /* the library's */
 } dtrain_param;

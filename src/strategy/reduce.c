@@ -82,17 +82,20 @@ static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucke
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from an array of the host's own into its bucket, or back. One that lives in the
- * bucket stays there. */
+/* Copy a gradient from an array of the host's own, or of its own type, into its bucket, or back.
+ * One that lives in the bucket stays there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
     const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     float *inside = entry->bucket->grads + entry->offset;
-    const size_t bytes = (size_t)storage->count * sizeof(float);
-    if (storage->grad == inside || bytes == 0) return DTRAIN_OK;
-    return dtrain_device_copy(strategy->device, back ? storage->grad : inside,
-                              back ? inside : storage->grad, bytes);
+    void *array = storage->dtype ? storage->typed_grad : storage->grad;
+    if (array == inside) return DTRAIN_OK;
+    if (back)
+        return dtrain__convert(strategy, storage->count, inside, DTRAIN_DTYPE_F32, array,
+                               storage->dtype);
+    return dtrain__convert(strategy, storage->count, array, storage->dtype, inside,
+                           DTRAIN_DTYPE_F32);
 }
 
 /* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
@@ -365,14 +368,19 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 /* ---- 4. Publish -------------------------------------------------------------------------------*/
 
 /* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
- * are kept in shards, evict the old ones from their slots: the next gather brings the new ones. */
+ * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
+ * Then bring whole values to arrays of the host's own, or of its own type. */
+static dtrain_result dtrain__publish(dtrain_strategy *strategy)
+{
+    if (strategy->layout.shards.params) DTRAIN__TRY(dtrain__forget_units(strategy));
+    else if (strategy->layout.shards.state) DTRAIN__TRY(dtrain__gather_shards(strategy));
+    return dtrain__copy_host_values(strategy, true);
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
-    if (!strategy->layout.shards.state) return DTRAIN_OK;
-    if (!strategy->layout.shards.params)
-        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
-    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__publish(strategy));
 }
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/

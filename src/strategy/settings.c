@@ -5,6 +5,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "device/device_internal.h"
 
 /* ---- Fields alone -----------------------------------------------------------------------------*/
 
@@ -282,13 +283,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
 }
 
-/* Refuse values of the host's own where parameters are sharded. */
+/* Refuse arrays that the device cannot read, and values of the host's own where parameters are
+ * sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
+    const bool apart = strategy->device->ops->stream_create != NULL; /* memory is not the host's */
+    for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->value && dtrain__shard_bucket(layout, i))
+        if (apart && ((p->typed_value && dtrain__on_host(strategy->device, p->typed_value)) ||
+                      (p->typed_grad && dtrain__on_host(strategy->device, p->typed_grad))))
+            return dtrain__param_fail(p, i,
+                                      "typed_value or typed_grad is host memory, which the %s "
+                                      "device cannot convert; give device memory, or NULL",
+                                      strategy->device->ops->name);
+        if (!layout->shards.params) continue;
+        if (dtrain__host_value(p) && dtrain__shard_bucket(layout, i))
             return dtrain__param_fail(p, i,
                                       "its value is the host's, but %s shards parameters and has "
                                       "to own them: leave value NULL and give it an init",

@@ -156,8 +156,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     strategy->whole.op = nodes && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
     strategy->sharded.op = (nodes || replicas) && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
     const int sharers = replicas ? (int)desc->node_size : ranks;
-    if (!sharded || sharers == 1)
-        DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
+    if (!sharded || sharers == 1) DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
     if (sharded) DTRAIN__TRY(dtrain__list_sharded(strategy, nodes));
     strategy->lockstep = groups->data->ops->launch_ordered &&
                          (strategy->whole.collectives > 1 || strategy->sharded.collectives > 1);

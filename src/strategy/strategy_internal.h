@@ -154,6 +154,13 @@ struct dtrain_strategy {
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
 
+/* strategy/values.c */
+DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
+DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
+
+/* strategy/create.c */
+DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p);
+
 /* strategy/reduce.c */
 DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);

@@ -242,6 +242,21 @@ DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t 
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
+/* Round the values of a bucket for hosts that compute in another type; as param_dtype they have
+ * arrived so. */
+static dtrain_result dtrain__round_values(dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &strategy->layout.entries[i];
+        if (p->state.storage != p || entry->bucket != bucket) continue;
+        if (!p->dtype || p->dtype == strategy->desc.param_dtype) continue;
+        DTRAIN__TRY(dtrain__convert(strategy, p->count, bucket->values + entry->offset,
+                                    DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
+    }
+    return DTRAIN_OK;
+}
+
 /* COMING -> HERE: wait for the collectives, and convert what travelled rounded. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
@@ -255,6 +270,7 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
         if (dtype != DTRAIN_DTYPE_F32)
             DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
                                         bucket->values, DTRAIN_DTYPE_F32));
+        DTRAIN__TRY(dtrain__round_values(strategy, bucket));
     }
     unit->state = DTRAIN__UNIT_HERE;
     return DTRAIN_OK;
@@ -398,6 +414,8 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
+        if (storage->bucket != bucket) continue;
+        p->value = shown ? bucket->values + storage->offset : NULL;
+        p->typed_value = shown ? storage->typed_value : NULL;
     }
 }

@@ -5,8 +5,20 @@
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
-/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
- * own. */
+/* Return the array in which the host has the whole value of a storage, as its dtype. */
+DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage)
+{
+    return storage->dtype ? storage->typed_value : storage->value;
+}
+
+/* Tell whether the library initialises a value: the host has given no array. */
+DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry)
+{
+    return entry->lends_value && entry->lends_typed_value;
+}
+
+/* Copy whole values between memory of the strategy (the flat buckets of ZERO1 and SHARD_GRAD_OP,
+ * masters) and arrays of the host's own, or of its own type. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -14,11 +26,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
         const dtrain_param *p = &strategy->params[i];
         const dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-        if (p->state.storage != p || entry->lends_value || !bucket) continue;
-        float *place = bucket->values + entry->offset;
-        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
-                                       to_host ? place : p->value,
-                                       (size_t)p->count * sizeof(float)));
+        float *inside = bucket ? dtrain__after(bucket->values, entry->offset) : entry->own_value;
+        void *array = dtrain__host_value(p);
+        if (p->state.storage != p || (bucket && layout->shards.params)) continue;
+        if (!inside || array == inside) continue;
+        if (to_host)
+            DTRAIN__TRY(
+                dtrain__convert(strategy, p->count, inside, DTRAIN_DTYPE_F32, array, p->dtype));
+        else if (!dtrain__is_drawn(entry))
+            DTRAIN__TRY(
+                dtrain__convert(strategy, p->count, array, p->dtype, inside, DTRAIN_DTYPE_F32));
     }
     return DTRAIN_OK;
 }
@@ -35,7 +52,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
         if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
-    return dtrain__copy_host_values(strategy, true);
+    return DTRAIN_OK;
 }
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/

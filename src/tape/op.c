@@ -281,6 +281,11 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
     const dtrain_tape *tape = op->tape;
     const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
+    if (storage->dtype != DTRAIN_DTYPE_F32)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: parameter %s has dtype %s, and the tape computes with fp32 values; "
+                           "leave dtype 0, and let DTRAIN_TAPE_BF16 or DTRAIN_TAPE_F16 round them",
+                           call, name, dtrain_dtype_name((dtrain_dtype)storage->dtype));
     if (storage->value && !foreign) {
         if (!declared->cut.axis || !declared->count || declared->count == here) return DTRAIN_OK;
         return dtrain_fail(DTRAIN_ERROR_USAGE,
