@@ -1481,9 +1481,17 @@ typedef struct dtrain_param {
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
-    int64_t init_count;       /* elements that init is for, the first ones; 0 = all. Others are 0 */
-    dtrain_cut cut;           /* how the tensor axis of a mesh divides it; zeroed = not */
-    dtrain_param_state state; /* the library's */
+    int64_t init_count; /* elements that init is for, the first ones; 0 = all. Others are 0 */
+    dtrain_cut cut;     /* how the tensor axis of a mesh divides it; zeroed = not */
+    /* BF16 or F16: the host computes with arrays of this type, which take the place of value and
+     * grad (leave those NULL); sums and optimizers stay fp32. typed_value is the rounded value;
+     * with several micro-batches typed_grad adds up in its own type where gradients are whole, as
+     * in torch. NULL: the library owns them; with a GPU they are device memory. value is then the
+     * fp32 master copy, grad the fp32 sum, both the library's. 0 = F32: the two stay NULL. Not for
+     * the tape, nor for DTRAIN_PARAM_BUFFER */
+    uint32_t dtype;                 /* dtrain_dtype; of an alias 0, or that of its target */
+    void *typed_value, *typed_grad; /* (count) */
+    dtrain_param_state state;       /* the library's */
 } dtrain_param;
 
 /* ==== src/strategy/strategy.h ================================================================= */
@@ -2936,7 +2944,6 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
     uint64_t position;      /* samples dealt or dropped so far, by all ranks together */
-    size_t sample_bytes;    /* of inputs */
     uint32_t batch_samples; /* in this rank's last batch, without padding */
 } dtrain_loader_info;
 /* Tell the samples of an epoch, the position and the last batch; all zero for a loader of NULL. */
@@ -2991,8 +2998,9 @@ typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 /* Choose what a step without loss scaling does when gradients of some rank are not finite. */
 typedef enum dtrain_nonfinite {
     DTRAIN_NONFINITE_STOP = 0, /* DTRAIN_ERROR_NUMERIC; a program may load a checkpoint and go on */
-    DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; refused
-                                  with compression, whose residuals would keep a NaN */
+    DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; the 11th
+                                  in a row is an error. Refused with compression, whose residuals
+                                  would keep a NaN */
 } dtrain_nonfinite;
 
 typedef struct dtrain_trainer_desc {
@@ -3007,7 +3015,6 @@ typedef struct dtrain_trainer_desc {
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout, the same on all ranks: their masks differ nevertheless */
     uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */
-    uint32_t skip_limit;   /* steps in a row that may be skipped; one more is an error; 0 = 10 */
     uint32_t verify_every; /* steps between two calls of dtrain_strategy_verify, which reads every
                               parameter: replicas that drift apart (a flipped bit, another library)
                               are an error that names rank and parameter. 0 = never */
@@ -3367,17 +3374,15 @@ typedef struct dtrain_metrics_desc {
                                      TensorBoard and sinks with histogram; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
-    uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
-    bool no_gpu;                 /* do not load NVML */
-    const char *nvml_path;       /* NULL = DTRAIN_NVML of the environment, else
-                                     libnvidia-ml.so.1 */
-    const char *run_name;        /* a label; NULL = "dtrain" */
-    const char *config;          /* text for TensorBoard and the first JSON line, such as the
+    uint32_t gpu_every_ms;   /* between two questions to NVML, libnvidia-ml.so.1 or DTRAIN_NVML of
+                                    the environment; 0 = 5000 */
+    const char *run_name;    /* a label; NULL = "dtrain" */
+    const char *config;      /* text for TensorBoard and the first JSON line, such as the
                                     configuration file; NULL = none */
-    const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;          /* that a run that goes on will report: TensorBoard drops what
+    const char *hparams;     /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
+    int64_t first_step;      /* that a run that goes on will report: TensorBoard drops what
                                      the run before has of it and of later ones; 0 = all */
-    double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
+    double peak_flops;       /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned
                                 once, as by dtrain_trainer_plan. NULL = records alone */
@@ -4365,18 +4370,20 @@ struct dtrain_comm_ops {
  *     mine.transport = &my_transport;
  *     desc.comm_ops = &mine;
  *
- * All functions are called by the thread of the rank, from inside of its calls; there is no other
- * thread. None may wait for another rank: what cannot be done now is done when the function is
- * called again. The engine owns communicators and works. A transport's own structs begin with
- * dtrain_comm and dtrain_transport_work, and it casts to them; what is behind is zeroed, in a work
- * before each operation. An error is reported by comm->ops->fail, which ends the operations of all
- * ranks; afterwards only unmap and release are called. */
+ * All functions are called by the thread of the rank, during its calls of the library; there is no
+ * other thread. None may wait for another rank: what cannot be done now is tried again when the
+ * function is called again. The engine owns communicators and works. A transport's own structs
+ * begin with dtrain_comm and dtrain_transport_work, and it casts to them; its own fields are zero
+ * at first, those of a work at the start of each operation. An error is reported by
+ * comm->ops->fail, which fails the communicator on all ranks; after that only unmap and release are
+ * called. tests/support/toy_transport.h is a complete one. */
 
 #define DTRAIN_WINDOW 32u        /* W: collectives of one rank under way */
 #define DTRAIN_SMALL_BYTES 4096u /* of data that travel with a call, at most */
 #define DTRAIN_REPORT_BYTES 512u /* of a communicator's first failure */
 
-/* A call as ranks show it to each other: all fields must be equal on all ranks. */
+/* A call as ranks show it to each other. Of a collective all fields must be equal on all ranks, of
+ * a message count and dtype. */
 typedef struct dtrain_call {
     uint64_t count;
     uint32_t kind, dtype, op;
@@ -4390,8 +4397,9 @@ typedef struct dtrain_transport_work {
     dtrain_call call;
     size_t send_bytes, recv_bytes; /* read from what.send and written to what.recv by this rank */
     uint64_t sequence; /* of a collective: from 1, the same on all ranks; 0: send or receive */
-    bool small;        /* the send buffer travels with the call: see show */
-    bool oldest;       /* no earlier collective of this rank is under way */
+    bool small;        /* the send buffer travels with the call: see show. Of a message: it could */
+    bool oldest;       /* no earlier collective of this rank is under way: this one may use what
+                          exists once in a communicator, such as a buffer */
     bool agreed;       /* of a receive: the call of its message was heard, and is as expected */
     bool posted;       /* set by a transport: the receiver needs nothing more of this rank, so that
                           the next message to it may be moved while this one waits */
@@ -4416,18 +4424,20 @@ typedef struct dtrain_transport_ops {
     dtrain_result (*map)(dtrain_comm *comm, size_t bytes, void **out);
     void (*unmap)(dtrain_comm *comm, void *memory, size_t bytes);
 
-    /* Show all ranks what this rank calls: work->call and, when work->small, the send buffer behind
+    /* Show all ranks what this rank calls: work->call and, when work->small, the send buffer after
      * it (send_bytes, at most DTRAIN_SMALL_BYTES). Called once for each collective, in their order,
-     * and for at most W that are not done. */
+     * and for at most W that are not done. A message is not shown: its sender hands work->call to
+     * the receiver with the data. */
     void (*show)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Return what another rank has shown as its collective number `sequence`, or NULL if it has not
      * been heard yet. Asked for the last 2 W numbers: so many places are enough. With sequence 0:
      * the call of the message that this rank receives next from that rank. */
     const dtrain_call *(*heard)(const dtrain_comm *comm, uint64_t sequence, int rank);
-    /* Move an operation on; return true when it is done and its buffers are the host's again. Of
-     * collectives, only those that all ranks agree about; of a small one this rank has its result
-     * already. dtrain_collective_result computes the others. Messages between two ranks in one
-     * direction come one after the other; the receive buffer may be written when work->agreed. */
+    /* Move an operation on; return true when it is done and its buffers are the host's again. A
+     * collective is moved after all ranks have agreed about it, for the first time in the order of
+     * the sequence numbers; a small one has its result already, and dtrain_collective_result
+     * computes those of others. Messages between two ranks in one direction are moved one after the
+     * other; the receive buffer may be written once work->agreed is true. */
     bool (*move)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Say whether an operation that is being moved waits for this rank: for error messages. */
     bool (*lags)(const dtrain_comm *comm, const dtrain_transport_work *work, int rank);
@@ -14645,8 +14655,9 @@ typedef struct dtrain__entry {
     bool seen;                     /* it had a gradient in this step */
     bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* value points to memory of the library; destroy makes it NULL */
-    bool lends_grad;  /* the same of grad */
-    bool here;        /* its unit is in a stage of this rank */
+    bool lends_grad;  /* the same of grad, and of the arrays in another type: */
+    bool lends_typed_value, lends_typed_grad;
+    bool here; /* its unit is in a stage of this rank */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
     bool tied;        /* stages of other ranks have copies of it */
@@ -14654,7 +14665,10 @@ typedef struct dtrain__entry {
     uint32_t pending; /* those not yet marked in this backward */
     int64_t offset;   /* first element within the bucket */
     float *own_value; /* memory of the library for a value that is whole, or NULL */
-    bool absent;      /* as far as is known, no rank had a gradient of it in the last step */
+    /* memory of the library for the arrays in the host's type; NULL: fp32, or the host's own. In
+     * units they are where dtrain__lay_typed says, while the unit is gathered. */
+    void *typed_value, *typed_grad;
+    bool absent; /* as far as is known, no rank had a gradient of it in the last step */
 } dtrain__entry;
 
 typedef struct dtrain__bucket {
@@ -14681,7 +14695,8 @@ typedef struct dtrain__bucket {
     float *values, *grads;           /* (count) */
     float *value_shard, *grad_shard; /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
-    uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
+    uint16_t *low_values, *low_grads;     /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
+    uint16_t *typed_values, *typed_grads; /* (count) of a unit: arrays in the host's type */
 } dtrain__bucket;
 
 /* Where the values of a unit are: the drawing is in units.c. */
@@ -14704,7 +14719,8 @@ typedef struct dtrain__unit {
 /* Two buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
 typedef struct dtrain__turns {
     float *values[2], *grads[2];
-    uint16_t *low_values[2], *low_grads[2]; /* NULL for fp32 */
+    uint16_t *low_values[2], *low_grads[2];  /* NULL for fp32 */
+    uint16_t *typed_values[2], *typed_grads; /* grads: converted before backward leaves a unit */
 } dtrain__turns;
 
 enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };
@@ -14888,6 +14904,13 @@ struct dtrain_strategy {
     dtrain__offload offload;
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
+
+/* strategy/values.c */
+DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
+DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
+
+/* strategy/create.c */
+DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p);
 
 /* strategy/reduce.c */
 DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket);
@@ -15078,6 +15101,25 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
                               (long long)p->count, product);
 }
 
+/* Check a parameter's type, and that the host's arrays have it. */
+static dtrain_result dtrain__check_dtype(const dtrain_param *p, size_t index)
+{
+    const char *const name = dtrain_dtype_name((dtrain_dtype)p->dtype);
+    if (p->dtype > DTRAIN_DTYPE_F16)
+        return dtrain__param_fail(p, index, "dtype is %u (%s), expected F32, BF16 or F16",
+                                  (unsigned)p->dtype, name);
+    if (p->dtype == DTRAIN_DTYPE_F32 ? p->typed_value || p->typed_grad : p->value || p->grad)
+        return dtrain__param_fail(p, index,
+                                  "its dtype is %s, with which the host's arrays are %s; leave the "
+                                  "other two NULL",
+                                  name, p->dtype ? "typed_value and typed_grad" : "value and grad");
+    if (p->dtype == DTRAIN_DTYPE_F32 || !(p->flags & DTRAIN_PARAM_BUFFER)) return DTRAIN_OK;
+    return dtrain__param_fail(p, index,
+                              "it is a buffer, which ranks average in fp32, and its dtype is %s; "
+                              "leave dtype 0",
+                              name);
+}
+
 /* Find the storage of an alias. Its target is an earlier entry, whose storage is known: so one pass
  * resolves chains too. An alias without a shape takes that of its target. */
 static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
@@ -15106,7 +15148,15 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         return dtrain__param_fail(
             p, index, "it has %lld elements, \"%s\" that it is an alias of has %lld",
             (long long)p->count, dtrain__short(storage->name), (long long)storage->count);
-    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
+    if (p->dtype && p->dtype != storage->dtype)
+        return dtrain__param_fail(
+            p, index, "its dtype is %s, \"%s\" that it is an alias of has %s; leave it 0",
+            dtrain_dtype_name((dtrain_dtype)p->dtype), dtrain__short(storage->name),
+            dtrain_dtype_name((dtrain_dtype)storage->dtype));
+    p->dtype = storage->dtype;
+    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad) ||
+        (p->typed_value && p->typed_value != storage->typed_value) ||
+        (p->typed_grad && p->typed_grad != storage->typed_grad))
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
@@ -15150,6 +15200,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
                                       (unsigned)p->flags);
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
+        DTRAIN__TRY(dtrain__check_dtype(p, i));
         DTRAIN__TRY(dtrain__resolve_shape(p, i, groups));
         const int64_t whole = dtrain__whole_count(p);
         if (p->init_count < 0 || p->init_count > whole)
@@ -15763,16 +15814,23 @@ DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t 
     return piece;
 }
 
+/* Cut a piece of count elements of 16 bits. */
+static uint16_t *dtrain__carve_low(dtrain__layout *layout, int block, int64_t count)
+{
+    return (uint16_t *)(void *)dtrain__carve(layout, block, (count + 1) / 2);
+}
+
 /* Cut a piece of fp32 and, where it travels as a dtype of 16 bits, a piece of that from buffers. */
 static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
                                  uint16_t **low)
 {
-    if (dtype != DTRAIN_DTYPE_F32)
-        *low = (uint16_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, (count + 1) / 2);
+    if (dtype != DTRAIN_DTYPE_F32) *low = dtrain__carve_low(layout, DTRAIN__BUFFERS, count);
     return dtrain__carve(layout, block, count);
 }
 
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
+
+static uint16_t *dtrain__after_low(uint16_t *at, int64_t count) { return at ? at + count : NULL; }
 
 static int64_t dtrain__bucket_length(const dtrain__bucket *bucket)
 {
@@ -15799,9 +15857,9 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
     }
     const dtrain__unit *unit = &layout->units[bucket->unit];
     const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(unit->trainable);
-    uint16_t *low = turns->low_values[bucket->unit & 1];
     bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
-    bucket->low_values = low ? low + first : NULL;
+    bucket->low_values = dtrain__after_low(turns->low_values[bucket->unit & 1], first);
+    bucket->typed_values = dtrain__after_low(turns->typed_values[bucket->unit & 1], first);
 }
 
 /* Lay out a bucket's gradients: the memory in which backward makes them, and that of the reduced
@@ -15815,6 +15873,7 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
     if (apart && bucket->unit != DTRAIN__NONE) {
         bucket->grads = layout->turns.grads[bucket->unit & 1];
         bucket->low_grads = layout->turns.low_grads[bucket->unit & 1];
+        bucket->typed_grads = layout->turns.typed_grads;
     } else
         bucket->grads =
             dtrain__carve_both(layout, apart ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
@@ -15825,6 +15884,35 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
     else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
+/* Lay out the arrays of storage i in the host's type where the library owns them. Those of values
+ * that are gathered come and go with the unit: in its slot, or what has arrived as param_dtype. */
+static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
+{
+    const dtrain_param *p = &layout->params[i];
+    dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = entry->bucket;
+    const bool gathered = layout->shards.params && dtrain__shard_bucket(layout, i);
+    const bool apart = bucket && bucket->shards_grads,
+               in_unit = bucket && bucket->unit != DTRAIN__NONE;
+    const uint64_t bytes = (uint64_t)p->count * dtrain_dtype_bytes((dtrain_dtype)p->dtype);
+    if (p->dtype == DTRAIN_DTYPE_F32) return;
+    if (gathered && p->dtype == layout->desc->param_dtype)
+        entry->typed_value = dtrain__after_low(bucket->low_values, entry->offset);
+    else if (gathered && in_unit && !layout->units[bucket->unit].own_memory)
+        entry->typed_value = dtrain__after_low(bucket->typed_values, entry->offset);
+    else if (!p->typed_value)
+        entry->typed_value =
+            dtrain__carve_low(layout, gathered ? DTRAIN__BUFFERS : DTRAIN__VALUES, p->count);
+    if (!gathered) layout->value_bytes += bytes;
+    if (!entry->trainable) return;
+    if (p->typed_grad || !apart) layout->grad_bytes += bytes;
+    if (p->typed_grad) return;
+    if (apart && in_unit) entry->typed_grad = dtrain__after_low(bucket->typed_grads, entry->offset);
+    else
+        entry->typed_grad =
+            dtrain__carve_low(layout, apart ? DTRAIN__BUFFERS : DTRAIN__GRADS, p->count);
+}
+
 /* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
  * the library owns in registration order, and two bounce buffers in host memory, of the length of
  * the longest gradient shard there. Count the bytes that this rank holds on the device, whoever
@@ -15833,6 +15921,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
     int64_t values = 0, grads = 0, longest = 0;
     dtrain__turns *turns = &layout->turns;
+    bool typed_values = false, typed_grads = false; /* the library owns some in units */
     memset(layout->bytes, 0, sizeof layout->bytes);
     layout->value_bytes = layout->grad_bytes = 0;
     for (size_t u = 0; u < layout->unit_count; u++) {
@@ -15842,12 +15931,21 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         if (layout->shards.params && !unit->own_memory) values = dtrain__max(values, both);
         if (layout->shards.grads) grads = dtrain__max(grads, trainable);
     }
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        if (p->dtype == DTRAIN_DTYPE_F32) continue;
+        if (p->dtype != layout->desc->param_dtype) typed_values = true;
+        if (!p->typed_grad) typed_grads = true;
+    }
     for (int i = 0; i < 2; i++) {
         turns->values[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, values,
                                               layout->desc->param_dtype, &turns->low_values[i]);
         turns->grads[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, grads,
                                              layout->desc->reduce_dtype, &turns->low_grads[i]);
+        turns->typed_values[i] =
+            dtrain__carve_low(layout, DTRAIN__BUFFERS, typed_values ? values : 0);
     }
+    turns->typed_grads = dtrain__carve_low(layout, DTRAIN__BUFFERS, typed_grads ? grads : 0);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
         dtrain__lay_values(layout, bucket);
@@ -15868,6 +15966,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
         if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
+        dtrain__lay_typed(layout, i);
     }
     for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
 }
@@ -16001,17 +16100,20 @@ static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucke
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from an array of the host's own into its bucket, or back. One that lives in the
- * bucket stays there. */
+/* Copy a gradient from an array of the host's own, or of its own type, into its bucket, or back.
+ * One that lives in the bucket stays there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
     const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     float *inside = entry->bucket->grads + entry->offset;
-    const size_t bytes = (size_t)storage->count * sizeof(float);
-    if (storage->grad == inside || bytes == 0) return DTRAIN_OK;
-    return dtrain_device_copy(strategy->device, back ? storage->grad : inside,
-                              back ? inside : storage->grad, bytes);
+    void *array = storage->dtype ? storage->typed_grad : storage->grad;
+    if (array == inside) return DTRAIN_OK;
+    if (back)
+        return dtrain__convert(strategy, storage->count, inside, DTRAIN_DTYPE_F32, array,
+                               storage->dtype);
+    return dtrain__convert(strategy, storage->count, array, storage->dtype, inside,
+                           DTRAIN_DTYPE_F32);
 }
 
 /* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
@@ -16284,14 +16386,19 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 /* ---- 4. Publish -------------------------------------------------------------------------------*/
 
 /* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
- * are kept in shards, evict the old ones from their slots: the next gather brings the new ones. */
+ * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
+ * Then bring whole values to arrays of the host's own, or of its own type. */
+static dtrain_result dtrain__publish(dtrain_strategy *strategy)
+{
+    if (strategy->layout.shards.params) DTRAIN__TRY(dtrain__forget_units(strategy));
+    else if (strategy->layout.shards.state) DTRAIN__TRY(dtrain__gather_shards(strategy));
+    return dtrain__copy_host_values(strategy, true);
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
-    if (!strategy->layout.shards.state) return DTRAIN_OK;
-    if (!strategy->layout.shards.params)
-        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
-    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__publish(strategy));
 }
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/
@@ -17231,6 +17338,21 @@ DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t 
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
+/* Round the values of a bucket for hosts that compute in another type; as param_dtype they have
+ * arrived so. */
+static dtrain_result dtrain__round_values(dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &strategy->layout.entries[i];
+        if (p->state.storage != p || entry->bucket != bucket) continue;
+        if (!p->dtype || p->dtype == strategy->desc.param_dtype) continue;
+        DTRAIN__TRY(dtrain__convert(strategy, p->count, bucket->values + entry->offset,
+                                    DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
+    }
+    return DTRAIN_OK;
+}
+
 /* COMING -> HERE: wait for the collectives, and convert what travelled rounded. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
@@ -17244,6 +17366,7 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
         if (dtype != DTRAIN_DTYPE_F32)
             DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
                                         bucket->values, DTRAIN_DTYPE_F32));
+        DTRAIN__TRY(dtrain__round_values(strategy, bucket));
     }
     unit->state = DTRAIN__UNIT_HERE;
     return DTRAIN_OK;
@@ -17387,7 +17510,9 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
+        if (storage->bucket != bucket) continue;
+        p->value = shown ? bucket->values + storage->offset : NULL;
+        p->typed_value = shown ? storage->typed_value : NULL;
     }
 }
 
@@ -17397,8 +17522,20 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
-/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
- * own. */
+/* Return the array in which the host has the whole value of a storage, as its dtype. */
+DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage)
+{
+    return storage->dtype ? storage->typed_value : storage->value;
+}
+
+/* Tell whether the library initialises a value: the host has given no array. */
+DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry)
+{
+    return entry->lends_value && entry->lends_typed_value;
+}
+
+/* Copy whole values between memory of the strategy (the flat buckets of ZERO1 and SHARD_GRAD_OP,
+ * masters) and arrays of the host's own, or of its own type. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -17406,11 +17543,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
         const dtrain_param *p = &strategy->params[i];
         const dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-        if (p->state.storage != p || entry->lends_value || !bucket) continue;
-        float *place = bucket->values + entry->offset;
-        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
-                                       to_host ? place : p->value,
-                                       (size_t)p->count * sizeof(float)));
+        float *inside = bucket ? dtrain__after(bucket->values, entry->offset) : entry->own_value;
+        void *array = dtrain__host_value(p);
+        if (p->state.storage != p || (bucket && layout->shards.params)) continue;
+        if (!inside || array == inside) continue;
+        if (to_host)
+            DTRAIN__TRY(
+                dtrain__convert(strategy, p->count, inside, DTRAIN_DTYPE_F32, array, p->dtype));
+        else if (!dtrain__is_drawn(entry))
+            DTRAIN__TRY(
+                dtrain__convert(strategy, p->count, array, p->dtype, inside, DTRAIN_DTYPE_F32));
     }
     return DTRAIN_OK;
 }
@@ -17427,7 +17569,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
         if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
-    return dtrain__copy_host_values(strategy, true);
+    return DTRAIN_OK;
 }
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
@@ -17564,6 +17706,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
 {
     dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
     if (count == 0) return DTRAIN_OK;
+    if (x_dtype == y_dtype) /* one of them may be in host memory */
+        return dtrain_device_copy(strategy->device, y, x,
+                                  (size_t)count * dtrain_dtype_bytes((dtrain_dtype)x_dtype));
     return strategy->device->ops->convert(strategy->device, &args);
 }
 
@@ -18527,8 +18672,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     strategy->whole.op = nodes && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
     strategy->sharded.op = (nodes || replicas) && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
     const int sharers = replicas ? (int)desc->node_size : ranks;
-    if (!sharded || sharers == 1)
-        DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
+    if (!sharded || sharers == 1) DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
     if (sharded) DTRAIN__TRY(dtrain__list_sharded(strategy, nodes));
     strategy->lockstep = groups->data->ops->launch_ordered &&
                          (strategy->whole.collectives > 1 || strategy->sharded.collectives > 1);
@@ -19085,7 +19229,8 @@ typedef struct dtrain__compared_param {
 
 /* clang-format off */
 static const dtrain__same_field dtrain__param_fields[] = {
-    DTRAIN__PARAM(name, TEXT), DTRAIN__PARAM(flags, FLAGS), DTRAIN__PARAM(shape, INT),
+    DTRAIN__PARAM(name, TEXT), DTRAIN__PARAM(flags, FLAGS), DTRAIN__PARAM(dtype, UINT),
+    DTRAIN__PARAM(shape, INT),
     DTRAIN__PARAM(unit, UINT), DTRAIN__PARAM(group, UINT), DTRAIN__PARAM(cut.axis, UINT),
     DTRAIN__PARAM(cut.components, UINT), DTRAIN__PARAM(cut.parts, INT),
     DTRAIN__PARAM(cut.widths, INT), DTRAIN__SAME(dtrain__compared_param, alias_of, INT),
@@ -19098,7 +19243,7 @@ static void dtrain__compared_make(const void *at, size_t i, void *record)
     const dtrain_strategy *strategy = (const dtrain_strategy *)at;
     dtrain__compared_param *own = (dtrain__compared_param *)record;
     const dtrain_param *p = &strategy->params[i];
-    const bool drawn = !p->alias_of && !p->value;
+    const bool drawn = !p->alias_of && !dtrain__host_value(p);
     own->p = *p;
     own->alias_of = p->alias_of ? (int64_t)(p->alias_of - strategy->params) : -1;
     own->values = drawn ? "the library" : p->alias_of ? "its target" : "the host";
@@ -19561,13 +19706,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
 }
 
-/* Refuse values of the host's own where parameters are sharded. */
+/* Refuse arrays that the device cannot read, and values of the host's own where parameters are
+ * sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
+    const bool apart = strategy->device->ops->stream_create != NULL; /* memory is not the host's */
+    for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->value && dtrain__shard_bucket(layout, i))
+        if (apart && ((p->typed_value && dtrain__on_host(strategy->device, p->typed_value)) ||
+                      (p->typed_grad && dtrain__on_host(strategy->device, p->typed_grad))))
+            return dtrain__param_fail(p, i,
+                                      "typed_value or typed_grad is host memory, which the %s "
+                                      "device cannot convert; give device memory, or NULL",
+                                      strategy->device->ops->name);
+        if (!layout->shards.params) continue;
+        if (dtrain__host_value(p) && dtrain__shard_bucket(layout, i))
             return dtrain__param_fail(p, i,
                                       "its value is the host's, but %s shards parameters and has "
                                       "to own them: leave value NULL and give it an init",
@@ -19690,10 +19844,20 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
             entry->lends_grad = true;
             p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
         }
+        if (!p->typed_value) {
+            entry->lends_typed_value = true;
+            if (storage != p) p->typed_value = storage->typed_value;
+            else if (!layout->shards.params || !dtrain__shard_bucket(layout, i))
+                p->typed_value = entry->typed_value;
+        }
+        if (!p->typed_grad && entry->trainable) {
+            entry->lends_typed_grad = true;
+            p->typed_grad = storage != p ? storage->typed_grad : entry->typed_grad;
+        }
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
-        if (entry->lends_value)
+        if (dtrain__is_drawn(entry))
             DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
                                            shard.offset, shard.count, shard.value));
         if (entry->trainable) strategy->shards[strategy->shard_count++] = shard;
@@ -19784,17 +19948,19 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
+        const dtrain_dtype dtype = (dtrain_dtype)p->dtype;
+        void *value = dtrain__host_value(p);
+        if (p->state.storage != p || dtrain__is_drawn(&strategy->layout.entries[i])) continue;
         if (!dtrain__has_memory(p)) continue;
         if (strategy->groups.tensor && !p->cut.axis)
-            DTRAIN__TRY(dtrain_broadcast(strategy->groups.tensor, p->value, (size_t)p->count,
-                                         DTRAIN_DTYPE_F32, 0, NULL));
+            DTRAIN__TRY(
+                dtrain_broadcast(strategy->groups.tensor, value, (size_t)p->count, dtype, 0, NULL));
         if (strategy->ties[i])
-            DTRAIN__TRY(dtrain_broadcast(strategy->ties[i], p->value, (size_t)p->count,
-                                         DTRAIN_DTYPE_F32, 0, NULL));
+            DTRAIN__TRY(
+                dtrain_broadcast(strategy->ties[i], value, (size_t)p->count, dtype, 0, NULL));
         if (strategy->layout.all > 1)
-            DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
-                                         DTRAIN_DTYPE_F32, 0, NULL));
+            DTRAIN__TRY(
+                dtrain_broadcast(strategy->groups.data, value, (size_t)p->count, dtype, 0, NULL));
     }
     return dtrain__copy_host_values(strategy, false);
 }
@@ -19872,6 +20038,15 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
     if (before[0]) (void)dtrain__set_last_error(code, before);
 }
 
+/* Set the pointers of a parameter to memory of the library to NULL. */
+DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p)
+{
+    if (entry->lends_value) p->value = NULL;
+    if (entry->lends_grad) p->grad = NULL;
+    if (entry->lends_typed_value) p->typed_value = NULL;
+    if (entry->lends_typed_grad) p->typed_grad = NULL;
+}
+
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 {
     if (!strategy) return;
@@ -19880,10 +20055,8 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = strategy->device;
     if (strategy->works) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; layout->entries && i < count; i++) {
-        if (layout->entries[i].lends_value) strategy->params[i].value = NULL;
-        if (layout->entries[i].lends_grad) strategy->params[i].grad = NULL;
-    }
+    for (size_t i = 0; layout->entries && i < count; i++)
+        dtrain__take_back(&layout->entries[i], &strategy->params[i]);
     dtrain__offload_close(strategy);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = dtrain__block_bytes(layout, block);
@@ -28334,6 +28507,11 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
     const dtrain_tape *tape = op->tape;
     const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
+    if (storage->dtype != DTRAIN_DTYPE_F32)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: parameter %s has dtype %s, and the tape computes with fp32 values; "
+                           "leave dtype 0, and let DTRAIN_TAPE_BF16 or DTRAIN_TAPE_F16 round them",
+                           call, name, dtrain_dtype_name((dtrain_dtype)storage->dtype));
     if (storage->value && !foreign) {
         if (!declared->cut.axis || !declared->count || declared->count == here) return DTRAIN_OK;
         return dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -33302,7 +33480,6 @@ DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_i
     if (!info) return;
     info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
     info->position = loader ? loader->position : 0;
-    info->sample_bytes = loader ? loader->sample_bytes : 0;
     info->batch_samples = loader ? loader->batch_samples : 0;
 }
 
@@ -34706,7 +34883,7 @@ static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
         DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
         DTRAIN__TRAINS(loss_scaling.growth_interval, UINT), DTRAIN__TRAINS(graph, BOOL),
         DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
-        DTRAIN__TRAINS(skip_limit, UINT), DTRAIN__TRAINS(verify_every, UINT),
+        DTRAIN__TRAINS(verify_every, UINT),
         DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
         DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
         DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
@@ -34806,6 +34983,8 @@ static dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const cha
     return DTRAIN_OK;
 }
 
+#define DTRAIN__SKIP_LIMIT 10 /* steps in a row; one more is an error */
+
 /* Decide by the losses of all ranks and the norm whether to go on, to skip the step or to fail with
  * the same error on each rank. Where the norm is not finite no rank has updated its parameters. */
 static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_step_record *record,
@@ -34815,7 +34994,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
     const char *advice = "lower the learning rate, clip gradients or look at the data";
     const bool may_skip = desc->nonfinite == DTRAIN_NONFINITE_SKIP && overflow && !trainer->scaling;
     trainer->in_a_row = may_skip ? trainer->in_a_row + 1 : 0;
-    if (may_skip && trainer->in_a_row <= desc->skip_limit) {
+    if (may_skip && trainer->in_a_row <= DTRAIN__SKIP_LIMIT) {
         trainer->skipped++;
         if (trainer->in_a_row == 1 && trainer->rank == 0)
             dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
@@ -35218,7 +35397,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->world = world;
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
-    if (desc->skip_limit == 0) trainer->desc.skip_limit = 10;
     trainer->groups = dtrain__groups_of(desc->strategy);
     trainer->rank = dtrain_comm_rank(trainer->groups.all);
     trainer->ranks = dtrain_comm_size(trainer->groups.all);
@@ -36847,8 +37025,7 @@ static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
 {
     dtrain_metrics_desc *desc = &metrics->desc;
     const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
-                                  &desc->nvml_path,  &desc->run_name,        &desc->config,
-                                  &desc->hparams};
+                                  &desc->run_name,   &desc->config,          &desc->hparams};
     metrics->texts_bytes = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         const char **text = texts[i];
@@ -38657,12 +38834,11 @@ static void dtrain__nvml_forget(dtrain__nvml *nvml)
 DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
 {
     dtrain__nvml *nvml = &metrics->nvml;
-    const char *asked = metrics->desc.nvml_path ? metrics->desc.nvml_path : getenv("DTRAIN_NVML");
+    const char *asked = getenv("DTRAIN_NVML");
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
     const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
     dtrain__nvml_forget(nvml);
-    if (metrics->desc.no_gpu) snprintf(nvml->reason, sizeof nvml->reason, "desc's no_gpu is set");
-    else if (!gpu && (!asked || !asked[0]))
+    if (!gpu && (!asked || !asked[0]))
         snprintf(nvml->reason, sizeof nvml->reason, "the ranks compute on the CPU");
     else if (!dlopen || !dlsym || !dlclose)
         snprintf(nvml->reason, sizeof nvml->reason,
