@@ -25,7 +25,6 @@ typedef struct program {
     uint64_t seed;
     uint32_t dtype, kind, kind_after, accumulation, node_size, param_dtype, optimizer, mode;
     int ranks, count, steps, micro, saved_after; /* -1: never */
-    int64_t whole_below;
     bool uneven, missing, no_overlap, keep, nodes;
     float clip;
     spec s[MOST_PARAMS];
@@ -89,7 +88,7 @@ static bool shards_params(uint32_t kind) { return kind >= DTRAIN_STRATEGY_FULL_S
 static float seen(const program *p, int s, int i, float master)
 {
     const uint32_t kind = p->saved_after >= 0 && s > p->saved_after ? p->kind_after : p->kind;
-    if (shards_params(kind) && p->ranks > 1 && p->s[i].count >= p->whole_below)
+    if (shards_params(kind) && p->ranks > 1)
         master = round_to(p->param_dtype, master);
     return round_to(p->s[i].dtype, master);
 }
@@ -150,7 +149,6 @@ static dtrain_result job_open(rank_job *job, uint64_t turn)
         p->nodes && job->kind != DTRAIN_STRATEGY_ZERO3 && job->kind != DTRAIN_STRATEGY_HYBRID_SHARD;
     desc.node_size =
         desc.hierarchical || job->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? p->node_size : 0;
-    desc.whole_below = job->kind == DTRAIN_STRATEGY_DDP ? 0 : p->whole_below;
     desc.param_dtype = shards_params(job->kind) ? p->param_dtype : 0;
     desc.no_overlap = p->no_overlap;
     desc.keep_after_forward = p->keep && shards_params(job->kind);
@@ -469,7 +467,6 @@ static void program_draw(program *p, uint64_t seed, uint32_t dtype)
     p->no_overlap = ranks_random(&state, 4) == 0;
     p->keep = ranks_random(&state, 4) == 0;
     p->nodes = ranks_random(&state, 3) == 0;
-    p->whole_below = ranks_random(&state, 3) ? 0 : 12;
     p->clip = ranks_random(&state, 2) ? 0.5f : 0;
     p->count = 1 + (int)ranks_random(&state, MOST_PARAMS);
     for (int i = 0; i < p->count; i++) program_draw_param(p, i, &state, dtype);
