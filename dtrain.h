@@ -342,7 +342,7 @@
    schedule     the order in which ranks run forward and backward of stages and micro-batches, and
                 send between them (of learning rates: dtrain_schedule_lr).
    bubble       the time in which a rank waits for other stages.
-   ghost        an operation or tensor of another stage: it has a shape, and no memory or work.
+   remote       an operation or tensor of another stage: it has a shape, and no memory or work.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
    bucket       a run of gradients, laid end to end, that is reduced by one collective.
@@ -1459,7 +1459,7 @@ typedef struct dtrain_param_state {
                                      overwrite. Set by the tape and by ready, cleared by finish; of
                                      an alias as of its target */
     bool frozen;                  /* DTRAIN_PARAM_FROZEN was set when the strategy was created */
-    bool elsewhere;               /* a pipeline has its unit in a stage of another rank: nothing is
+    bool remote;                  /* a pipeline has its unit in a stage of another rank: nothing is
                                      computed with it here, and no gradient of it made */
 } dtrain_param_state;
 
@@ -15389,7 +15389,7 @@ DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_p
 {
     for (size_t i = 0; i < count && map->ranks > 1; i++) {
         dtrain_param *p = &params[i];
-        p->state.elsewhere = !map->here[dtrain__stage_of_unit(map, p->unit)];
+        p->state.remote = !map->here[dtrain__stage_of_unit(map, p->unit)];
         if (!dtrain__stage_uses(map, p->state.storage, map->rank)) p->count = 0;
     }
 }
@@ -15408,7 +15408,7 @@ DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
 
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
 {
-    return param->count || !param->state.elsewhere;
+    return param->count || !param->state.remote;
 }
 
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i)
@@ -15502,7 +15502,7 @@ static void dtrain__lay_units(dtrain__layout *layout)
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
         entry->trainable =
             dtrain__has_memory(p) && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
-        entry->here = !p->state.elsewhere;
+        entry->here = !p->state.remote;
         if (!entry->here && dtrain__has_memory(p)) storage->tied = true;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
@@ -27448,7 +27448,7 @@ typedef struct dtrain_node {
                                                rounds it to input_data[i] where the two differ */
     int64_t unit;                           /* -1: before the first mark */
     uint32_t mark;                          /* how many marks came before it */
-    bool ghost;                             /* another stage computes it */
+    bool remote;                            /* another stage computes it */
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
     bool halved;                            /* its parameters' gradients are still to be made */
@@ -27468,7 +27468,7 @@ typedef struct dtrain__tape_tensor {
                                              the samples that they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
-    bool ghost;                           /* another stage has its values */
+    bool remote;                          /* another stage has its values */
     int32_t stage;                        /* that makes it, and the last one that reads it; */
     int32_t last_stage;                   /* of an input both are -1 */
     struct dtrain__tape_tensor *next;     /* made before it, of the list it is on (stage.c) */
@@ -27713,8 +27713,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
                                                   const char *call);
 
 /* tape/stage.c: what the tape asks it, and what a pipeline calls */
-#define DTRAIN__NOWHERE 64 /* the address of what has no memory here: aligned, and never read */
-DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape);
+#define DTRAIN__REMOTE 64 /* the address of what has no memory here: aligned, and never read */
+DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
@@ -28061,7 +28061,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (shared) return x;
     if (!tape->feed && !dtrain__is_surveying(tape))
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
-    if (((dtrain__tape_tensor *)x)->ghost) result = DTRAIN_OK;
+    if (((dtrain__tape_tensor *)x)->remote) result = DTRAIN_OK;
     else if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
@@ -28087,7 +28087,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
     if (!tensor || !dtrain__is_float(tensor))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, expected f32, bf16 or f16",
                            call, tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL");
-    if (((const dtrain__tape_tensor *)tensor)->ghost)
+    if (((const dtrain__tape_tensor *)tensor)->remote)
         return dtrain__tape_stick(
             tape, dtrain_fail(DTRAIN_ERROR_USAGE,
                               "%s: the tensor is of another stage of the pipeline, and its values "
@@ -28281,8 +28281,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     op->device = tape->device;
     op->reads = desc->reads;
     op->cast = tape->pass.cast;
-    node->ghost = dtrain__is_elsewhere(tape);
-    op->planning = node->ghost || tape->device->ops == dtrain__plan_device_ops();
+    node->remote = dtrain__stage_is_remote(tape);
+    op->planning = node->remote || tape->device->ops == dtrain__plan_device_ops();
     node->unit = tape->unit;
     node->mark = tape->pass.mark_count;
     node->segment = tape->pass.segment;
@@ -28297,7 +28297,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (result == DTRAIN_OK) result = desc->prepare(op);
     if (result == DTRAIN_OK && tape->error == DTRAIN_OK && op->output_count == 0)
         result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
-    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && !node->ghost)
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && !node->remote)
         result = dtrain__op_run(node);
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
@@ -28315,11 +28315,11 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     }
     if (!op->needs_grad) return op->outputs[0];
     for (uint32_t i = 0; i < op->output_count; i++) {
-        op->outputs[i]->producer = node->ghost ? NULL : node;
+        op->outputs[i]->producer = node->remote ? NULL : node;
         op->outputs[i]->needs_grad = true;
     }
     for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
-    if (node->ghost) return op->outputs[0];
+    if (node->remote) return op->outputs[0];
     node->previous = tape->pass.last;
     tape->pass.last = node;
     tape->pass.node_count++;
@@ -28520,7 +28520,7 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                            "strategy",
                            call, name, (long long)declared->count, (long long)here);
     }
-    if (p->state.elsewhere && !tape->stages)
+    if (p->state.remote && !tape->stages)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s is in a stage of another rank of the pipeline axis; "
                            "run passes of a program's own over all stages by "
@@ -28626,7 +28626,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     }
     if (op->desc->autocast && op->cast != DTRAIN_DTYPE_F32 && shape[1])
         op->param_data[i] =
-            node->ghost ? (void *)DTRAIN__NOWHERE : dtrain__param_low(tape, storage);
+            node->remote ? (void *)DTRAIN__REMOTE : dtrain__param_low(tape, storage);
     return tape->error;
 }
 
@@ -29154,7 +29154,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
                             ? dtrain__uncounted(op, target, accumulate)
                             : target->grad;
     /* a plan writes nothing, and grad may be NULL there */
-    if (op->planning) return (float *)DTRAIN__NOWHERE;
+    if (op->planning) return (float *)DTRAIN__REMOTE;
     dtrain__set_grad_written(target, true);
     return grad;
 }
@@ -31711,7 +31711,7 @@ static dtrain_result dtrain__balance(dtrain_tape *tape, dtrain_tensor *inputs[2]
     float factor = 1;
     if (x->tensor.count != 1 || y->tensor.count != 1 || !x->samples.terms || !y->samples.terms ||
         (x->samples.terms == y->samples.terms && x->samples.valid == y->samples.valid) ||
-        x->ghost || y->ghost || !tape->strategy ||
+        x->remote || y->remote || !tape->strategy ||
         !dtrain__weighs_terms(tape->strategy, (tape->pass.flags & DTRAIN_TAPE_NO_GRAD) != 0))
         return DTRAIN_OK;
     DTRAIN__TRY(dtrain__second_mean(tape->strategy, tape->pass.sums++,
@@ -31947,7 +31947,7 @@ DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
     const uint32_t every = tape->recompute_every, mark = tape->pass.mark_count++;
     tape->pass.segment = NULL;
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
-    if (dtrain__is_elsewhere(tape)) return;
+    if (dtrain__stage_is_remote(tape)) return;
     dtrain__tape_segment *segment =
         (dtrain__tape_segment *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *segment);
     if (!segment) return;
@@ -32054,8 +32054,8 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  *
  *     unit           0        1        2        3
  *     stage          0        0        1        1
- *     rank 0      computes computes  ghost    ghost         x crosses: rank 0 sends it behind the
- *     rank 1       ghost    ghost  computes computes        pass, rank 1 finds it where its ghost
+ *     rank 0      computes computes  remote   remote        x crosses: rank 0 sends it behind the
+ *     rank 1      remote   remote  computes computes        pass, rank 1 finds it where its remote
  *                            x ------>                      would have been
  *
  * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
@@ -32070,10 +32070,10 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  *
  * A stage is a run of units; a rank has one or more stages and runs the model's own function once
  * for each of them and each micro-batch. The tape computes the operations of that stage; those of
- * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are
+ * other stages are remote: they have shapes and no memory. Passes of several micro-batches are
  * under way at once, each in a slot.
  *
- *     survey_begin      for each step: run the model as ghosts alone, and note what crosses
+ *     survey_begin      for each step: run the model with all stages remote, and note what crosses
  *     stage_reset       in each step
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
@@ -32132,7 +32132,7 @@ typedef struct dtrain__stages {
     dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
     dtrain__inbox *inboxes;          /* (inbox_count) */
     uint32_t slot_count, inbox_count;
-    dtrain__bump blank;        /* zeros, as many as the longest tensor that crosses has */
+    dtrain__bump zeros;        /* as many as the longest tensor that crosses has */
     dtrain__tape_tensor *made; /* by a survey, the latest first */
     dtrain__crossing *crossings;
     size_t crossing_count;
@@ -32147,7 +32147,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t s
                                                     const bool *here, const int32_t *stage_units,
                                                     size_t unit_count, uint32_t slot_count,
                                                     uint32_t inbox_count);
-/* Begin to run the model as ghosts alone; stage_end notes what crosses. */
+/* Begin to run the model with all stages remote; stage_end notes what crosses. */
 DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
 
 /* Forget what an earlier step, or one that failed, has left. */
@@ -32180,7 +32180,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t 
 DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t slot);
 /* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
  * there is none, and the error sticks. */
-DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing);
+DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing);
 /* Return where a tensor that crosses, or its gradient, is in a slot. */
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
                                          bool gradient);
@@ -32223,7 +32223,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     for (uint32_t i = 1; i < slot_count; i++)
         for (int k = 0; k < DTRAIN__PASS_ARENAS; k++)
             stages->slots[i].arenas[k].device = tape->arenas[DTRAIN__ARENA_HOST + k].device;
-    stages->blank.device = tape->device;
+    stages->zeros.device = tape->device;
     stages->inboxes =
         (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
     if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
@@ -32259,7 +32259,7 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
             dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
     for (uint32_t i = 0; i < stages->inbox_count; i++)
         dtrain__bump_free(tape, &stages->inboxes[i].arena);
-    dtrain__bump_free(tape, &stages->blank);
+    dtrain__bump_free(tape, &stages->zeros);
     dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
     dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
     dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
@@ -32276,14 +32276,14 @@ DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_i
         dtrain__bump_count(&stages->inboxes[i].arena, info);
 }
 
-/* ---- Ghosts: what the tape asks ---------------------------------------------------------------*/
+/* ---- Remote: what the tape asks ---------------------------------------------------------------*/
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 {
     return tape->stages && tape->stages->surveying;
 }
 
-DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape)
+DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 {
     return dtrain__is_surveying(tape) ||
            (tape->stages && tape->stages->at != tape->stages->slot->stage);
@@ -32331,7 +32331,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     dtrain__stages *stages = tape->stages;
     dtrain_tensor *x = &made->tensor;
     made->stage = made->last_stage = node ? stages->at : -1;
-    made->ghost = x->data == (void *)DTRAIN__NOWHERE;
+    made->remote = x->data == (void *)DTRAIN__REMOTE;
     if (stages->surveying || !node) {
         dtrain__tape_tensor **list = stages->surveying ? &stages->made : &stages->slot->inputs;
         made->next = *list;
@@ -32358,8 +32358,8 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     }
     dtrain__crossed *crossed = &stages->slot->crossed[at];
     crossed->tensor = made;
-    if (!made->ghost || !crossed->received) return;
-    made->ghost = false;
+    if (!made->remote || !crossed->received) return;
+    made->remote = false;
     x->data = crossed->received;
 }
 
@@ -32370,7 +32370,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tens
     if (!stages) return DTRAIN_OK;
     if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
     if (stages->surveying) made->wanted = made->wanted || stages->here[stages->at];
-    if (stages->surveying || stages->at != stages->slot->stage || !made->ghost) return DTRAIN_OK;
+    if (stages->surveying || stages->at != stages->slot->stage || !made->remote) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "stage %d reads a tensor of stage %d, which it did not do in the first "
                        "micro-batch; which operations the loss calls must not depend on values",
@@ -32417,7 +32417,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
                            stages->slot->input_count, (long long)x->count,
                            (long long)before->tensor.count);
     x->data = before->tensor.data;
-    ((dtrain__tape_tensor *)x)->ghost = before->ghost;
+    ((dtrain__tape_tensor *)x)->remote = before->remote;
     ((dtrain__tape_tensor *)x)->samples = before->samples;
     *shared = true;
     return DTRAIN_OK;
@@ -32462,7 +32462,7 @@ static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings
     return DTRAIN_OK;
 }
 
-/* Note what the model, run as ghosts alone, has shown. */
+/* Note what the model, run with all stages remote, has shown. */
 static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
@@ -32637,17 +32637,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t 
     return dtrain__backward_params(tape);
 }
 
-DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
+DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing)
 {
     dtrain__stages *stages = tape->stages;
-    dtrain__bump *blank = &stages->blank;
+    dtrain__bump *zeros = &stages->zeros;
     const dtrain__crossing *c = &stages->crossings[crossing];
-    const uint64_t bytes = blank->bytes;
-    dtrain__bump_rewind(blank);
-    void *memory = dtrain__take_values(tape, blank, c->count, c->dtype);
-    if (memory && blank->bytes > bytes)
+    const uint64_t bytes = zeros->bytes;
+    dtrain__bump_rewind(zeros);
+    void *memory = dtrain__take_values(tape, zeros, c->count, c->dtype);
+    if (memory && zeros->bytes > bytes)
         dtrain__tape_stick(
-            tape, tape->device->ops->zero(tape->device, memory, (size_t)(blank->bytes - bytes)));
+            tape, tape->device->ops->zero(tape->device, memory, (size_t)(zeros->bytes - bytes)));
     return memory;
 }
 
@@ -32849,12 +32849,12 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
 }
 
 /* Take memory for results of the node, or for what stays until the next begin when node is NULL. A
- * ghost gets an address without memory. */
+ * remote one gets an address without memory. */
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
     dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_DATA];
-    if (node && node->ghost) return (void *)DTRAIN__NOWHERE;
+    if (node && node->remote) return (void *)DTRAIN__REMOTE;
     if (node && node->dropped) arena = node->segment->region;
     dtrain__cost_keep(node, count, dtype);
     return dtrain__take_values(tape, arena, count, dtype);
@@ -32884,7 +32884,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
     tensor->data = node || dtrain__input_is_here(tape)
                        ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
-                       : (void *)DTRAIN__NOWHERE;
+                       : (void *)DTRAIN__REMOTE;
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     if (tape->stages && tensor->data) dtrain__stage_made(tape, made, node);
@@ -35681,7 +35681,7 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
 
 /* Say where part i of a message is. What is received gets its memory with the first part. Whether a
  * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD
- * makes is received before, so that it is sent blank where there is none. */
+ * makes is received before, so that it is sent as zeros where there is none. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {
@@ -35707,7 +35707,7 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
     const dtrain__crossing *c = &tape->stages->crossings[crossing];
     part->address = receives ? tape->stages->inboxes[action->inbox].received[crossing]
                     : flight->joined
-                        ? dtrain__stage_blank(tape, crossing)
+                        ? dtrain__crossing_zeros(tape, crossing)
                         : dtrain__stage_data(tape, (uint32_t)action->slot, crossing, gradient);
     if (!part->address) return tape->error;
     part->count = (size_t)c->count;
@@ -35717,7 +35717,7 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Run the model's function as ghosts alone. Local. */
+/* Run the model's function with all stages remote. Local. */
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
                                          void *user, uint32_t flags,
                                          const dtrain__tape_tensor **made)
@@ -35741,7 +35741,7 @@ static dtrain_result dtrain__line_made_last(const dtrain_trainer *trainer, const
                        what, (int)made->stage, last);
 }
 
-/* Run the loss as ghosts alone, and check what it makes. Local. */
+/* Run the loss with all stages remote, and check what it makes. Local. */
 static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *user, uint32_t flags,
                                               const dtrain__tape_tensor **loss)
 {

@@ -116,7 +116,7 @@
    schedule     the order in which ranks run forward and backward of stages and micro-batches, and
                 send between them (of learning rates: dtrain_schedule_lr).
    bubble       the time in which a rank waits for other stages.
-   ghost        an operation or tensor of another stage: it has a shape, and no memory or work.
+   remote       an operation or tensor of another stage: it has a shape, and no memory or work.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
    bucket       a run of gradients, laid end to end, that is reduced by one collective.

@@ -82,7 +82,7 @@ static void dtrain__lay_units(dtrain__layout *layout)
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
         entry->trainable =
             dtrain__has_memory(p) && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
-        entry->here = !p->state.elsewhere;
+        entry->here = !p->state.remote;
         if (!entry->here && dtrain__has_memory(p)) storage->tied = true;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;

@@ -37,7 +37,7 @@ typedef struct dtrain_param_state {
                                      overwrite. Set by the tape and by ready, cleared by finish; of
                                      an alias as of its target */
     bool frozen;                  /* DTRAIN_PARAM_FROZEN was set when the strategy was created */
-    bool elsewhere;               /* a pipeline has its unit in a stage of another rank: nothing is
+    bool remote;                  /* a pipeline has its unit in a stage of another rank: nothing is
                                      computed with it here, and no gradient of it made */
 } dtrain_param_state;
 

@@ -137,7 +137,7 @@ DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_p
 {
     for (size_t i = 0; i < count && map->ranks > 1; i++) {
         dtrain_param *p = &params[i];
-        p->state.elsewhere = !map->here[dtrain__stage_of_unit(map, p->unit)];
+        p->state.remote = !map->here[dtrain__stage_of_unit(map, p->unit)];
         if (!dtrain__stage_uses(map, p->state.storage, map->rank)) p->count = 0;
     }
 }
@@ -156,7 +156,7 @@ DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
 
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
 {
-    return param->count || !param->state.elsewhere;
+    return param->count || !param->state.remote;
 }
 
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i)

@@ -125,12 +125,12 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
 }
 
 /* Take memory for results of the node, or for what stays until the next begin when node is NULL. A
- * ghost gets an address without memory. */
+ * remote one gets an address without memory. */
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
     dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_DATA];
-    if (node && node->ghost) return (void *)DTRAIN__NOWHERE;
+    if (node && node->remote) return (void *)DTRAIN__REMOTE;
     if (node && node->dropped) arena = node->segment->region;
     dtrain__cost_keep(node, count, dtype);
     return dtrain__take_values(tape, arena, count, dtype);
@@ -160,7 +160,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
     tensor->data = node || dtrain__input_is_here(tape)
                        ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
-                       : (void *)DTRAIN__NOWHERE;
+                       : (void *)DTRAIN__REMOTE;
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     if (tape->stages && tensor->data) dtrain__stage_made(tape, made, node);

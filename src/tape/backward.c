@@ -342,7 +342,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
                             ? dtrain__uncounted(op, target, accumulate)
                             : target->grad;
     /* a plan writes nothing, and grad may be NULL there */
-    if (op->planning) return (float *)DTRAIN__NOWHERE;
+    if (op->planning) return (float *)DTRAIN__REMOTE;
     dtrain__set_grad_written(target, true);
     return grad;
 }

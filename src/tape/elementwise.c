@@ -54,7 +54,7 @@ static dtrain_result dtrain__balance(dtrain_tape *tape, dtrain_tensor *inputs[2]
     float factor = 1;
     if (x->tensor.count != 1 || y->tensor.count != 1 || !x->samples.terms || !y->samples.terms ||
         (x->samples.terms == y->samples.terms && x->samples.valid == y->samples.valid) ||
-        x->ghost || y->ghost || !tape->strategy ||
+        x->remote || y->remote || !tape->strategy ||
         !dtrain__weighs_terms(tape->strategy, (tape->pass.flags & DTRAIN_TAPE_NO_GRAD) != 0))
         return DTRAIN_OK;
     DTRAIN__TRY(dtrain__second_mean(tape->strategy, tape->pass.sums++,

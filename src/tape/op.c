@@ -55,8 +55,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     op->device = tape->device;
     op->reads = desc->reads;
     op->cast = tape->pass.cast;
-    node->ghost = dtrain__is_elsewhere(tape);
-    op->planning = node->ghost || tape->device->ops == dtrain__plan_device_ops();
+    node->remote = dtrain__stage_is_remote(tape);
+    op->planning = node->remote || tape->device->ops == dtrain__plan_device_ops();
     node->unit = tape->unit;
     node->mark = tape->pass.mark_count;
     node->segment = tape->pass.segment;
@@ -71,7 +71,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (result == DTRAIN_OK) result = desc->prepare(op);
     if (result == DTRAIN_OK && tape->error == DTRAIN_OK && op->output_count == 0)
         result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
-    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && !node->ghost)
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && !node->remote)
         result = dtrain__op_run(node);
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
@@ -89,11 +89,11 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     }
     if (!op->needs_grad) return op->outputs[0];
     for (uint32_t i = 0; i < op->output_count; i++) {
-        op->outputs[i]->producer = node->ghost ? NULL : node;
+        op->outputs[i]->producer = node->remote ? NULL : node;
         op->outputs[i]->needs_grad = true;
     }
     for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
-    if (node->ghost) return op->outputs[0];
+    if (node->remote) return op->outputs[0];
     node->previous = tape->pass.last;
     tape->pass.last = node;
     tape->pass.node_count++;
@@ -294,7 +294,7 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                            "strategy",
                            call, name, (long long)declared->count, (long long)here);
     }
-    if (p->state.elsewhere && !tape->stages)
+    if (p->state.remote && !tape->stages)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s is in a stage of another rank of the pipeline axis; "
                            "run passes of a program's own over all stages by "
@@ -400,7 +400,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     }
     if (op->desc->autocast && op->cast != DTRAIN_DTYPE_F32 && shape[1])
         op->param_data[i] =
-            node->ghost ? (void *)DTRAIN__NOWHERE : dtrain__param_low(tape, storage);
+            node->remote ? (void *)DTRAIN__REMOTE : dtrain__param_low(tape, storage);
     return tape->error;
 }
 

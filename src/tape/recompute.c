@@ -34,7 +34,7 @@ DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
     const uint32_t every = tape->recompute_every, mark = tape->pass.mark_count++;
     tape->pass.segment = NULL;
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
-    if (dtrain__is_elsewhere(tape)) return;
+    if (dtrain__stage_is_remote(tape)) return;
     dtrain__tape_segment *segment =
         (dtrain__tape_segment *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *segment);
     if (!segment) return;

@@ -6,8 +6,8 @@
  *
  *     unit           0        1        2        3
  *     stage          0        0        1        1
- *     rank 0      computes computes  ghost    ghost         x crosses: rank 0 sends it behind the
- *     rank 1       ghost    ghost  computes computes        pass, rank 1 finds it where its ghost
+ *     rank 0      computes computes  remote   remote        x crosses: rank 0 sends it behind the
+ *     rank 1      remote   remote  computes computes        pass, rank 1 finds it where its remote
  *                            x ------>                      would have been
  *
  * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
@@ -58,7 +58,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     for (uint32_t i = 1; i < slot_count; i++)
         for (int k = 0; k < DTRAIN__PASS_ARENAS; k++)
             stages->slots[i].arenas[k].device = tape->arenas[DTRAIN__ARENA_HOST + k].device;
-    stages->blank.device = tape->device;
+    stages->zeros.device = tape->device;
     stages->inboxes =
         (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
     if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
@@ -94,7 +94,7 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
             dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
     for (uint32_t i = 0; i < stages->inbox_count; i++)
         dtrain__bump_free(tape, &stages->inboxes[i].arena);
-    dtrain__bump_free(tape, &stages->blank);
+    dtrain__bump_free(tape, &stages->zeros);
     dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
     dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
     dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
@@ -111,14 +111,14 @@ DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_i
         dtrain__bump_count(&stages->inboxes[i].arena, info);
 }
 
-/* ---- Ghosts: what the tape asks ---------------------------------------------------------------*/
+/* ---- Remote: what the tape asks ---------------------------------------------------------------*/
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 {
     return tape->stages && tape->stages->surveying;
 }
 
-DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape)
+DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 {
     return dtrain__is_surveying(tape) ||
            (tape->stages && tape->stages->at != tape->stages->slot->stage);
@@ -166,7 +166,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     dtrain__stages *stages = tape->stages;
     dtrain_tensor *x = &made->tensor;
     made->stage = made->last_stage = node ? stages->at : -1;
-    made->ghost = x->data == (void *)DTRAIN__NOWHERE;
+    made->remote = x->data == (void *)DTRAIN__REMOTE;
     if (stages->surveying || !node) {
         dtrain__tape_tensor **list = stages->surveying ? &stages->made : &stages->slot->inputs;
         made->next = *list;
@@ -193,8 +193,8 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     }
     dtrain__crossed *crossed = &stages->slot->crossed[at];
     crossed->tensor = made;
-    if (!made->ghost || !crossed->received) return;
-    made->ghost = false;
+    if (!made->remote || !crossed->received) return;
+    made->remote = false;
     x->data = crossed->received;
 }
 
@@ -205,7 +205,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tens
     if (!stages) return DTRAIN_OK;
     if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
     if (stages->surveying) made->wanted = made->wanted || stages->here[stages->at];
-    if (stages->surveying || stages->at != stages->slot->stage || !made->ghost) return DTRAIN_OK;
+    if (stages->surveying || stages->at != stages->slot->stage || !made->remote) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "stage %d reads a tensor of stage %d, which it did not do in the first "
                        "micro-batch; which operations the loss calls must not depend on values",
@@ -252,7 +252,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
                            stages->slot->input_count, (long long)x->count,
                            (long long)before->tensor.count);
     x->data = before->tensor.data;
-    ((dtrain__tape_tensor *)x)->ghost = before->ghost;
+    ((dtrain__tape_tensor *)x)->remote = before->remote;
     ((dtrain__tape_tensor *)x)->samples = before->samples;
     *shared = true;
     return DTRAIN_OK;
@@ -297,7 +297,7 @@ static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings
     return DTRAIN_OK;
 }
 
-/* Note what the model, run as ghosts alone, has shown. */
+/* Note what the model, run with all stages remote, has shown. */
 static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
@@ -472,17 +472,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t 
     return dtrain__backward_params(tape);
 }
 
-DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
+DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing)
 {
     dtrain__stages *stages = tape->stages;
-    dtrain__bump *blank = &stages->blank;
+    dtrain__bump *zeros = &stages->zeros;
     const dtrain__crossing *c = &stages->crossings[crossing];
-    const uint64_t bytes = blank->bytes;
-    dtrain__bump_rewind(blank);
-    void *memory = dtrain__take_values(tape, blank, c->count, c->dtype);
-    if (memory && blank->bytes > bytes)
+    const uint64_t bytes = zeros->bytes;
+    dtrain__bump_rewind(zeros);
+    void *memory = dtrain__take_values(tape, zeros, c->count, c->dtype);
+    if (memory && zeros->bytes > bytes)
         dtrain__tape_stick(
-            tape, tape->device->ops->zero(tape->device, memory, (size_t)(blank->bytes - bytes)));
+            tape, tape->device->ops->zero(tape->device, memory, (size_t)(zeros->bytes - bytes)));
     return memory;
 }
 

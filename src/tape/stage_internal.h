@@ -2,10 +2,10 @@
  *
  * A stage is a run of units; a rank has one or more stages and runs the model's own function once
  * for each of them and each micro-batch. The tape computes the operations of that stage; those of
- * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are
+ * other stages are remote: they have shapes and no memory. Passes of several micro-batches are
  * under way at once, each in a slot.
  *
- *     survey_begin      for each step: run the model as ghosts alone, and note what crosses
+ *     survey_begin      for each step: run the model with all stages remote, and note what crosses
  *     stage_reset       in each step
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
@@ -70,7 +70,7 @@ typedef struct dtrain__stages {
     dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
     dtrain__inbox *inboxes;          /* (inbox_count) */
     uint32_t slot_count, inbox_count;
-    dtrain__bump blank;        /* zeros, as many as the longest tensor that crosses has */
+    dtrain__bump zeros;        /* as many as the longest tensor that crosses has */
     dtrain__tape_tensor *made; /* by a survey, the latest first */
     dtrain__crossing *crossings;
     size_t crossing_count;
@@ -85,7 +85,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t s
                                                     const bool *here, const int32_t *stage_units,
                                                     size_t unit_count, uint32_t slot_count,
                                                     uint32_t inbox_count);
-/* Begin to run the model as ghosts alone; stage_end notes what crosses. */
+/* Begin to run the model with all stages remote; stage_end notes what crosses. */
 DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
 
 /* Forget what an earlier step, or one that failed, has left. */
@@ -118,7 +118,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t 
 DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t slot);
 /* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
  * there is none, and the error sticks. */
-DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing);
+DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing);
 /* Return where a tensor that crosses, or its gradient, is in a slot. */
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
                                          bool gradient);

@@ -329,7 +329,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (shared) return x;
     if (!tape->feed && !dtrain__is_surveying(tape))
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
-    if (((dtrain__tape_tensor *)x)->ghost) result = DTRAIN_OK;
+    if (((dtrain__tape_tensor *)x)->remote) result = DTRAIN_OK;
     else if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
@@ -355,7 +355,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
     if (!tensor || !dtrain__is_float(tensor))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, expected f32, bf16 or f16",
                            call, tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL");
-    if (((const dtrain__tape_tensor *)tensor)->ghost)
+    if (((const dtrain__tape_tensor *)tensor)->remote)
         return dtrain__tape_stick(
             tape, dtrain_fail(DTRAIN_ERROR_USAGE,
                               "%s: the tensor is of another stage of the pipeline, and its values "

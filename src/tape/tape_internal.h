@@ -87,7 +87,7 @@ typedef struct dtrain_node {
                                                rounds it to input_data[i] where the two differ */
     int64_t unit;                           /* -1: before the first mark */
     uint32_t mark;                          /* how many marks came before it */
-    bool ghost;                             /* another stage computes it */
+    bool remote;                            /* another stage computes it */
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
     bool halved;                            /* its parameters' gradients are still to be made */
@@ -107,7 +107,7 @@ typedef struct dtrain__tape_tensor {
                                              the samples that they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
-    bool ghost;                           /* another stage has its values */
+    bool remote;                          /* another stage has its values */
     int32_t stage;                        /* that makes it, and the last one that reads it; */
     int32_t last_stage;                   /* of an input both are -1 */
     struct dtrain__tape_tensor *next;     /* made before it, of the list it is on (stage.c) */
@@ -352,8 +352,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
                                                   const char *call);
 
 /* tape/stage.c: what the tape asks it, and what a pipeline calls */
-#define DTRAIN__NOWHERE 64 /* the address of what has no memory here: aligned, and never read */
-DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape);
+#define DTRAIN__REMOTE 64 /* the address of what has no memory here: aligned, and never read */
+DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,

@@ -202,7 +202,7 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
 
 /* Say where part i of a message is. What is received gets its memory with the first part. Whether a
  * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD
- * makes is received before, so that it is sent blank where there is none. */
+ * makes is received before, so that it is sent as zeros where there is none. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {
@@ -228,7 +228,7 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
     const dtrain__crossing *c = &tape->stages->crossings[crossing];
     part->address = receives ? tape->stages->inboxes[action->inbox].received[crossing]
                     : flight->joined
-                        ? dtrain__stage_blank(tape, crossing)
+                        ? dtrain__crossing_zeros(tape, crossing)
                         : dtrain__stage_data(tape, (uint32_t)action->slot, crossing, gradient);
     if (!part->address) return tape->error;
     part->count = (size_t)c->count;
@@ -238,7 +238,7 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Run the model's function as ghosts alone. Local. */
+/* Run the model's function with all stages remote. Local. */
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
                                          void *user, uint32_t flags,
                                          const dtrain__tape_tensor **made)
@@ -262,7 +262,7 @@ static dtrain_result dtrain__line_made_last(const dtrain_trainer *trainer, const
                        what, (int)made->stage, last);
 }
 
-/* Run the loss as ghosts alone, and check what it makes. Local. */
+/* Run the loss with all stages remote, and check what it makes. Local. */
 static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *user, uint32_t flags,
                                               const dtrain__tape_tensor **loss)
 {

@@ -262,7 +262,7 @@ static void check_memory(const rank_of *s)
         int64_t first;
         const int64_t count = holds(s, i) ? part_of(s, i, &first) : 0;
         const bool elsewhere = rank_of_unit(c, c->unit[i]) != s->at.pipeline_rank;
-        CHECK_MSG(p->count == count && p->state.elsewhere == elsewhere,
+        CHECK_MSG(p->count == count && p->state.remote == elsewhere,
                   "seed %llu, rank %d: %s has %lld elements, expected %lld, elsewhere %d",
                   (unsigned long long)c->seed, s->at.rank, p->name, (long long)p->count,
                   (long long)count, elsewhere);
@@ -738,7 +738,7 @@ static int verdicts_rank(dtrain_world *world, void *user)
     for (int step = 0; step < 2; step++) {
         for (int i = 0; i < 9; i++) {
             dtrain_param *p = &s->params[i];
-            if (p->state.elsewhere || (step == 0 && s->at.rank == 3 && i == 5)) continue;
+            if (p->state.remote || (step == 0 && s->at.rank == 3 && i == 5)) continue;
             for (int64_t k = 0; k < p->count; k++) p->grad[k] = 1;
             if (step == 1 && s->at.rank == 1 && i == 2) p->grad[3] = INFINITY;
             RANKS_TRY(dtrain_strategy_ready(s->strategy, (size_t)i));
