@@ -16388,7 +16388,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 /* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
  * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
  * Then bring whole values to arrays of the host's own, or of its own type. */
-static dtrain_result dtrain__publish(dtrain_strategy *strategy)
+static dtrain_result dtrain__publish_values(dtrain_strategy *strategy)
 {
     if (strategy->layout.shards.params) DTRAIN__TRY(dtrain__forget_units(strategy));
     else if (strategy->layout.shards.state) DTRAIN__TRY(dtrain__gather_shards(strategy));
@@ -16398,7 +16398,7 @@ static dtrain_result dtrain__publish(dtrain_strategy *strategy)
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
-    return dtrain__strategy_keep(strategy, dtrain__publish(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__publish_values(strategy));
 }
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/
