@@ -3,7 +3,7 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Fill in what dtrain_strategy_query answers, except the desc and what changes from step to step. */
+/* Fill in what dtrain_strategy_query answers, except the desc and what each step changes. */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

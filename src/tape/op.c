@@ -272,8 +272,8 @@ DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
     return p->name ? p->name : "?";
 }
 
-/* Check that a parameter's values are in memory, `here` of them: a sharded strategy has only those of
- * the gathered unit. */
+/* Check that a parameter's values are in memory, `here` of them: a sharded strategy has only those
+ * of the gathered unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
                                          const dtrain_param *storage, const dtrain_param *declared,
                                          int64_t here)

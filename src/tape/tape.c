@@ -18,8 +18,8 @@ DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__l
     own->data = own->copy = own->tensor = own->pipeline = own->model = own->all = NULL;
 }
 
-/* Connect a tape with the world, whose timeline shows its passes, and with a strategy. A tape of the
- * plan device only has their sizes: it leaves no trace in either, and sends nothing. */
+/* Connect a tape with the world, whose timeline shows its passes, and with a strategy. A tape of
+ * the plan device only has their sizes: it leaves no trace in either, and sends nothing. */
 static void dtrain__tape_join(dtrain_tape *tape, dtrain_world *world, dtrain_strategy *strategy)
 {
     dtrain__groups groups;
