@@ -106,8 +106,8 @@ static dtrain_result null_split_mesh(const null_comm *self, int color, dtrain_co
 }
 
 /* Others cannot be asked, but a strategy splits in three ways only: all again (color 0), by place in the node
- * (rank % G) and by node (G + rank / G). Without `levels` color 0 is everybody: a rank at place 0 must not be asked then, unless
- * every node has one rank and both groups are everybody. */
+ * (rank % G) and by node (G + rank / G). Without `levels` color 0 is everybody: a rank at place 0 must not be asked
+ * then, unless every node has one rank and both groups are everybody. */
 static dtrain_result null_split(dtrain_comm *comm, int color, int key, dtrain_comm **out)
 {
     const null_comm *self = (const null_comm *)(const void *)comm;

@@ -327,7 +327,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
     plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
-    plan->comm = plan->groups.all;
     DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
@@ -340,8 +339,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     if (mine == DTRAIN_OK)
         mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
                                       desc->pipeline, &plan->groups);
-    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
-    return dtrain__auto_limit(world, desc, plan->comm, &plan->limit);
+    DTRAIN__TRY(dtrain__agree(plan->groups.all, mine));
+    return dtrain__auto_limit(world, desc, plan->groups.all, &plan->limit);
 }
 
 DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)

@@ -32,16 +32,6 @@ DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
     }
 }
 
-DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
-{
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!strategy) return;
-    *info = strategy->info;
-    dtrain__strategy_comm_info(strategy, &info->traffic);
-    info->sync_count = strategy->sync_count;
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count)
 {
@@ -73,12 +63,17 @@ static void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
         info->kind_bytes[kind] += one.kind_bytes[kind];
 }
 
-DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
-                                                dtrain_comm_info *info)
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
 {
-    dtrain_comm_query(strategy->groups.data, info);
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!strategy) return;
+    *info = strategy->info;
+    info->sync_count = strategy->sync_count;
+    dtrain_comm_query(strategy->groups.data, &info->traffic);
     for (size_t i = 0; i < strategy->owned_count; i++)
-        if (strategy->owned[i] != strategy->tensor_comm) dtrain__add_comm(info, strategy->owned[i]);
+        if (strategy->owned[i] != strategy->tensor_comm)
+            dtrain__add_comm(&info->traffic, strategy->owned[i]);
 }
 
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,

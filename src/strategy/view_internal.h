@@ -27,10 +27,8 @@ DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy,
 DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
-/* Add up the counters of all communicators along the data axis. */
-DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
-                                                dtrain_comm_info *info);
-/* The same along the tensor axis: of operations, and of sums of whole parameters' gradients. */
+/* Add up the counters of all communicators along the tensor axis: of operations, and of sums of
+ * whole parameters' gradients. */
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);
 /* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
@@ -208,7 +206,6 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layou
 
 /* A strategy that is not made. Collective; free it after an error too. */
 typedef struct dtrain__strategy_plan {
-    dtrain_comm *comm; /* all ranks that train together */
     dtrain__groups groups;
     uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
     int64_t limit;  /* ... of those that it may use, for activations too */

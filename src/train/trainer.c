@@ -284,8 +284,10 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
                  {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
                  {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
                  {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
-    dtrain_comm_info comm, tensor, line;
-    dtrain__strategy_comm_info(trainer->desc.strategy, &comm);
+    dtrain_strategy_info strategy;
+    dtrain_comm_info tensor, line;
+    dtrain_strategy_query(trainer->desc.strategy, &strategy);
+    const dtrain_comm_info *const comm = &strategy.traffic;
     dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
     dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
     memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
@@ -293,14 +295,14 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
         words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
     for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         words[DTRAIN_FIGURE_COMM_BYTES + kind] =
-            (double)(comm.kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
+            (double)(comm->kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
     words[DTRAIN_FIGURE_COMM_BYTES] =
-        (double)(comm.wire_bytes + tensor.wire_bytes + line.wire_bytes);
+        (double)(comm->wire_bytes + tensor.wire_bytes + line.wire_bytes);
     words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
     words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
     words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
     words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
-    words[DTRAIN__WORD_COMM] = comm.flight_seconds + tensor.flight_seconds + line.flight_seconds;
+    words[DTRAIN__WORD_COMM] = comm->flight_seconds + tensor.flight_seconds + line.flight_seconds;
     words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }

@@ -105,10 +105,13 @@ typedef struct strategy_job {
     dtrain_tape *tape;
 } strategy_job;
 
-/* What all communicators of a strategy have done. Only a test of the library's inside knows them. */
-#ifndef STRATEGY_SENT
-#define STRATEGY_SENT(strategy, sent) ((void)(strategy), memset(sent, 0, sizeof *(sent)))
-#endif
+/* What all communicators of a strategy have done. */
+static inline dtrain_comm_info strategy_sent(const dtrain_strategy *strategy)
+{
+    dtrain_strategy_info info;
+    dtrain_strategy_query(strategy, &info);
+    return info.traffic;
+}
 
 #define MODEL_CLIP 0.25f
 #define MODEL_LR 0.02f
@@ -369,12 +372,11 @@ static inline dtrain_result strategy_step(strategy_job *job, int step)
 {
     const strategy_case *c = job->c;
     const int64_t rows = job->rows;
-    dtrain_comm_info begin, reduced, clipped, end;
     double loss = 0, samples = 0;
     float scale;
     uint32_t micro;
     dtrain_result result = DTRAIN_OK;
-    STRATEGY_SENT(job->strategy, &begin);
+    const dtrain_comm_info begin = strategy_sent(job->strategy);
     for (micro = 0; micro < c->micro && result == DTRAIN_OK; micro++) {
         const int64_t place = ((int64_t)step * c->micro + micro) * job->ranks + job->rank;
         const int64_t more = c->uneven && job->ranks > 1 ? (micro & 1 ? -2 : 2) : 0;
@@ -387,14 +389,14 @@ static inline dtrain_result strategy_step(strategy_job *job, int step)
     }
     job->out->losses[job->rank][step] = samples > 0 ? loss / samples : 0;
     job->out->samples[job->rank][step] = samples;
-    STRATEGY_SENT(job->strategy, &reduced);
+    const dtrain_comm_info reduced = strategy_sent(job->strategy);
     if (result == DTRAIN_OK)
         result = dtrain_grad_norm(job->strategy, NULL,
                                   c->optimizer == DTRAIN_OPTIMIZER_SGD ? 0 : MODEL_CLIP,
                                   &job->out->norms[job->rank][step], &scale);
-    STRATEGY_SENT(job->strategy, &clipped);
+    const dtrain_comm_info clipped = strategy_sent(job->strategy);
     if (result == DTRAIN_OK) result = dtrain_optimizer_step(job->optimizer, MODEL_LR, scale);
-    STRATEGY_SENT(job->strategy, &end);
+    const dtrain_comm_info end = strategy_sent(job->strategy);
     if (step != 1) return result; /* the first agrees on settings, later ones begin with values */
     job->out->sent[job->rank] =
         end.wire_bytes - begin.wire_bytes - (clipped.wire_bytes - reduced.wire_bytes);

@@ -430,9 +430,9 @@ static int field_rank(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), color, rank, &desc.comm));
     RANKS_TRY(dtrain_strategy_create(world, f->params, FIELD_PARAMS, &desc, &s));
     for (step = 0; step < run->c->steps; step++) {
-        dtrain__strategy_comm_info(s, &before);
+        before = strategy_sent(s);
         RANKS_TRY(field_step(f, run->c, s, rank, step));
-        dtrain__strategy_comm_info(s, &after);
+        after = strategy_sent(s);
         seen->wire_bytes[rank][step] = after.wire_bytes - before.wire_bytes;
         for (p = 0; p < FIELD_PARAMS; p++)
             if (field_trained(p))
@@ -1228,9 +1228,9 @@ static int bytes_rank(dtrain_world *world, void *user)
     squares_init(m);
     RANKS_TRY(settings_create(world, m->params, SQUARES, &run->desc, &s));
     for (step = 0; step < 4; step++) {
-        dtrain__strategy_comm_info(s, &before);
+        before = strategy_sent(s);
         RANKS_TRY(squares_step(m, s, rank, step));
-        dtrain__strategy_comm_info(s, &after);
+        after = strategy_sent(s);
     }
     run->bytes[rank] = after.wire_bytes - before.wire_bytes;
     dtrain_strategy_destroy(s);

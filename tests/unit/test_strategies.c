@@ -17,7 +17,6 @@
 
 #include "test.h"
 #include "ranks.h"
-#define STRATEGY_SENT(strategy, sent) dtrain__strategy_comm_info(strategy, sent)
 #include "strategy_model.h"
 #include "tape_error.h"
 #include "null_step.h"
@@ -530,9 +529,9 @@ static dtrain_result chain_train(dtrain_world *world, chain_run *run, chain *m,
     run->optimizer_bytes[rank] = state.state_bytes;
     TRY(dtrain_tape_create(world, *strategy, NULL, tape));
     for (step = 0; step < run->steps; step++) {
-        dtrain__strategy_comm_info(*strategy, &before);
+        before = strategy_sent(*strategy);
         TRY(chain_step(m, *tape, *strategy, *optimizer, &run->loss[rank]));
-        dtrain__strategy_comm_info(*strategy, &after);
+        after = strategy_sent(*strategy);
         run->wire_bytes[rank] = after.wire_bytes - before.wire_bytes;
     }
     dtrain_strategy_query(*strategy, &run->info[rank]);
