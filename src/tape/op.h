@@ -70,8 +70,8 @@ typedef struct dtrain_op {
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
     uint32_t half;     /* dtrain_op_half: what this call of backward is to make */
     bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
-    bool planning;     /* on the plan device addresses have no memory behind them: forward is not
-                          called, backward asks for gradients as always and touches none */
+    bool planning;     /* no memory is behind addresses, on the plan device: forward is not called,
+                          backward asks for gradients as always, and reads and writes none */
     dtrain_tensor *inputs[DTRAIN_OP_INPUTS], *outputs[DTRAIN_OP_OUTPUTS];
     dtrain_param *params[DTRAIN_OP_PARAMS];
     const void *input_data[DTRAIN_OP_INPUTS]; /* of inputs[i]->dtype, or see autocast */
