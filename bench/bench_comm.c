@@ -394,8 +394,8 @@ static void look(job *j, const method *m)
     }
 }
 
-static float residual_at(const dtrain_compression_state *states, size_t count,
-                         const dtrain_param *p, int64_t at)
+static float residual_at(const dtrain__kept *states, size_t count, const dtrain_param *p,
+                         int64_t at)
 {
     for (size_t i = 0; i < count; i++)
         if (states[i].param == p && states[i].residual && at >= states[i].offset &&
@@ -407,10 +407,9 @@ static float residual_at(const dtrain_compression_state *states, size_t count,
 /* Nothing is lost: residuals + N * means so far = gradients so far. */
 static dtrain_result look_at_residuals(job *j)
 {
-    const dtrain_compression_state *states;
     size_t count;
     int s = 0;
-    DTRAIN__TRY(dtrain_strategy_compression(j->strategy, &states, &count));
+    const dtrain__kept *states = dtrain__kept_of(j->strategy, &count);
     for (size_t i = 0; i < j->model.param_count; i++) {
         const dtrain_param *p = &j->model.params[i];
         for (int k = 0; k < SAMPLES_EACH && !p->alias_of; k++, s++)

@@ -162,8 +162,7 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
 /* Append a parameter's residual and velocity, if this rank keeps such of any parameter. A rank that
  * keeps nothing of this one lists a piece of no elements. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
-                                              const dtrain_compression_state *kept,
-                                              const bool *keeps)
+                                              const dtrain__kept *kept, const bool *keeps)
 {
     dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL};
     float *const memory[] = {kept ? kept->residual : NULL, kept ? kept->velocity : NULL};
@@ -178,20 +177,19 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
-    const dtrain_compression_state *states;
-    size_t count, state_count;
+    size_t count, kept_count;
     bool keeps[2] = {false, false}; /* residuals, velocities */
     const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
-    DTRAIN__TRY(dtrain_strategy_compression(state->desc.strategy, &states, &state_count));
-    for (size_t k = 0; k < state_count; k++) {
-        keeps[0] |= states[k].residual != NULL;
-        keeps[1] |= states[k].velocity != NULL;
+    const dtrain__kept *all = dtrain__kept_of(state->desc.strategy, &kept_count);
+    for (size_t k = 0; k < kept_count; k++) {
+        keeps[0] |= all[k].residual != NULL;
+        keeps[1] |= all[k].velocity != NULL;
     }
-    for (size_t i = 0; i < count && state_count; i++) {
-        const dtrain_compression_state *kept = NULL;
+    for (size_t i = 0; i < count && kept_count; i++) {
+        const dtrain__kept *kept = NULL;
         if (!dtrain__has_state(state->desc.strategy, i)) continue;
-        for (size_t k = 0; k < state_count && !kept; k++)
-            if (states[k].param == &params[i]) kept = &states[k];
+        for (size_t k = 0; k < kept_count && !kept; k++)
+            if (all[k].param == &params[i]) kept = &all[k];
         DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));
     }
     return DTRAIN_OK;

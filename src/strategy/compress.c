@@ -123,16 +123,14 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Point the tensors at their gradients, and list what the hook keeps of them, for
- * dtrain_strategy_compression. */
+/* Point the tensors at their gradients, and list what the hook keeps of them. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(layout->compression);
-    strategy->states = (dtrain_compression_state *)dtrain__alloc(
-        &strategy->allocator, strategy->param_count, sizeof *strategy->states,
-        "states of compression");
-    if (!strategy->states) return DTRAIN_ERROR_MEMORY;
+    strategy->kept = (dtrain__kept *)dtrain__alloc(&strategy->allocator, strategy->param_count,
+                                                   sizeof *strategy->kept, "states of compression");
+    if (!strategy->kept) return DTRAIN_ERROR_MEMORY;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         dtrain__compressed *c = bucket->compressed;
@@ -144,26 +142,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
             tensor->grad = bucket->grads + tensor->offset +
                            layout->entries[tensor->param - layout->params].offset;
             if (tensor->dense) continue;
-            const dtrain_compression_state state = {tensor->param, tensor->offset, tensor->count,
-                                                    tensor->residual, tensor->velocity};
-            strategy->states[strategy->state_count++] = state;
+            const dtrain__kept kept = {tensor->param, tensor->offset, tensor->count,
+                                       tensor->residual, tensor->velocity};
+            strategy->kept[strategy->kept_count++] = kept;
         }
     }
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
-                                                     const dtrain_compression_state **states,
-                                                     size_t *count)
+DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count)
 {
-    if (states) *states = NULL;
-    if (count) *count = 0;
-    DTRAIN__GIVEN("dtrain_strategy_compression", strategy);
-    DTRAIN__GIVEN("dtrain_strategy_compression", states);
-    DTRAIN__GIVEN("dtrain_strategy_compression", count);
-    *states = strategy->states;
-    *count = strategy->state_count;
-    return DTRAIN_OK;
+    *count = strategy->kept_count;
+    return strategy->kept;
 }
 
 /* ---- Steps ------------------------------------------------------------------------------------*/

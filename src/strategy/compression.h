@@ -17,9 +17,11 @@
  *
  * Error feedback: what this rank did not send stays in its residual, and is added to its next
  * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
- * Residuals belong to parameters, not to buckets: see dtrain_strategy_compression. Loss scaling
- * cannot be combined with it (a residual is of yesterday's scale): use bf16. A NaN in a gradient is
- * sent at once by top-k, and is gone from its residual.
+ * Every rank has residuals of its own, and they belong to parameters, not to buckets; under
+ * hierarchical they are of the pieces of parameters that the rank sends. dtrain_state lists them
+ * (DTRAIN_STATE_RESIDUAL), and checkpoints hold them. Loss scaling cannot be combined with it (a
+ * residual is of yesterday's scale): use bf16. A NaN in a gradient is sent at once by top-k, and is
+ * gone from its residual.
  *
  * Top-k (Lin et al., "Deep Gradient Compression", ICLR 2018): with topk_momentum the residual
  * gathers velocity instead of gradients, and the optimizer should have no momentum of its own
@@ -64,20 +66,3 @@ typedef struct dtrain_compression_desc {
     const dtrain_comm_hook_desc *hook; /* in place of a kind, or NULL; stays there as long as the
                                           strategy */
 } dtrain_compression_desc;
-
-/* The state that compression keeps of a parameter from step to step, in memory of the device. Every
- * rank has residuals of its own; under hierarchical they are of the piece of the parameter that it
- * sends, and pieces are those of the buckets. To continue a run, copy them out and, after create,
- * back in. */
-typedef struct dtrain_compression_state {
-    const dtrain_param *param;
-    int64_t offset, count; /* the piece: first element, elements */
-    float *residual;       /* (count), or NULL without error feedback */
-    float *velocity;       /* (count), or NULL without topk_momentum */
-} dtrain_compression_state;
-
-/* List the states of all parameters that are compressed; count 0 without compression. Local. They
- * are valid until the strategy is destroyed. */
-DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
-                                                     const dtrain_compression_state **states,
-                                                     size_t *count);

@@ -148,8 +148,8 @@ struct dtrain_strategy {
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
-    dtrain_compression_state *states; /* (param_count), state_count in use */
-    size_t state_count;
+    dtrain__kept *kept; /* (param_count), kept_count in use */
+    size_t kept_count;
     dtrain__offload offload;
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };

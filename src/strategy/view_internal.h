@@ -16,6 +16,14 @@
 #include "strategy/strategy.h"
 #include "device/device.h"
 
+/* What compression keeps of a piece of a parameter from step to step, in memory of the device. */
+typedef struct dtrain__kept {
+    const dtrain_param *param;
+    int64_t offset, count; /* the piece: first element, elements */
+    float *residual;       /* (count), or NULL without error feedback */
+    float *velocity;       /* (count), or NULL without topk_momentum */
+} dtrain__kept;
+
 /* ---- The whole --------------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
@@ -25,6 +33,8 @@ DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_str
 DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
 /* Return where the number of reduced steps is, which a checkpoint saves and restores. */
 DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
+/* List what compression keeps; *count is 0 without compression. */
+DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
 /* Add up the counters of all communicators along the tensor axis: of operations, and of sums of

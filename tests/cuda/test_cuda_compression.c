@@ -122,20 +122,26 @@ static int keep_grads(dtrain_device *device, dtrain_strategy *strategy, const dt
     return 0;
 }
 
-static int keep_state(dtrain_device *device, dtrain_strategy *strategy, outcome *out)
+static int keep_state(dtrain_world *world, dtrain_strategy *strategy, outcome *out)
 {
-    const dtrain_compression_state *states;
+    const dtrain_state_tensor *tensors;
+    dtrain_state_desc listed;
+    dtrain_state *state;
     size_t count;
-    RANKS_TRY(dtrain_strategy_compression(strategy, &states, &count));
+    memset(&listed, 0, sizeof listed);
+    listed.strategy = strategy;
+    RANKS_TRY(dtrain_state_create(world, &listed, &state));
+    RANKS_TRY(dtrain_state_tensors(state, &tensors, &count));
     for (size_t s = 0; s < count; s++) {
-        const float *const from[2] = {states[s].residual, states[s].velocity};
-        for (int k = 0; k < 2; k++) {
-            if (!from[k]) continue;
-            CHECK(out->state_count + (size_t)states[s].count <= STATE);
-            RANKS_TRY(to_device(device, out->state + out->state_count, from[k], states[s].count));
-            out->state_count += (size_t)states[s].count;
-        }
+        const int64_t held = tensors[s].piece.count;
+        if (tensors[s].kind != DTRAIN_STATE_RESIDUAL && tensors[s].kind != DTRAIN_STATE_VELOCITY)
+            continue;
+        CHECK(out->state_count + (size_t)held <= STATE);
+        RANKS_TRY(to_device(dtrain_world_device(world), out->state + out->state_count,
+                            (const float *)tensors[s].memory, held));
+        out->state_count += (size_t)held;
     }
+    dtrain_state_destroy(state);
     return 0;
 }
 
@@ -161,7 +167,7 @@ static int rank_main(dtrain_world *world, void *user)
         if (keep_grads(device, strategy, params, out->grads[step])) return 1;
         RANKS_TRY(dtrain_strategy_publish(strategy));
     }
-    if (keep_state(device, strategy, out)) return 1;
+    if (keep_state(world, strategy, out)) return 1;
     dtrain_strategy_query(strategy, &out->info);
     dtrain_comm_query(dtrain_world_comm(world), &out->comm);
     dtrain_strategy_destroy(strategy);

@@ -361,9 +361,9 @@ static dtrain_result field_step(field *f, const field_case *c, dtrain_strategy *
 static dtrain_result field_keep(const field *f, const field_case *c, dtrain_strategy *s, int rank,
                                 field_seen *seen)
 {
-    const dtrain_compression_state *states;
+    const dtrain__kept *states;
     size_t count, i;
-    TRY(dtrain_strategy_compression(s, &states, &count));
+    states = dtrain__kept_of(s, &count);
     for (i = 0; i < count; i++) {
         const int p = (int)(states[i].param - f->params);
         const int64_t at = field_at(p) + states[i].offset;
@@ -1469,10 +1469,10 @@ typedef struct state_run {
 /* Copies every tensor of state to or from `store`; elements copied. */
 static int64_t state_copy(dtrain_strategy *s, float *store, bool out)
 {
-    const dtrain_compression_state *states;
+    const dtrain__kept *states;
     size_t count, i, k;
     int64_t all = 0;
-    if (!CHECK(dtrain_strategy_compression(s, &states, &count) == DTRAIN_OK)) return 0;
+    states = dtrain__kept_of(s, &count);
     CHECK(count > 0 && count <= SQUARES);
     for (i = 0; i < count; i++) { /* their order is that of buckets: every tensor has its place */
         int64_t at = (int64_t)states[i].param->state.index * 2 * SQUARE;
@@ -1541,7 +1541,6 @@ static void test_state(void)
 /* No compression, no state. */
 static int stateless_rank(dtrain_world *world, void *user)
 {
-    const dtrain_compression_state *states = NULL;
     settings desc = squares_desc(DTRAIN_COMPRESSION_NONE);
     dtrain_strategy_info info;
     dtrain_strategy *s;
@@ -1553,11 +1552,9 @@ static int stateless_rank(dtrain_world *world, void *user)
         squares_init(m);
         desc.base.kind = (uint32_t)kind;
         RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
-        RANKS_TRY(dtrain_strategy_compression(s, &states, &count));
+        (void)dtrain__kept_of(s, &count);
         dtrain_strategy_query(s, &info);
         CHECK(count == 0 && info.state_bytes == 0);
-        CHECK(dtrain_strategy_compression(s, NULL, &count) != DTRAIN_OK);
-        CHECK(dtrain_strategy_compression(NULL, &states, &count) != DTRAIN_OK);
         dtrain_strategy_destroy(s);
     }
     free(m);
@@ -1587,7 +1584,7 @@ static int steady_rank(dtrain_world *world, void *user)
 {
     tracked *t = (tracked *)user;
     settings desc = method_desc(t->method);
-    const dtrain_compression_state *states;
+    const dtrain__kept *states;
     dtrain_strategy *s;
     squares *m = (squares *)malloc(sizeof *m);
     const float *grads[SQUARES], *residuals[SQUARES] = {NULL};
@@ -1600,7 +1597,7 @@ static int steady_rank(dtrain_world *world, void *user)
     for (step = 0; step < 6; step++) {
         RANKS_TRY(squares_step(m, s, dtrain_world_rank(world), step));
         RANKS_TRY(dtrain_strategy_publish(s));
-        RANKS_TRY(dtrain_strategy_compression(s, &states, &count));
+        states = dtrain__kept_of(s, &count);
         for (k = 0; k < count; k++) {
             CHECK(step < 2 || residuals[k] == states[k].residual);
             residuals[k] = states[k].residual;
@@ -1911,7 +1908,7 @@ static int many_rank(dtrain_world *world, void *user)
     many *run = (many *)user;
     const int rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
     settings desc = method_desc(run->method);
-    const dtrain_compression_state *states;
+    const dtrain__kept *states;
     dtrain_strategy *s;
     size_t count, k;
     int64_t i;
@@ -1929,7 +1926,7 @@ static int many_rank(dtrain_world *world, void *user)
         for (i = 0; i < SQUARES * SQUARE; i++) sent[i] += m->params[i / SQUARE].grad[i % SQUARE];
     }
     run->hash[rank] = squares_hash(m);
-    RANKS_TRY(dtrain_strategy_compression(s, &states, &count));
+    states = dtrain__kept_of(s, &count);
     for (k = 0; k < count; k++)
         memcpy(kept + (states[k].param - m->params) * SQUARE + states[k].offset, states[k].residual,
                (size_t)states[k].count * sizeof *kept);

@@ -237,13 +237,14 @@ static int rank_runs(dtrain_world *world, program *p, arrays *of)
         RANKS_TRY(dtrain_checkpoint_save(checkpoint, p->steps, NAN));
         RANKS_TRY(dtrain_checkpoint_close(checkpoint));
     }
-    const dtrain_compression_state *states;
+    const dtrain_state_tensor *tensors;
     size_t count;
-    RANKS_TRY(dtrain_strategy_compression(s, &states, &count));
+    RANKS_TRY(dtrain_state_tensors(state, &tensors, &count));
     for (size_t i = 0; i < count && result == DTRAIN_OK && p->levels < 2; i++)
-        CHECK(memcmp(states[i].residual, of->residual[states[i].param - params],
-                     (size_t)states[i].count * sizeof(float)) == 0 ||
-              p->micro > 1);
+        if (tensors[i].kind == DTRAIN_STATE_RESIDUAL && tensors[i].piece.count)
+            CHECK(memcmp(tensors[i].memory, of->residual[tensors[i].name[0] - 'a'],
+                         (size_t)tensors[i].piece.count * sizeof(float)) == 0 ||
+                  p->micro > 1);
     dtrain_state_destroy(state);
     dtrain_strategy_destroy(s);
     return result != DTRAIN_OK;

@@ -176,9 +176,8 @@ static void meet(rank_of *s, bool compare, uint32_t kind, const dtrain_param *p,
 /* Residuals differ between data ranks, and become the mean over two of them on another layout; Q of a part stays. */
 static dtrain_result meet_compression(rank_of *s, bool compare, bool mean)
 {
-    const dtrain_compression_state *kept;
     size_t count;
-    TRY(dtrain_strategy_compression(s->strategy, &kept, &count));
+    const dtrain__kept *kept = dtrain__kept_of(s->strategy, &count);
     for (size_t k = 0; k < count; k++) {
         const dtrain_param *p = kept[k].param;
         (void)places_of(p, s->at.tensor, s->at.tensor_rank, s->places);

@@ -122,12 +122,16 @@ static int rank_steps(dtrain_world *world, const run *r, arrays *of)
     const dtrain_comm_hook_desc hook = {
         "PowerSGD",       2,       false, false, power_plan, power_compress, power_exchange,
         power_decompress, &columns};
-    const dtrain_compression_state *kept;
+    const dtrain_state_tensor *tensors;
+    dtrain_state_desc listed;
+    dtrain_state *state;
     dtrain_compression_desc how;
     dtrain_strategy_desc desc;
     dtrain_param params[MATRICES];
     dtrain_strategy *s;
     size_t count;
+    int residuals = 0;
+    memset(&listed, 0, sizeof listed);
     memset(&how, 0, sizeof how);
     memset(&desc, 0, sizeof desc);
     memset(params, 0, sizeof params);
@@ -150,16 +154,21 @@ static int rank_steps(dtrain_world *world, const run *r, arrays *of)
         for (int p = 0; p < MATRICES; p++)
             if (check_mean(world, r, of, p, step)) return 1;
     }
-    RANKS_TRY(dtrain_strategy_compression(s, &kept, &count));
-    CHECK(count == MATRICES);
+    listed.strategy = s;
+    RANKS_TRY(dtrain_state_create(world, &listed, &state));
+    RANKS_TRY(dtrain_state_tensors(state, &tensors, &count));
     for (size_t k = 0; k < count; k++) {
+        const float *residual = (const float *)tensors[k].memory;
         double worst = 0;
-        for (int64_t i = 0; i < kept[k].count; i++)
-            worst = fmax(worst,
-                         fabs((double)kept[k].residual[i] - of->owed[kept[k].param - params][i]));
+        if (tensors[k].kind != DTRAIN_STATE_RESIDUAL) continue;
+        for (int64_t i = 0; i < tensors[k].piece.count; i++)
+            worst = fmax(worst, fabs((double)residual[i] - of->owed[tensors[k].name[0] - 'a'][i]));
         CHECK_MSG(worst <= 1e-4 * (double)r->scale, "%d ranks, %d columns: a residual is %g off",
                   r->ranks, r->columns, worst);
+        residuals++;
     }
+    CHECK(residuals == MATRICES);
+    dtrain_state_destroy(state);
     dtrain_strategy_destroy(s);
     return 0;
 }
