@@ -32,8 +32,8 @@
  * Powers of two as factors change exponents alone: where nothing overflows or vanishes, a scaled
  * run has the bits of one that is not. */
 
-/* Set the default of a zero and check the scale. Finite comes first: with -ffast-math a NaN may pass
- * a comparison. */
+/* Set the default of a zero and check the scale. Finite comes first: with -ffast-math a NaN may
+ * pass a comparison. */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call)
 {
     if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);

@@ -33,8 +33,8 @@ typedef struct dtrain_loss_scaler {
 
 /* Adapt the scale, once a step, after the step was taken or skipped: an overflow halves it. The
  * scales are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as
- * there. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends such
- * gradients. Local. */
+ * there. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
+ * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
 
 /* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that

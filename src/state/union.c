@@ -154,9 +154,9 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it. They
- * lie `stride` bytes apart, as members of a larger struct. A piece is compared with those whose boxes
- * begin before its own ends. */
+/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it.
+ * They lie `stride` bytes apart, as members of a larger struct. A piece is compared with those
+ * whose boxes begin before its own ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                                    const dtrain_state_tensor *tensor,
                                                    const dtrain_piece *pieces, size_t stride,

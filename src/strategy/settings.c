@@ -210,12 +210,13 @@ static const dtrain__same_field dtrain__compared_fields[] = {
     DTRAIN__DESC(missing_gradient, UINT), DTRAIN__DESC(average, UINT),
     DTRAIN__DESC(accumulation, UINT), DTRAIN__OF(param_dtype, TEXT), DTRAIN__OF(reduce_dtype, TEXT),
     DTRAIN__DESC(offload, FLAGS), DTRAIN__DESC(hierarchical, BOOL), DTRAIN__DESC(node_size, UINT),
-    DTRAIN__DESC(keep_after_forward, BOOL), DTRAIN__DESC(bucket_bytes, UINT), DTRAIN__DESC(first_bucket_bytes, UINT),
-    DTRAIN__DESC(init_seed, UINT),
+    DTRAIN__DESC(keep_after_forward, BOOL), DTRAIN__DESC(bucket_bytes, UINT),
+    DTRAIN__DESC(first_bucket_bytes, UINT), DTRAIN__DESC(init_seed, UINT),
     DTRAIN__SAME_AS(dtrain__compared, ahead, "overlap (no_overlap is false)", BOOL),
     DTRAIN__OF(compression, TEXT),
     DTRAIN__SAME_AS(dtrain__compared, rounds, "hook->rounds", UINT),
-    DTRAIN__HOW(no_error_feedback, BOOL), DTRAIN__HOW(topk_ratio, FLOAT), DTRAIN__HOW(topk_momentum, FLOAT),
+    DTRAIN__HOW(no_error_feedback, BOOL), DTRAIN__HOW(topk_ratio, FLOAT),
+    DTRAIN__HOW(topk_momentum, FLOAT),
     DTRAIN__HOW(warmup_ratio, FLOAT), DTRAIN__HOW(dense_below, INT), DTRAIN__HOW(dense_steps, UINT),
     DTRAIN__HOW(warmup_steps, UINT)};
 /* clang-format on */

@@ -1,4 +1,5 @@
-/* test_scaler.c: loss scaling: scales of torch.amp.GradScaler, overflows that one rank alone has, the trainer's skipped steps, fp16 training.
+/* test_scaler.c: loss scaling: scales of torch.amp.GradScaler, overflows that one rank alone has, the
+ * trainer's skipped steps, fp16 training.
  * test_compile.sh runs it in a build with -ffast-math as well. */
 #include "train/trainer_internal.h"
 #include "optim/optim_internal.h"
