@@ -107,7 +107,7 @@ wait $own
 one 0 --log "$tmp/a" & first=$!
 wait_line 60 'neither DTRAIN_JOB_KEY nor' "$tmp/0.err"
 result "a run without a name says so" $? "$tmp/0.err"
-RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 $gpt --data "$tmp/longer" >"$tmp/b.out" 2>"$tmp/b.err" & other=$!
+RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 ${gpt%--timeout*} --timeout 8 ${gpt#*--timeout 20} --data "$tmp/longer" >"$tmp/b.out" 2>"$tmp/b.err" & other=$!
 wait_line 60 'a rank 1 with other settings or data than rank 0 has called' "$tmp/0.err"
 result "rank 0 hears of the other job" $? "$tmp/0.err"
 one 1 --log "$tmp/a" & own=$!
