@@ -474,7 +474,8 @@
    that crosses them: MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
 
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
-   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
+   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either, and a
+   program with a backward pass may have its arrays in either (dtrain_param.dtype). At most
    DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
    calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
    that are marked. The pipeline axis is for DDP and ZERO1, without recorded steps (graph) and
@@ -1847,9 +1848,11 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  *
  * Error feedback: what this rank did not send stays in its residual, and is added to its next
  * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
- * Residuals belong to parameters, not to buckets: see dtrain_strategy_compression. Loss scaling
- * cannot be combined with it (a residual is of yesterday's scale): use bf16. A NaN in a gradient is
- * sent at once by top-k, and is gone from its residual.
+ * Every rank has residuals of its own, and they belong to parameters, not to buckets; under
+ * hierarchical they are of the pieces of parameters that the rank sends. dtrain_state lists them
+ * (DTRAIN_STATE_RESIDUAL), and checkpoints hold them. Loss scaling cannot be combined with it (a
+ * residual is of yesterday's scale): use bf16. A NaN in a gradient is sent at once by top-k, and is
+ * gone from its residual.
  *
  * Top-k (Lin et al., "Deep Gradient Compression", ICLR 2018): with topk_momentum the residual
  * gathers velocity instead of gradients, and the optimizer should have no momentum of its own
@@ -1888,23 +1891,6 @@ typedef struct dtrain_compression_desc {
                                           strategy */
 } dtrain_compression_desc;
 
-/* The state that compression keeps of a parameter from step to step, in memory of the device. Every
- * rank has residuals of its own; under hierarchical they are of the piece of the parameter that it
- * sends, and pieces are those of the buckets. To continue a run, copy them out and, after create,
- * back in. */
-typedef struct dtrain_compression_state {
-    const dtrain_param *param;
-    int64_t offset, count; /* the piece: first element, elements */
-    float *residual;       /* (count), or NULL without error feedback */
-    float *velocity;       /* (count), or NULL without topk_momentum */
-} dtrain_compression_state;
-
-/* List the states of all parameters that are compressed; count 0 without compression. Local. They
- * are valid until the strategy is destroyed. */
-DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
-                                                     const dtrain_compression_state **states,
-                                                     size_t *count);
-
 /* ==== src/optim/scaler.h ====================================================================== */
 
 /* Loss scaling and clipping
@@ -1936,8 +1922,8 @@ typedef struct dtrain_loss_scaler {
 
 /* Adapt the scale, once a step, after the step was taken or skipped: an overflow halves it. The
  * scales are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as
- * there. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends such
- * gradients. Local. */
+ * there. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
+ * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
 
 /* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that
@@ -3430,9 +3416,9 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* Communication hooks: how the gradients of a bucket travel, in a way of one's own
  *
- * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook; the built-in
- * one (topk.c) is made of the same; examples/sign_sgd.c and examples/power_sgd.c are complete
- * programs. PyTorch's DDP has them by the same name. A hook has one or two rounds; the library calls
+ * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook. PyTorch's DDP
+ * has hooks too. The built-in one, top-k (topk.c), is made of the same; examples/sign_sgd.c
+ * and examples/power_sgd.c are complete programs. A hook has one or two rounds; the library calls
  *
  *     plan         when memory is laid out, on every rank, also for forecasts, which have no memory
  *     compress     when the gradients of the bucket are final; and at once
@@ -3564,8 +3550,8 @@ typedef struct dtrain_op {
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
     uint32_t half;     /* dtrain_op_half: what this call of backward is to make */
     bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
-    bool planning;     /* on the plan device addresses have no memory behind them: forward is not
-                          called, backward asks for gradients as always and touches none */
+    bool planning;     /* no memory is behind addresses, on the plan device: forward is not called,
+                          backward asks for gradients as always, and reads and writes none */
     dtrain_tensor *inputs[DTRAIN_OP_INPUTS], *outputs[DTRAIN_OP_OUTPUTS];
     dtrain_param *params[DTRAIN_OP_PARAMS];
     const void *input_data[DTRAIN_OP_INPUTS]; /* of inputs[i]->dtype, or see autocast */
@@ -14425,6 +14411,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
  * nothing of buckets, units and layouts. A parameter is named by its index in the array. None but
  * those that say so sends anything; all are cheap enough for once a parameter and step. */
 
+/* What compression keeps of a piece of a parameter from step to step, in memory of the device. */
+typedef struct dtrain__kept {
+    const dtrain_param *param;
+    int64_t offset, count; /* the piece: first element, elements */
+    float *residual;       /* (count), or NULL without error feedback */
+    float *velocity;       /* (count), or NULL without topk_momentum */
+} dtrain__kept;
+
 /* ---- The whole --------------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
@@ -14434,12 +14428,12 @@ DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_str
 DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
 /* Return where the number of reduced steps is, which a checkpoint saves and restores. */
 DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
+/* List what compression keeps; *count is 0 without compression. */
+DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
-/* Add up the counters of all communicators along the data axis. */
-DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
-                                                dtrain_comm_info *info);
-/* The same along the tensor axis: of operations, and of sums of whole parameters' gradients. */
+/* Add up the counters of all communicators along the tensor axis: of operations, and of sums of
+ * whole parameters' gradients. */
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);
 /* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
@@ -14617,7 +14611,6 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layou
 
 /* A strategy that is not made. Collective; free it after an error too. */
 typedef struct dtrain__strategy_plan {
-    dtrain_comm *comm; /* all ranks that train together */
     dtrain__groups groups;
     uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
     int64_t limit;  /* ... of those that it may use, for activations too */
@@ -14899,8 +14892,8 @@ struct dtrain_strategy {
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
-    dtrain_compression_state *states; /* (param_count), state_count in use */
-    size_t state_count;
+    dtrain__kept *kept; /* (param_count), kept_count in use */
+    size_t kept_count;
     dtrain__offload offload;
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
@@ -18102,16 +18095,14 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Point the tensors at their gradients, and list what the hook keeps of them, for
- * dtrain_strategy_compression. */
+/* Point the tensors at their gradients, and list what the hook keeps of them. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(layout->compression);
-    strategy->states = (dtrain_compression_state *)dtrain__alloc(
-        &strategy->allocator, strategy->param_count, sizeof *strategy->states,
-        "states of compression");
-    if (!strategy->states) return DTRAIN_ERROR_MEMORY;
+    strategy->kept = (dtrain__kept *)dtrain__alloc(&strategy->allocator, strategy->param_count,
+                                                   sizeof *strategy->kept, "states of compression");
+    if (!strategy->kept) return DTRAIN_ERROR_MEMORY;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         dtrain__compressed *c = bucket->compressed;
@@ -18123,26 +18114,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
             tensor->grad = bucket->grads + tensor->offset +
                            layout->entries[tensor->param - layout->params].offset;
             if (tensor->dense) continue;
-            const dtrain_compression_state state = {tensor->param, tensor->offset, tensor->count,
-                                                    tensor->residual, tensor->velocity};
-            strategy->states[strategy->state_count++] = state;
+            const dtrain__kept kept = {tensor->param, tensor->offset, tensor->count,
+                                       tensor->residual, tensor->velocity};
+            strategy->kept[strategy->kept_count++] = kept;
         }
     }
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
-                                                     const dtrain_compression_state **states,
-                                                     size_t *count)
+DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count)
 {
-    if (states) *states = NULL;
-    if (count) *count = 0;
-    DTRAIN__GIVEN("dtrain_strategy_compression", strategy);
-    DTRAIN__GIVEN("dtrain_strategy_compression", states);
-    DTRAIN__GIVEN("dtrain_strategy_compression", count);
-    *states = strategy->states;
-    *count = strategy->state_count;
-    return DTRAIN_OK;
+    *count = strategy->kept_count;
+    return strategy->kept;
 }
 
 /* ---- Steps ------------------------------------------------------------------------------------*/
@@ -19633,12 +19616,13 @@ static const dtrain__same_field dtrain__compared_fields[] = {
     DTRAIN__DESC(missing_gradient, UINT), DTRAIN__DESC(average, UINT),
     DTRAIN__DESC(accumulation, UINT), DTRAIN__OF(param_dtype, TEXT), DTRAIN__OF(reduce_dtype, TEXT),
     DTRAIN__DESC(offload, FLAGS), DTRAIN__DESC(hierarchical, BOOL), DTRAIN__DESC(node_size, UINT),
-    DTRAIN__DESC(keep_after_forward, BOOL), DTRAIN__DESC(bucket_bytes, UINT), DTRAIN__DESC(first_bucket_bytes, UINT),
-    DTRAIN__DESC(init_seed, UINT),
+    DTRAIN__DESC(keep_after_forward, BOOL), DTRAIN__DESC(bucket_bytes, UINT),
+    DTRAIN__DESC(first_bucket_bytes, UINT), DTRAIN__DESC(init_seed, UINT),
     DTRAIN__SAME_AS(dtrain__compared, ahead, "overlap (no_overlap is false)", BOOL),
     DTRAIN__OF(compression, TEXT),
     DTRAIN__SAME_AS(dtrain__compared, rounds, "hook->rounds", UINT),
-    DTRAIN__HOW(no_error_feedback, BOOL), DTRAIN__HOW(topk_ratio, FLOAT), DTRAIN__HOW(topk_momentum, FLOAT),
+    DTRAIN__HOW(no_error_feedback, BOOL), DTRAIN__HOW(topk_ratio, FLOAT),
+    DTRAIN__HOW(topk_momentum, FLOAT),
     DTRAIN__HOW(warmup_ratio, FLOAT), DTRAIN__HOW(dense_below, INT), DTRAIN__HOW(dense_steps, UINT),
     DTRAIN__HOW(warmup_steps, UINT)};
 /* clang-format on */
@@ -20074,7 +20058,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
                  DTRAIN__SQUARES * sizeof *strategy->gathered);
     dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);
-    dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
+    dtrain__free(&a, strategy->kept, count, sizeof *strategy->kept);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
@@ -20090,7 +20074,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 
 /* Queries: what a strategy is, what it updates, what it has sent */
 
-/* Fill in what dtrain_strategy_query answers, except the desc and what changes from step to step. */
+/* Fill in what dtrain_strategy_query answers, except the desc and what each step changes. */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -20117,16 +20101,6 @@ DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
         info->total_elements += count;
         if (!(p->flags & DTRAIN_PARAM_FROZEN)) info->trainable_elements += count;
     }
-}
-
-DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
-{
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!strategy) return;
-    *info = strategy->info;
-    dtrain__strategy_comm_info(strategy, &info->traffic);
-    info->sync_count = strategy->sync_count;
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
@@ -20160,12 +20134,17 @@ static void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
         info->kind_bytes[kind] += one.kind_bytes[kind];
 }
 
-DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
-                                                dtrain_comm_info *info)
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
 {
-    dtrain_comm_query(strategy->groups.data, info);
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!strategy) return;
+    *info = strategy->info;
+    info->sync_count = strategy->sync_count;
+    dtrain_comm_query(strategy->groups.data, &info->traffic);
     for (size_t i = 0; i < strategy->owned_count; i++)
-        if (strategy->owned[i] != strategy->tensor_comm) dtrain__add_comm(info, strategy->owned[i]);
+        if (strategy->owned[i] != strategy->tensor_comm)
+            dtrain__add_comm(&info->traffic, strategy->owned[i]);
 }
 
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
@@ -20609,7 +20588,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
     plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
-    plan->comm = plan->groups.all;
     DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
@@ -20622,8 +20600,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     if (mine == DTRAIN_OK)
         mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
                                       desc->pipeline, &plan->groups);
-    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
-    return dtrain__auto_limit(world, desc, plan->comm, &plan->limit);
+    DTRAIN__TRY(dtrain__agree(plan->groups.all, mine));
+    return dtrain__auto_limit(world, desc, plan->groups.all, &plan->limit);
 }
 
 DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
@@ -20736,8 +20714,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtr
  * Powers of two as factors change exponents alone: where nothing overflows or vanishes, a scaled
  * run has the bits of one that is not. */
 
-/* Set the default of a zero and check the scale. Finite comes first: with -ffast-math a NaN may pass
- * a comparison. */
+/* Set the default of a zero and check the scale. Finite comes first: with -ffast-math a NaN may
+ * pass a comparison. */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call)
 {
     if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);
@@ -21929,8 +21907,7 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
 /* Append a parameter's residual and velocity, if this rank keeps such of any parameter. A rank that
  * keeps nothing of this one lists a piece of no elements. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
-                                              const dtrain_compression_state *kept,
-                                              const bool *keeps)
+                                              const dtrain__kept *kept, const bool *keeps)
 {
     dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL};
     float *const memory[] = {kept ? kept->residual : NULL, kept ? kept->velocity : NULL};
@@ -21945,20 +21922,19 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
-    const dtrain_compression_state *states;
-    size_t count, state_count;
+    size_t count, kept_count;
     bool keeps[2] = {false, false}; /* residuals, velocities */
     const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
-    DTRAIN__TRY(dtrain_strategy_compression(state->desc.strategy, &states, &state_count));
-    for (size_t k = 0; k < state_count; k++) {
-        keeps[0] |= states[k].residual != NULL;
-        keeps[1] |= states[k].velocity != NULL;
+    const dtrain__kept *all = dtrain__kept_of(state->desc.strategy, &kept_count);
+    for (size_t k = 0; k < kept_count; k++) {
+        keeps[0] |= all[k].residual != NULL;
+        keeps[1] |= all[k].velocity != NULL;
     }
-    for (size_t i = 0; i < count && state_count; i++) {
-        const dtrain_compression_state *kept = NULL;
+    for (size_t i = 0; i < count && kept_count; i++) {
+        const dtrain__kept *kept = NULL;
         if (!dtrain__has_state(state->desc.strategy, i)) continue;
-        for (size_t k = 0; k < state_count && !kept; k++)
-            if (states[k].param == &params[i]) kept = &states[k];
+        for (size_t k = 0; k < kept_count && !kept; k++)
+            if (all[k].param == &params[i]) kept = &all[k];
         DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));
     }
     return DTRAIN_OK;
@@ -22711,9 +22687,9 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it. They
- * lie `stride` bytes apart, as members of a larger struct. A piece is compared with those whose boxes
- * begin before its own ends. */
+/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it.
+ * They lie `stride` bytes apart, as members of a larger struct. A piece is compared with those
+ * whose boxes begin before its own ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                                    const dtrain_state_tensor *tensor,
                                                    const dtrain_piece *pieces, size_t stride,
@@ -27750,8 +27726,8 @@ DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__l
     own->data = own->copy = own->tensor = own->pipeline = own->model = own->all = NULL;
 }
 
-/* Connect a tape with the world, whose timeline shows its passes, and with a strategy. A tape of the
- * plan device only has their sizes: it leaves no trace in either, and sends nothing. */
+/* Connect a tape with the world, whose timeline shows its passes, and with a strategy. A tape of
+ * the plan device only has their sizes: it leaves no trace in either, and sends nothing. */
 static void dtrain__tape_join(dtrain_tape *tape, dtrain_world *world, dtrain_strategy *strategy)
 {
     dtrain__groups groups;
@@ -28498,8 +28474,8 @@ DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
     return p->name ? p->name : "?";
 }
 
-/* Check that a parameter's values are in memory, `here` of them: a sharded strategy has only those of
- * the gathered unit. */
+/* Check that a parameter's values are in memory, `here` of them: a sharded strategy has only those
+ * of the gathered unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
                                          const dtrain_param *storage, const dtrain_param *declared,
                                          int64_t here)
@@ -35030,8 +35006,10 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
                  {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
                  {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
                  {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
-    dtrain_comm_info comm, tensor, line;
-    dtrain__strategy_comm_info(trainer->desc.strategy, &comm);
+    dtrain_strategy_info strategy;
+    dtrain_comm_info tensor, line;
+    dtrain_strategy_query(trainer->desc.strategy, &strategy);
+    const dtrain_comm_info *const comm = &strategy.traffic;
     dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
     dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
     memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
@@ -35039,14 +35017,14 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
         words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
     for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         words[DTRAIN_FIGURE_COMM_BYTES + kind] =
-            (double)(comm.kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
+            (double)(comm->kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
     words[DTRAIN_FIGURE_COMM_BYTES] =
-        (double)(comm.wire_bytes + tensor.wire_bytes + line.wire_bytes);
+        (double)(comm->wire_bytes + tensor.wire_bytes + line.wire_bytes);
     words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
     words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
     words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
     words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
-    words[DTRAIN__WORD_COMM] = comm.flight_seconds + tensor.flight_seconds + line.flight_seconds;
+    words[DTRAIN__WORD_COMM] = comm->flight_seconds + tensor.flight_seconds + line.flight_seconds;
     words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }

@@ -248,7 +248,8 @@
    that crosses them: MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
 
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
-   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
+   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either, and a
+   program with a backward pass may have its arrays in either (dtrain_param.dtype). At most
    DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
    calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
    that are marked. The pipeline axis is for DDP and ZERO1, without recorded steps (graph) and

@@ -15,6 +15,8 @@ gpt="$build/train_gpt --data $tmp/sums.txt --layers 1 --heads 2 --channels 16 --
 good "ddp, 2 ranks" "learned +\+1.00 -2.00 \+0.50" "$build/ddp"
 good "ddp, 5 ranks" "learned +\+1.00 -2.00 \+0.50" "$build/ddp" 5
 bad "ddp, ranks that are no number" "usage: ddp" "$build/ddp" two
+good "bf16_arrays, 2 ranks" "^weight 0\.(29|30)[0-9]+ in bf16, 0\.[0-9]+ in its master copy" "$build/bf16_arrays"
+good "bf16_arrays, 5 ranks" "^weight 0\.(29|30)[0-9]+ in bf16, 0\.[0-9]+ in its master copy" "$build/bf16_arrays" 5
 good "sign_sgd, 2 ranks" "^bytes sent a step +8332 +400" "$build/sign_sgd"
 bad "sign_sgd, ranks that are no number" "usage: sign_sgd" "$build/sign_sgd" two
 for ranks in 1 3 5; do
