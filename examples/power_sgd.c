@@ -195,20 +195,21 @@ static int train_once(dtrain_world *world, int columns, float loss[STEPS / 50], 
     dtrain_compression_desc compression = {.hook = &hook, .dense_steps = DTRAIN_DENSE_STEPS_NONE};
     dtrain_strategy_desc desc = {.compression = columns ? &compression : NULL};
     dtrain_strategy *ddp;
-    dtrain_strategy_info info;
+    dtrain_strategy_info before, after;
     CHECK(dtrain_strategy_create(world, &param, 1, &desc, &ddp));
     for (int step = 1; step <= STEPS; step++) {
         float *of = &loss[(step - 1) / 50];
         *of = backward(dtrain_world_rank(world), step, weight, grad);
+        dtrain_strategy_query(ddp, &before);
         CHECK(dtrain_strategy_ready(ddp, 0));
         CHECK(dtrain_strategy_finish(ddp));
+        dtrain_strategy_query(ddp, &after);
         for (int i = 0; i < OUT * IN; i++) weight[i] -= 0.02f * grad[i];
         CHECK(dtrain_all_reduce(dtrain_world_comm(world), of, of, 1, DTRAIN_DTYPE_F32,
                                 DTRAIN_REDUCE_MEAN, NULL));
     }
     CHECK(dtrain_strategy_verify(ddp, NULL)); /* all ranks have the same bits */
-    dtrain_strategy_query(ddp, &info);
-    *bytes = (double)info.step_bytes;
+    *bytes = (double)(after.traffic.wire_bytes - before.traffic.wire_bytes); /* of the last step */
     dtrain_strategy_destroy(ddp);
     return 0;
 }
