@@ -148,7 +148,7 @@ END
 [ -f build/dtrain.a ] && ${CC:-cc} -std=c99 -D_GNU_SOURCE -I"$tree" own.c build/dtrain.a -o own -lm -lpthread
 pressed "through the library's own log" 0 '^dtrain info: asked to stop by signal 2' 0.3 ./own
 # A step of many seconds: the second Ctrl-C does not wait for its end.
-timeout 700 python3 "$press" 0,1.5 build/train_gpt --batch 64 --accum 150 --eval-batches 0 --sample 0 --steps 1000 --checkpoint slow >out 2>&1
+timeout 700 python3 "$press" 0,1.5 build/train_gpt --batch 64 --accum 50 --eval-batches 0 --sample 0 --steps 1000 --checkpoint slow >out 2>&1
 status=$?
 [ $status -eq 130 ] && grep -q 'stopped at once, as asked' out && ! grep -q 'stopped by a signal, as asked' out && nothing_left
 result "Ctrl-C twice: it ends at once" $? out
