@@ -1,8 +1,8 @@
-/* plan.h: what a run would be, or how fast its links are: the one door to --dry-run, --tune and --probe-links. A program
- * that trains (tools/run/run.h) needs nothing of this folder.
+/* plan.h: what a run would be, or how fast its links are: the one door to --dry-run, --tune and --probe-links. A
+ * program that trains (tools/run/run.h) needs nothing of this folder.
  *
- * How to read it: links.h and probe.h (--probe-links) -> machine.h, stages.h and forecast.h (--dry-run) ->
- * tune.h (--tune). */
+ * How to read it: links.h and probe.h (--probe-links) -> machine.h, stages.h and forecast.h (--dry-run) -> tune.h
+ * (--tune). */
 #ifndef PLAN_PLAN_H
 #define PLAN_PLAN_H
 
