@@ -494,6 +494,83 @@ static void test_random_f32(void) { run_programs(DTRAIN_DTYPE_F32); }
 static void test_random_bf16(void) { run_programs(DTRAIN_DTYPE_BF16); }
 static void test_random_f16(void) { run_programs(DTRAIN_DTYPE_F16); }
 
+/* ---- parts of parameters ---- */
+
+/* 2 x 2 ranks: a parameter of which each rank of the tensor axis has half the rows, and a whole one. Gradients along
+ * the data axis are 1 and 2. */
+static dtrain_result mesh_train(dtrain_world *world, const dtrain_mesh *mesh, uint32_t kind,
+                                bool own)
+{
+    dtrain_param p[2] = {ranks_param("cut", NULL, NULL, 6, 5),
+                         ranks_param("whole", NULL, NULL, 4, 3)};
+    dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+    uint16_t memory[2][30];
+    float before[2][30], after[30];
+    dtrain_mesh_info info;
+    dtrain_strategy_desc desc;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    memset(&desc, 0, sizeof desc);
+    dtrain_mesh_query(mesh, &info);
+    desc.kind = kind;
+    desc.mesh = mesh;
+    for (int i = 0; i < 2; i++) {
+        for (int e = 0; e < 30; e++)
+            set_element(memory[i], DTRAIN_DTYPE_BF16, e, noise(1, (uint64_t)(e + i), 0));
+        p[i].dtype = DTRAIN_DTYPE_BF16;
+        p[i].typed_value = own ? memory[i] : NULL;
+        p[i].init = DTRAIN_INIT_NORMAL;
+        p[i].init_scale = 1;
+    }
+    p[0].cut.axis = DTRAIN_CUT_ROWS;
+    TRY(dtrain_strategy_create(world, p, 2, &desc, &strategy));
+    TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
+    for (int s = 0; s < 3; s++) {
+        for (size_t i = 0; i < 2; i++) TRY(dtrain_strategy_read(strategy, i, before[i]));
+        TRY(dtrain_strategy_gather(strategy, 0, DTRAIN_PASS_FORWARD));
+        TRY(dtrain_strategy_gather(strategy, 0, DTRAIN_PASS_BACKWARD));
+        for (int i = 0; i < 2; i++) {
+            const float *part = before[i] + (i == 0 ? 15 * info.tensor_rank : 0);
+            CHECK(p[i].count == (i == 0 ? 15 : 12));
+            for (int64_t e = 0; e < p[i].count; e++) {
+                CHECK(element(p[i].typed_value, DTRAIN_DTYPE_BF16, e) ==
+                      round_to(DTRAIN_DTYPE_BF16, part[e]));
+                set_element(p[i].typed_grad, DTRAIN_DTYPE_BF16, e, (float)(1 + info.data_rank));
+            }
+            TRY(dtrain_strategy_ready(strategy, (size_t)i));
+        }
+        TRY(dtrain_strategy_finish(strategy));
+        TRY(dtrain_optimizer_step(optimizer, 0.25f, 1));
+        for (size_t i = 0; i < 2; i++) {
+            TRY(dtrain_strategy_read(strategy, i, after));
+            for (int e = 0; e < (i == 0 ? 30 : 12); e++)
+                CHECK(fabsf(after[e] - (before[i][e] - 0.25f * 1.5f)) <= 1e-6f);
+        }
+        TRY(dtrain_strategy_verify(strategy, NULL));
+    }
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return DTRAIN_OK;
+}
+
+static int mesh_main(dtrain_world *world, void *user)
+{
+    dtrain_mesh_desc how;
+    dtrain_mesh *mesh;
+    (void)user;
+    memset(&how, 0, sizeof how);
+    how.tensor = how.data = 2;
+    RANKS_TRY(dtrain_mesh_create(world, &how, &mesh));
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_FULL_SHARD; kind++) {
+        RANKS_TRY(mesh_train(world, mesh, kind, false));
+        if (!shards_params(kind)) RANKS_TRY(mesh_train(world, mesh, kind, true));
+    }
+    dtrain_mesh_destroy(mesh);
+    return 0;
+}
+
+static void test_mesh(void) { ranks_run(4, DTRAIN_LAUNCH_PROCESSES, mesh_main, NULL); }
+
 /* ---- bytes, and what is refused ---- */
 
 typedef struct refusal {
@@ -606,6 +683,7 @@ int main(int argc, char **argv)
     RUN(test_random_f32);
     RUN(test_random_bf16);
     RUN(test_random_f16);
+    RUN(test_mesh);
     RUN(test_refused);
     RUN(test_tape_refuses);
     RUN(test_bytes);
