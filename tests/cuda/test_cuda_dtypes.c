@@ -11,7 +11,8 @@
 enum { PARAMS = 5, COUNT = 35, STEPS = 3, RANKS = 3, KINDS = 7 };
 
 typedef struct outcome {
-    bool own; /* the program has the arrays of whole values, and of gradients */
+    bool own;      /* the program has the arrays of whole values, and of gradients */
+    bool offloads; /* as much as the kind can, on a device that can */
     float masters[KINDS][PARAMS][COUNT];
 } outcome;
 
@@ -85,6 +86,11 @@ static dtrain_result train(dtrain_world *world, uint32_t kind, outcome *out)
     desc.kind = kind;
     desc.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? RANKS : 0;
     desc.param_dtype = out->own && kind >= DTRAIN_STRATEGY_FULL_SHARD ? DTRAIN_DTYPE_BF16 : 0;
+    if (out->offloads && !device->ops->host_memory)
+        desc.offload = kind < DTRAIN_STRATEGY_SHARD_GRAD_OP ? DTRAIN_OFFLOAD_OPTIMIZER
+                       : kind < DTRAIN_STRATEGY_FULL_SHARD
+                           ? DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS
+                           : 7;
     TRY(device->ops->alloc(device, PARAMS * 512, &memory));
     for (int i = 0; i < PARAMS; i++) {
         char *array = (char *)memory + i * 512;
@@ -124,12 +130,13 @@ static int train_main(dtrain_world *world, void *user)
     return 0;
 }
 
-static void run(bool own)
+static void run(bool own, bool offloads)
 {
     outcome *cpu = (outcome *)ranks_shared(sizeof *cpu),
             *cuda = (outcome *)ranks_shared(sizeof *cuda);
     dtrain_launch_desc desc = ranks_desc(RANKS, DTRAIN_LAUNCH_PROCESSES);
     cpu->own = cuda->own = own;
+    cuda->offloads = offloads;
     ranks_run(RANKS, DTRAIN_LAUNCH_PROCESSES, train_main, cpu);
     desc.device_ops = dtrain_cuda_device_ops();
     CHECK_MSG(ranks_launch(&desc, train_main, cuda, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
@@ -142,8 +149,10 @@ static void run(bool own)
                     break;
 }
 
-static void test_library_arrays(void) { run(false); }
-static void test_program_arrays(void) { run(true); }
+static void test_library_arrays(void) { run(false, false); }
+static void test_program_arrays(void) { run(true, false); }
+static void test_offload(void) { run(false, true); }
+static void test_offload_program_arrays(void) { run(true, true); }
 
 static int host_main(dtrain_world *world, void *user)
 {
@@ -172,6 +181,8 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_library_arrays);
     RUN(test_program_arrays);
+    RUN(test_offload);
+    RUN(test_offload_program_arrays);
     RUN(test_host_memory);
     return test_summary();
 }

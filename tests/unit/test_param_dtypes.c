@@ -25,7 +25,7 @@ typedef struct program {
     uint64_t seed;
     uint32_t dtype, kind, kind_after, accumulation, node_size, param_dtype, optimizer, mode;
     int ranks, count, steps, micro, saved_after; /* -1: never */
-    bool uneven, missing, no_overlap, keep, nodes;
+    bool uneven, missing, no_overlap, keep, nodes, topk;
     float clip;
     spec s[MOST_PARAMS];
     /* What the ranks saw. */
@@ -118,8 +118,10 @@ static dtrain_result job_open(rank_job *job, uint64_t turn)
     program *p = job->p;
     dtrain_strategy_desc desc;
     dtrain_state_desc all;
+    dtrain_compression_desc whole; /* top-k of everything */
     memset(&desc, 0, sizeof desc);
     memset(&all, 0, sizeof all);
+    memset(&whole, 0, sizeof whole);
     for (int i = 0; i < p->count; i++) {
         const spec *s = &p->s[i];
         dtrain_param *q = &job->params[i];
@@ -152,6 +154,11 @@ static dtrain_result job_open(rank_job *job, uint64_t turn)
     desc.param_dtype = shards_params(job->kind) ? p->param_dtype : 0;
     desc.no_overlap = p->no_overlap;
     desc.keep_after_forward = p->keep && shards_params(job->kind);
+    whole.kind = DTRAIN_COMPRESSION_TOPK;
+    whole.topk_ratio = 1;
+    whole.dense_below = 1;
+    whole.dense_steps = 1;
+    if (p->topk && job->kind == DTRAIN_STRATEGY_DDP) desc.compression = &whole;
     desc.bucket_bytes = 256;
     desc.init_seed = p->seed + turn;
     TRY(dtrain_strategy_create(job->world, job->params, (size_t)p->count, &desc, &job->strategy));
@@ -467,6 +474,7 @@ static void program_draw(program *p, uint64_t seed, uint32_t dtype)
     p->no_overlap = ranks_random(&state, 4) == 0;
     p->keep = ranks_random(&state, 4) == 0;
     p->nodes = ranks_random(&state, 3) == 0;
+    p->topk = ranks_random(&state, 3) == 0;
     p->clip = ranks_random(&state, 2) ? 0.5f : 0;
     p->count = 1 + (int)ranks_random(&state, MOST_PARAMS);
     for (int i = 0; i < p->count; i++) program_draw_param(p, i, &state, dtype);
