@@ -1480,16 +1480,16 @@ typedef struct dtrain_param {
     uint32_t group;   /* parameter group of the optimizer; 0 = its desc itself. An alias
                                       is in its target's */
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
-    uint32_t init;                 /* dtrain_init, used when value is NULL */
+    uint32_t init;                 /* dtrain_init, used when the host has given no value */
     float init_scale;
     int64_t init_count; /* elements that init is for, the first ones; 0 = all. Others are 0 */
     dtrain_cut cut;     /* how the tensor axis of a mesh divides it; zeroed = not */
-    /* BF16 or F16: the host computes with arrays of this type, which take the place of value and
-     * grad (leave those NULL); sums and optimizers stay fp32. typed_value is the rounded value;
-     * with several micro-batches typed_grad adds up in its own type where gradients are whole, as
-     * in torch. NULL: the library owns them; with a GPU they are device memory. value is then the
-     * fp32 master copy, grad the fp32 sum, both the library's. 0 = F32: the two stay NULL. Not for
-     * the tape, nor for DTRAIN_PARAM_BUFFER */
+    /* The type in which the host computes; sums, optimizers and their master copies are fp32. 0 =
+     * F32: with value and grad. BF16, F16: with typed_value, the rounded master copy, and
+     * typed_grad, in place of value and grad, which the host leaves NULL. What is NULL the library
+     * owns; arrays of the host's own are device memory. Where gradients are whole, those of several
+     * micro-batches add up in typed_grad, in its type, as in torch. Not for the tape, nor for
+     * DTRAIN_PARAM_BUFFER. */
     uint32_t dtype;                 /* dtrain_dtype; of an alias 0, or that of its target */
     void *typed_value, *typed_grad; /* (count) */
     dtrain_param_state state;       /* the library's */
