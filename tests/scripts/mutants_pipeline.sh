@@ -31,8 +31,10 @@ mutant "read: from the first stage" strategy/values.c 's/if (strategy->groups.pi
 arguments=""
 prepare test_stage_passes
 mutant "halves: no first one where no input wants a gradient" tape/backward.c 's/    const uint32_t span = dtrain__op_span(op);/    if (op->half == DTRAIN_OP_HALF_INPUTS \&\& (!op->input_count || !op->inputs[0]->needs_grad)) return DTRAIN_OK;\n&/'
+arguments="long"
 prepare test_pipeline
 mutant "messages: gradients are written to while they are sent" tape/stage.c 's/crossed->sent = crossed->tensor->gradient;/crossed->tensor->gradient->owners--;/'
+arguments=""
 prepare test_pipeline_faults
 mutant "error: another stage" parallel/runner.c '/_run_place(/,/^}/s/run->rank, action),/run->rank, action) + 1,/'
 mutant "error: another action" parallel/runner.c 's/dtrain__pipeline_act_name(action->act)/dtrain__pipeline_act_name(action->act % 3 + 1)/'
