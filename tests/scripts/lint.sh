@@ -52,6 +52,17 @@ for file in $(find src -name '*.c' -o -name '*.cuh'); do
     grep -q -F "$file" dtrain.h dtrain_cuda.cu dtrain_nccl.h || complain "$file is in no joined file: include it in src/dtrain.h or the like"
 done
 [ "$(wc -l <dtrain.h)" -le "$lines" ] || complain "dtrain.h has more than $lines lines: what is added replaces something"
+core=$(awk '/Ring 1: core ---/ { first = FNR } /Ring 2: state ---/ { print FNR - first }' dtrain.h)
+[ "$core" -le 17840 ] || complain "ring 1 of dtrain.h has $core lines: limits only go down"
+# Its text in bytes, of gcc 12 with -O2 on x86: everything, and the core alone. Times are bench/compile.sh's.
+if [ "$(gcc -dumpversion 2>/dev/null) $(uname -m)" = "12 x86_64" ]; then
+    for limit in "771000 -UDTRAIN_CORE" "305000 -DDTRAIN_CORE"; do
+        printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' | gcc -std=c99 -O2 ${limit#* } -I. -x c -c - -o /tmp/dtrain_lint.$$
+        text=$(size /tmp/dtrain_lint.$$ | awk 'NR == 2 { print $1 }')
+        [ "${text:-999999}" -le ${limit%% *} ] || complain "dtrain.h compiles to $text bytes of text, at most $limit: limits only go down"
+        rm -f /tmp/dtrain_lint.$$
+    done
+else skipped=$((skipped + 1)); echo "  skip the size of text: its limits are gcc 12's on x86"; fi
 # Private names that meet in the joined file.
 printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' | ${CC:-cc} -std=c99 -I. -Wall -Wextra -Werror -x c -fsyntax-only - || complain "dtrain.h does not compile"
 sh tools/house.sh | cmp -s - docs/house.svg || complain "docs/house.svg is stale: make docs"
