@@ -71,6 +71,10 @@ extern "C" {
 
 /* Functions that only an omitted ring calls drop out of the object. */
 #pragma GCC diagnostic push
+#if defined(__GNUC__) && !defined(__clang__)
+/* Without the passes that DTRAIN__COLD leaves out gcc guesses; src/ is compiled with all of them. */
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_STATE) || defined(DTRAIN_OMIT_MODELS) || \
     defined(DTRAIN_OMIT_MONITOR)
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -87,12 +91,9 @@ extern "C" {
 #include "core/dtype.c"
 #include "core/random.c"
 #include "core/hash.c"
-#if DTRAIN__COLD
-#pragma GCC push_options
-#pragma GCC optimize("O1")
-#endif
-#include "core/json.c"
 #include "core/crc32c.c"
+DTRAIN__COLD
+#include "core/json.c"
 #include "world/world.c"
 #include "world/timeline.c"
 #include "world/trace.c"
@@ -105,16 +106,11 @@ extern "C" {
 #include "comm/comm.c"
 #include "comm/same.c"
 #include "comm/flight.c"
-#if DTRAIN__COLD
-#pragma GCC pop_options
-#endif
+DTRAIN__HOT
 #include "comm/reduce.c"
 #include "comm/engine.c"
 #include "comm/local.c"
-#if DTRAIN__COLD
-#pragma GCC push_options
-#pragma GCC optimize("O1")
-#endif
+DTRAIN__COLD
 #include "comm/circle.c"
 #include "comm/staged.c"
 #include "comm/mpi.c"
@@ -247,9 +243,7 @@ extern "C" {
 #include "device/cpu/launch_convolution.c"
 #include "device/cpu/launch_winograd.c"
 #endif
-#if DTRAIN__COLD
-#pragma GCC pop_options
-#endif
+DTRAIN__HOT
 #include "device/cpu/launch_sparse.c"
 #include "device/cpu/pool.c"
 #include "device/cpu/gemm.c"
