@@ -72,7 +72,7 @@ extern "C" {
 /* Functions that only an omitted ring calls drop out of the object. */
 #pragma GCC diagnostic push
 #if defined(__GNUC__) && !defined(__clang__)
-/* Without the passes that DTRAIN__COLD leaves out gcc guesses; src/ is compiled with all of them. */
+/* gcc guesses without the passes that DTRAIN__COLD leaves out; src/ is compiled with all. */
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_STATE) || defined(DTRAIN_OMIT_MODELS) || \
