@@ -14856,9 +14856,9 @@ struct dtrain_strategy {
     /* The step under way. */
     dtrain__step_list whole, sharded; /* the steps of buckets */
     bool lockstep; /* second collectives start only at launches and in finish, which come in the
-                      same order on every rank. NCCL runs collectives in the order in which they were
-                      started: if ranks started a step whenever the one before is done, their orders
-                      would differ, and they would wait for each other in a circle */
+                      same order on every rank. NCCL runs collectives in the order of their starts:
+                      if ranks started a step whenever the one before is done, their orders would
+                      differ, and they would wait for each other in a circle */
     uint64_t compressed_from; /* sync_count of the first step with compression */
     size_t launched, oldest;  /* buckets below launched are started, those below oldest reduced */
     size_t marked_count;      /* calls of ready in this backward */
@@ -15983,9 +15983,9 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
  *       the tape or the host        on this rank                         among the ranks
  *
  *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
- *     2                             dtrain__launch_bucket: a bucket whose       all-reduce of the bucket,
- *                                   gradients are all marked begins      under way from here on
- *                                   the first of its steps
+ *     2                             dtrain__launch_bucket: if all its    all-reduce of the bucket,
+ *                                   gradients are marked, begin the      under way from here on
+ *                                   first of its steps
  *       backward of the next layer
  *       dtrain_strategy_ready(q)    dtrain__progress: where a step is    all-reduce done
  *                                   done, end it and begin the next
@@ -15998,7 +15998,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
  *
  * A bucket goes through its list of steps, which was made at create (steps.c). The list of DDP has
  * one, ALL_REDUCE; kinds that shard have REDUCE_SCATTER and KEEP. Both are at the end of this file;
- * a step of another feature is in a file of its own in steps/, which nothing here names. Values
+ * a step of another feature is in a file of its own, which nothing here names. Values
  * that are sharded come and go in units.c.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
@@ -17987,9 +17987,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtra
 /* Gradient compression: the steps that carry a hook
  *
  * The one or two rounds of a hook (strategy/hook.h) take the place of a whole bucket's all-reduce,
- * from the step compressed_from on. A rank compresses its slice of a bucket: with several nodes a part of it,
- * otherwise all. Each tensor, the part of one parameter in the slice, is compressed by itself, so
- * that on one level the result does not depend on how parameters are put into buckets:
+ * from the step compressed_from on. A rank compresses its slice of a bucket: with several nodes a
+ * part of it, otherwise all. Each tensor, the part of one parameter in the slice, is compressed by
+ * itself, so that on one level the result does not depend on how parameters are put into buckets:
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
  *     slice of ranks 0 and 2       | a               | b    |
@@ -18699,8 +18699,8 @@ DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
     if (layout->compression) dtrain__lay_hooks(layout);
 }
 
-/* Make a layout with the tables of its steps, and count its memory; dtrain__steps_layout_free frees it, also
- * after an error. params and *desc are resolved. */
+/* Make a layout with the tables of its steps, and count its memory; dtrain__steps_layout_free frees
+ * it, also after an error. params and *desc are resolved. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
                                                    const dtrain_allocator *a,
                                                    const dtrain_param *params, size_t count,

@@ -1,9 +1,9 @@
 /* Gradient compression: the steps that carry a hook
  *
  * The one or two rounds of a hook (strategy/hook.h) take the place of a whole bucket's all-reduce,
- * from the step compressed_from on. A rank compresses its slice of a bucket: with several nodes a part of it,
- * otherwise all. Each tensor, the part of one parameter in the slice, is compressed by itself, so
- * that on one level the result does not depend on how parameters are put into buckets:
+ * from the step compressed_from on. A rank compresses its slice of a bucket: with several nodes a
+ * part of it, otherwise all. Each tensor, the part of one parameter in the slice, is compressed by
+ * itself, so that on one level the result does not depend on how parameters are put into buckets:
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
  *     slice of ranks 0 and 2       | a               | b    |

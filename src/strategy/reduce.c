@@ -5,9 +5,9 @@
  *       the tape or the host        on this rank                         among the ranks
  *
  *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
- *     2                             dtrain__launch_bucket: a bucket whose       all-reduce of the bucket,
- *                                   gradients are all marked begins      under way from here on
- *                                   the first of its steps
+ *     2                             dtrain__launch_bucket: if all its    all-reduce of the bucket,
+ *                                   gradients are marked, begin the      under way from here on
+ *                                   first of its steps
  *       backward of the next layer
  *       dtrain_strategy_ready(q)    dtrain__progress: where a step is    all-reduce done
  *                                   done, end it and begin the next
@@ -20,7 +20,7 @@
  *
  * A bucket goes through its list of steps, which was made at create (steps.c). The list of DDP has
  * one, ALL_REDUCE; kinds that shard have REDUCE_SCATTER and KEEP. Both are at the end of this file;
- * a step of another feature is in a file of its own in steps/, which nothing here names. Values
+ * a step of another feature is in a file of its own, which nothing here names. Values
  * that are sharded come and go in units.c.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets

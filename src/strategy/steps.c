@@ -190,8 +190,8 @@ DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
     if (layout->compression) dtrain__lay_hooks(layout);
 }
 
-/* Make a layout with the tables of its steps, and count its memory; dtrain__steps_layout_free frees it, also
- * after an error. params and *desc are resolved. */
+/* Make a layout with the tables of its steps, and count its memory; dtrain__steps_layout_free frees
+ * it, also after an error. params and *desc are resolved. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
                                                    const dtrain_allocator *a,
                                                    const dtrain_param *params, size_t count,

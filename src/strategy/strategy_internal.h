@@ -102,9 +102,9 @@ struct dtrain_strategy {
     /* The step under way. */
     dtrain__step_list whole, sharded; /* the steps of buckets */
     bool lockstep; /* second collectives start only at launches and in finish, which come in the
-                      same order on every rank. NCCL runs collectives in the order in which they were
-                      started: if ranks started a step whenever the one before is done, their orders
-                      would differ, and they would wait for each other in a circle */
+                      same order on every rank. NCCL runs collectives in the order of their starts:
+                      if ranks started a step whenever the one before is done, their orders would
+                      differ, and they would wait for each other in a circle */
     uint64_t compressed_from; /* sync_count of the first step with compression */
     size_t launched, oldest;  /* buckets below launched are started, those below oldest reduced */
     size_t marked_count;      /* calls of ready in this backward */

@@ -88,8 +88,7 @@ static bool shards_params(uint32_t kind) { return kind >= DTRAIN_STRATEGY_FULL_S
 static float seen(const program *p, int s, int i, float master)
 {
     const uint32_t kind = p->saved_after >= 0 && s > p->saved_after ? p->kind_after : p->kind;
-    if (shards_params(kind) && p->ranks > 1)
-        master = round_to(p->param_dtype, master);
+    if (shards_params(kind) && p->ranks > 1) master = round_to(p->param_dtype, master);
     return round_to(p->s[i].dtype, master);
 }
 

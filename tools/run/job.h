@@ -78,7 +78,7 @@ struct run_job {
     bool refused;                  /* its directory of checkpoints is another run's */
     dtrain_memory memory;          /* its total with the snapshot */
     uint64_t snapshot_bytes;       /* of checkpoints, where the device's memory is the host's */
-    uint64_t sent;  /* bytes that this rank sent over the data axis in the last step */
+    uint64_t sent; /* bytes that this rank sent over the data axis in the last step */
 };
 
 /* Make a job of the switches with a program's part of it, zeroed, for this rank. */
