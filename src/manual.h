@@ -249,7 +249,8 @@
 
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
    under autocast, bf16 or fp16; gathered parameters and gradients may travel as either, and a
-   program with a backward pass may have its arrays in either (dtrain_param.dtype). At most
+   program with a backward pass may have its arrays in either, or everything in fp64
+   (dtrain_param.dtype). At most
    DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
    calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
    that are marked. The pipeline axis is for DDP and ZERO1, without recorded steps (graph) and

@@ -8,12 +8,13 @@
 static const struct {
     const char *name;
     size_t bytes;
-} dtrain__dtypes[] = {{"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}, {"?", 0}};
+} dtrain__dtypes[] = {{"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4},
+                      {"i64", 8}, {"f64", 8},  {"?", 0}};
 
 /* Return the row of a type in the table; the last for an unknown one. */
 static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
 {
-    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : DTRAIN_DTYPE_I64 + 1u;
+    return (uint32_t)dtype <= DTRAIN_DTYPE_F64 ? (uint32_t)dtype : DTRAIN_DTYPE_F64 + 1u;
 }
 
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)

@@ -9,13 +9,15 @@ typedef enum dtrain_dtype {
     DTRAIN_DTYPE_BF16 = 1, /* the upper half of an fp32 */
     DTRAIN_DTYPE_F16 = 2,  /* IEEE 754 binary16 */
     DTRAIN_DTYPE_I32 = 3,
-    DTRAIN_DTYPE_I64 = 4
+    DTRAIN_DTYPE_I64 = 4,
+    DTRAIN_DTYPE_F64 = 5 /* collectives, and parameters of a backward of your own */
 } dtrain_dtype;
 
 /* How values of several ranks are combined into one. */
 typedef enum dtrain_reduce_op {
     DTRAIN_REDUCE_SUM = 1,
-    /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
+    /* sum * (1 / ranks), one factor, in fp32 (of F64 in fp64), before the only rounding; no
+     * integers */
     DTRAIN_REDUCE_MEAN = 2,
     DTRAIN_REDUCE_MIN = 3,
     DTRAIN_REDUCE_MAX = 4,

@@ -253,11 +253,11 @@ typedef struct dtrain_permute_args {
 typedef struct dtrain_axpby_args {
     int64_t count;
     bool accumulate;
-    float a, b;
+    double a, b; /* fp32 where x and y are not F64 */
     const void *x;
     void *y;
     bool broadcast;
-    dtrain_dtype dtype;   /* of x and y */
+    dtrain_dtype dtype;   /* of x and y; F64 too */
     const float *divisor; /* (1) device memory, or NULL */
 } dtrain_axpby_args;
 
@@ -293,7 +293,7 @@ typedef struct dtrain_add_args {
     const void *x, *y;
     void *out;
     dtrain_dtype x_dtype; /* of x and out */
-    dtrain_dtype y_dtype;
+    dtrain_dtype y_dtype; /* both or none F64 */
 } dtrain_add_args;
 
 /* Where the elements of a part stand in a whole tensor. Without segments element i has the number
@@ -334,7 +334,7 @@ typedef struct dtrain_sum_args {
     const void *x;
     double *total;       /* (1) device memory, or NULL (then without accumulate) */
     float *out;          /* (1) device memory, or NULL */
-    dtrain_dtype dtype;  /* of x */
+    dtrain_dtype dtype;  /* of x; F64 too */
     const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
@@ -388,6 +388,7 @@ typedef struct dtrain_optimizer_args {
     bool nesterov, first;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
     float lr_scale;                     /* of the rate in scalars */
+    bool wide;                          /* AdamW, SGD: all arrays are doubles, two floats each */
 } dtrain_optimizer_args;
 typedef dtrain_optimizer_args dtrain_adamw_args, dtrain_sgd_args, dtrain_lion_args;
 

@@ -178,6 +178,12 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            call, i, dtrain__short(p->name), group, desc->group_count,
                            desc->group_count == 1 ? "" : "s");
     const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
+    if (p->dtype == DTRAIN_DTYPE_F64 && own->kind != DTRAIN_OPTIMIZER_ADAMW &&
+        own->kind != DTRAIN_OPTIMIZER_SGD)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: parameter %zu (\"%s\") is fp64, which AdamW and SGD update, not "
+                           "Lion and Muon",
+                           call, i, dtrain__short(p->name));
     if (own->kind != DTRAIN_OPTIMIZER_MUON || !dtrain__is_updated(p)) return DTRAIN_OK;
     if (dtrain__param_dims(p) < 2 || (p->count == 0 && dtrain__has_memory(p)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

@@ -119,6 +119,7 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
     args.first = updates == 0; /* SGD's buffer begins as the gradient itself, as in torch */
     args.scalars = device_scalars;
     args.lr_scale = desc->lr_scale;
+    args.wide = optimizer->sources[at]->typed_value != NULL;
     switch (desc->kind) {
     case DTRAIN_OPTIMIZER_ADAMW: return device->ops->adamw(device, &args);
     case DTRAIN_OPTIMIZER_SGD: return device->ops->sgd(device, &args);
@@ -337,6 +338,12 @@ DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optim
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
+/* Return the words of 4 bytes, with padding, of a tensor of state of a shard. */
+static int64_t dtrain__shard_words(const dtrain_shard *shard)
+{
+    return dtrain__padded(shard->typed_value ? 2 * shard->count : shard->count);
+}
+
 /* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
  * quarter of the address space. */
 static void dtrain__count_block(dtrain_optimizer *optimizer)
@@ -353,7 +360,7 @@ static void dtrain__count_block(dtrain_optimizer *optimizer)
     for (size_t i = 0; i < optimizer->shard_count; i++) {
         const dtrain_shard *shard = &optimizer->shards[i];
         optimizer->state_bytes += dtrain__states_of(dtrain__desc_of(optimizer, shard->param)) *
-                                  (size_t)dtrain__padded(shard->count) * sizeof(float);
+                                  (size_t)dtrain__shard_words(shard) * sizeof(float);
     }
     dtrain__muon none;
     optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
@@ -368,15 +375,15 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
 {
     const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, shard->param);
     const size_t states = dtrain__states_of(desc);
-    const int64_t padded = dtrain__padded(shard->count);
+    const int64_t padded = dtrain__shard_words(shard);
     dtrain_device *device = optimizer->device;
     dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count];
     optimizer->sources[optimizer->tensor_count++] = shard;
     tensor->count = shard->count;
     if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
         tensor->weight_decay = desc->weight_decay;
-    tensor->value = shard->value;
-    tensor->grad = shard->grad;
+    tensor->value = shard->value ? shard->value : (float *)shard->typed_value;
+    tensor->grad = shard->grad ? shard->grad : (const float *)shard->typed_grad;
     if (optimizer->offloaded && !dtrain__on_host(device, shard->value)) {
         tensor->value = *next;
         *next += padded;

@@ -64,6 +64,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
         const dtrain_export_name *how = names ? &names[i] : &own;
         dtrain__weight *weight = &weights->list[weights->count];
         if (param->state.storage != param) continue;
+        if (param->dtype == DTRAIN_DTYPE_F64)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: parameter \"%s\" is fp64, which files of weights do not "
+                               "take; checkpoints do",
+                               call, dtrain__short(param->name));
         weight->param = i;
         weight->name = how->name ? how->name : param->name;
         if (!weight->name[0]) continue;

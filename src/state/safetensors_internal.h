@@ -11,7 +11,7 @@
 #define DTRAIN__TENSOR_NAME 512 /* bytes of a name, its 0 included */
 
 /* Types of the format: those of dtrain_dtype have the same numbers, others follow. */
-enum { DTRAIN__STORED_U8 = 5, DTRAIN__STORED_F64 = 6, DTRAIN__STORED_TYPES = 22 };
+enum { DTRAIN__STORED_U8 = 6, DTRAIN__STORED_F64 = 5, DTRAIN__STORED_TYPES = 22 };
 
 /* One tensor of a file. */
 typedef struct dtrain__stored {

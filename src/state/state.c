@@ -79,6 +79,9 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     const dtrain__groups groups = dtrain__groups_of(state->desc.strategy);
     const dtrain__share part = dtrain__share_here(p, &groups);
     const uint32_t runs = part.axis < 0 ? 1 : part.runs;
+    const bool wide = p->dtype == DTRAIN_DTYPE_F64;
+    const uint32_t dtype = wide ? DTRAIN_DTYPE_F64 : DTRAIN_DTYPE_F32;
+    const int64_t words = wide ? 2 : 1;     /* of 4 bytes, of an element */
     int64_t begin = 0, left = shard->count; /* of the box in the part; elements not listed yet */
     for (uint32_t k = 0; k < runs; k++) {
         dtrain_piece box = dtrain__piece_whole(p->shape);
@@ -91,9 +94,9 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
         const int64_t count = dtrain__min(shard->offset + shard->count, end) - low;
         if (count > 0 || (k + 1 == runs && left == shard->count)) {
             dtrain_state_tensor *tensor =
-                dtrain__state_append(state, kind, p->name, DTRAIN_DTYPE_F32, p->shape, NULL);
+                dtrain__state_append(state, kind, p->name, dtype, p->shape, NULL);
             if (!tensor) return DTRAIN_ERROR_MEMORY;
-            const int64_t at = count > 0 ? low - shard->offset : 0;
+            const int64_t at = count > 0 ? (low - shard->offset) * words : 0;
             box.offset = count > 0 ? low - begin : 0;
             box.count = dtrain__max(count, 0);
             tensor->piece = box;
@@ -141,7 +144,8 @@ static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param
     const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
     dtrain__shard_of(state->desc.strategy, index, &shard);
     if (value)
-        return dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE, shard.value,
+        return dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE,
+                                  shard.value ? shard.value : (float *)shard.typed_value,
                                   view ? view->value : NULL);
     const dtrain_state_kind kind = dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
     float *memory = !view ? NULL : class_ == DTRAIN__CLASS_FIRST ? view->m : view->v;
@@ -164,7 +168,8 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain__kept *kept, const bool *keeps)
 {
-    dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL};
+    dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL, NULL,
+                          NULL};
     float *const memory[] = {kept ? kept->residual : NULL, kept ? kept->velocity : NULL};
     for (int i = 0; i < 2; i++) {
         if (!keeps[i]) continue;

@@ -40,7 +40,7 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;
 
-#define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
+#define DTRAIN_STATE_BYTES 6u /* besides dtrain_dtype: a blob, of bytes */
 
 /* A piece of a tensor: a run of the elements, in row-major order, of a box.
  *

@@ -89,8 +89,9 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
         return DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
     *hash = DTRAIN__FNV_BASIS;
-    for (int64_t at = 0; at < whole.count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, whole.count - at);
+    const int64_t words = dtrain__words(&strategy->layout, whole.count);
+    for (int64_t at = 0; at < words; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, words - at);
         DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, whole.value + at,
                                        (size_t)count * sizeof(float)));
         *hash = dtrain__hash_words(*hash, staging, (size_t)count * sizeof(float));

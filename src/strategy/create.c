@@ -68,6 +68,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
     if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
+    DTRAIN__TRY(dtrain__check_wide(params, count, &strategy->desc));
     return dtrain__strategy_stages(strategy);
 }
 
@@ -83,13 +84,45 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
     if (!dtrain__piece(layout, i, &offset, &count)) return false;
     shard->offset = offset;
     shard->count = count;
-    shard->value = p->value;
-    shard->grad = p->grad;
-    if (!bucket) return true;
-    const int64_t at = layout->entries[i].offset + offset - bucket->shard_first;
-    shard->value = bucket->value_shard + at;
-    shard->grad = dtrain__after(bucket->grad_shard, at);
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
+    void *value = wide ? p->typed_value : p->value, *grad = wide ? p->typed_grad : p->grad;
+    if (bucket) {
+        const int64_t first = layout->entries[i].offset - bucket->shard_first;
+        const int64_t at = first + dtrain__words(layout, offset);
+        value = bucket->value_shard + at;
+        grad = dtrain__after(bucket->grad_shard, at);
+    }
+    if (wide) shard->typed_value = value, shard->typed_grad = grad;
+    else shard->value = (float *)value, shard->grad = (const float *)grad;
     return true;
+}
+
+/* Point a parameter at memory of the library, where the host has given none. */
+static void dtrain__lend(dtrain_strategy *strategy, size_t i)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
+    dtrain__entry *entry = &layout->entries[i];
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64, alias = storage != p;
+    const bool sharded = dtrain__shard_bucket(layout, i) != NULL;
+    const bool gathered = sharded && layout->shards.params;
+    float *inside = gathered  ? NULL
+                    : sharded ? entry->bucket->values + entry->offset
+                              : entry->own_value;
+    float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
+    entry->lends_value = !p->value;
+    entry->lends_typed_value = !p->typed_value;
+    entry->lends_grad = !p->grad;
+    entry->lends_typed_grad = !p->typed_grad;
+    if (!p->value && !wide) p->value = alias ? storage->value : inside;
+    if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
+    if (!p->typed_value)
+        p->typed_value = alias      ? storage->typed_value
+                         : wide     ? inside
+                         : gathered ? NULL
+                                    : entry->typed_value;
+    if (!p->typed_grad && entry->trainable)
+        p->typed_grad = alias ? storage->typed_grad : wide ? grad : entry->typed_grad;
 }
 
 /* Point params at memory of the library (aliases at that of their storage; values of gathered units
@@ -99,36 +132,17 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
-        dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = entry->bucket;
+        dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
         if (!dtrain__has_memory(p)) continue;
-        if (!p->value) {
-            entry->lends_value = true;
-            if (storage != p) p->value = storage->value;
-            else if (!dtrain__shard_bucket(layout, i)) p->value = entry->own_value;
-            else if (!layout->shards.params) p->value = bucket->values + entry->offset;
-        }
-        if (!p->grad && entry->trainable) {
-            entry->lends_grad = true;
-            p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
-        }
-        if (!p->typed_value) {
-            entry->lends_typed_value = true;
-            if (storage != p) p->typed_value = storage->typed_value;
-            else if (!layout->shards.params || !dtrain__shard_bucket(layout, i))
-                p->typed_value = entry->typed_value;
-        }
-        if (!p->typed_grad && entry->trainable) {
-            entry->lends_typed_grad = true;
-            p->typed_grad = storage != p ? storage->typed_grad : entry->typed_grad;
-        }
+        dtrain__lend(strategy, i);
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
         if (dtrain__is_drawn(entry))
             DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
-                                           shard.offset, shard.count, shard.value));
+                                           shard.offset, shard.count,
+                                           shard.value ? shard.value : shard.typed_value));
         if (entry->trainable) strategy->shards[strategy->shard_count++] = shard;
     }
     return DTRAIN_OK;

@@ -52,6 +52,16 @@ DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
                      sizeof(float));
 }
 
+DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements)
+{
+    return layout->dtype == DTRAIN_DTYPE_F64 ? 2 * elements : elements;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words)
+{
+    return layout->dtype == DTRAIN_DTYPE_F64 ? words / 2 : words;
+}
+
 /* Return the length of a parameter that is the same on all ranks of the tensor axis. */
 static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
 {
@@ -137,7 +147,7 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     dtrain__entry *entry = &layout->entries[index];
     entry->bucket = bucket;
     entry->offset = bucket->count;
-    bucket->count += dtrain__padded(layout->params[index].count);
+    bucket->count += dtrain__padded(dtrain__words(layout, layout->params[index].count));
 }
 
 /* Close a bucket: pad it, so that its shards, or with several nodes its slices, are of equal
@@ -206,13 +216,13 @@ static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit,
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
     size_t cap = layout->desc->first_bucket_bytes;
-    int64_t filled = 0; /* elements, of even parts */
+    int64_t filled = 0; /* words, of even parts */
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
         if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded || entry->tied) continue;
-        const int64_t length = dtrain__padded(dtrain__even_count(layout, i));
+        const int64_t length = dtrain__padded(dtrain__words(layout, dtrain__even_count(layout, i)));
         if (last && filled && (size_t)(filled + length) > cap / sizeof(float)) {
             dtrain__bucket_close(layout, last);
             last = NULL;
@@ -312,6 +322,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->count = count;
     layout->desc = desc;
     layout->kind = dtrain__row_of(desc->kind);
+    if (count && params[0].dtype == DTRAIN_DTYPE_F64) layout->dtype = DTRAIN_DTYPE_F64;
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
     dtrain__lay_classes(layout, all);
@@ -350,7 +361,7 @@ DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layou
     return bucket && bucket->sharded ? bucket : NULL;
 }
 
-/* Count the elements of parameter i that lie in [first, first + count) of a bucket, and set *low to
+/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
  * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low)
@@ -359,11 +370,11 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
     const dtrain__entry *entry = &layout->entries[i];
     *low = dtrain__max(entry->offset, first);
     if (p->state.storage != p || entry->bucket != bucket) return 0;
-    return dtrain__min(entry->offset + p->count, first + count) - *low;
+    return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
 }
 
-/* Find the part of storage i that this rank keeps and, if it is trainable, updates; return false if
- * it keeps none. */
+/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
+ * return false if it keeps none. */
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count)
 {
@@ -373,6 +384,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     if (layout->params[i].state.storage != &layout->params[i]) return false;
     if (!bucket) return dtrain__has_memory(&layout->params[i]);
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *offset -= layout->entries[i].offset;
+    *count = dtrain__elements(layout, *count);
+    *offset = dtrain__elements(layout, *offset - layout->entries[i].offset);
     return *count > 0;
 }

@@ -67,7 +67,7 @@ typedef struct dtrain__bucket {
     bool tied;         /* it is one weight, of which stages of other ranks have copies */
     bool shards_grads; /* its gradients are made whole in a buffer, and the reduced shard is kept
                           elsewhere: so it travels in every backward */
-    int64_t count;     /* elements, padding included */
+    int64_t count;     /* words, padding included */
     int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
     int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
                                          them, or with several nodes its slice (bucket_close) */
@@ -119,6 +119,9 @@ typedef struct dtrain__layout {
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__kind_row *kind;
+    /* What sums, shards and masters are: F32, or (parameters in fp64) F64. Counts and offsets of
+     * buckets are in words of 4 bytes: an element of F32 is one, of F64 two. */
+    uint32_t dtype;
     int ranks, rank;             /* among those that share one copy of the model */
     int all, all_rank;           /* among all of the strategy */
     int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
@@ -157,7 +160,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
                                                      const dtrain__groups *groups);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
-                                                 int64_t first, int64_t count, float *value);
+                                                 int64_t first, int64_t count, void *value);
 #define DTRAIN__STAGING_COUNT 1024 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */
@@ -168,6 +171,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
+DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements);
+DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low);

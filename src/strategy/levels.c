@@ -91,7 +91,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
 {
     dtrain__label(strategy, bucket, "bucket");
     return dtrain_reduce_scatter(step->comm, bucket->grads, bucket->grads + bucket->slice_first,
-                                 (size_t)bucket->slice_count, DTRAIN_DTYPE_F32, bucket->steps->op,
+                                 (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                                 (dtrain_dtype)strategy->layout.dtype, bucket->steps->op,
                                  bucket->reduces);
 }
 
@@ -102,11 +103,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
 {
     dtrain__label(strategy, bucket, "bucket");
     return dtrain_all_gather(step->comm, bucket->grads + bucket->slice_first, bucket->grads,
-                             (size_t)bucket->slice_count, DTRAIN_DTYPE_F32, bucket->reduces);
+                             (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                             (dtrain_dtype)strategy->layout.dtype, bucket->reduces);
 }
 
 /* Multiply x, a sum over all ranks (count elements of the bucket), by 1/N. In fp16 a sum may
- * overflow where the mean does not: there each collective makes a mean, and nothing is left. */
+ * overflow where the mean does not: there, and in fp64, each collective makes a mean, and nothing
+ * is left. */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {

@@ -97,7 +97,7 @@ static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
     const bool apart = bucket && bucket->shards_grads,
                in_unit = bucket && bucket->unit != DTRAIN__NONE;
     const uint64_t bytes = (uint64_t)p->count * dtrain_dtype_bytes((dtrain_dtype)p->dtype);
-    if (p->dtype == DTRAIN_DTYPE_F32) return;
+    if (p->dtype == layout->dtype) return;
     if (gathered && p->dtype == layout->desc->param_dtype)
         entry->typed_value = dtrain__after_low(bucket->low_values, entry->offset);
     else if (gathered && in_unit && !layout->units[bucket->unit].own_memory)
@@ -135,7 +135,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     }
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
-        if (p->dtype == DTRAIN_DTYPE_F32) continue;
+        if (p->dtype == layout->dtype) continue;
         if (p->dtype != layout->desc->param_dtype) typed_values = true;
         if (!p->typed_grad) typed_grads = true;
     }
@@ -165,9 +165,12 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i];
         if (p->state.storage != p) continue;
         const bool whole = !dtrain__shard_bucket(layout, i);
-        if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
-        if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
-        if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
+        const bool inside = p->dtype == layout->dtype; /* the host's arrays are of the same type */
+        const bool value = inside && dtrain__host_value(p), grad = inside && dtrain__host_grad(p);
+        const int64_t words = dtrain__words(layout, p->count);
+        if (whole && !value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, words);
+        if (whole || value) layout->value_bytes += 4 * (uint64_t)words;
+        if (entry->trainable && grad) layout->grad_bytes += 4 * (uint64_t)words;
         dtrain__lay_typed(layout, i);
     }
     for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);

@@ -51,7 +51,8 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
         const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!dtrain__counts(strategy, shard, replicated)) continue;
-        args.x = shard->grad;
+        args.x = shard->grad ? (const void *)shard->grad : shard->typed_grad;
+        args.dtype = (dtrain_dtype)layout->dtype;
         args.count = shard->count;
         DTRAIN__TRY(device->ops->sum(device, &args));
     }

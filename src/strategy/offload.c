@@ -239,7 +239,7 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
     const dtrain__bucket *bucket = layout->entries[i].bucket;
     const bool master = offload && !bucket->value_on_host;
-    const int64_t padded = dtrain__padded(count);
+    const int64_t padded = dtrain__padded(dtrain__words(layout, count));
     if (offload && !bucket->grad_on_host)
         *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
     return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));

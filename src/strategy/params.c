@@ -95,8 +95,8 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
 static dtrain_result dtrain__check_dtype(const dtrain_param *p, size_t index)
 {
     const char *const name = dtrain_dtype_name((dtrain_dtype)p->dtype);
-    if (p->dtype > DTRAIN_DTYPE_F16)
-        return dtrain__param_fail(p, index, "dtype is %u (%s), expected F32, BF16 or F16",
+    if (p->dtype > DTRAIN_DTYPE_F16 && p->dtype != DTRAIN_DTYPE_F64)
+        return dtrain__param_fail(p, index, "dtype is %u (%s), expected F32, BF16, F16 or F64",
                                   (unsigned)p->dtype, name);
     if (p->dtype == DTRAIN_DTYPE_F32 ? p->typed_value || p->typed_grad : p->value || p->grad)
         return dtrain__param_fail(p, index,
@@ -201,7 +201,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         p->state.index = (uint32_t)i;
         p->state.frozen = (p->flags & DTRAIN_PARAM_FROZEN) != 0;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
-        const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
+        if ((p->dtype == DTRAIN_DTYPE_F64) != (params[0].dtype == DTRAIN_DTYPE_F64))
+            return dtrain__param_fail(p, i,
+                                      "its dtype is %s, that of \"%s\" %s: all parameters of a "
+                                      "strategy are fp64, or none",
+                                      dtrain_dtype_name((dtrain_dtype)p->dtype),
+                                      dtrain__short(params[0].name),
+                                      dtrain_dtype_name((dtrain_dtype)params[0].dtype));
+        const size_t each = p->dtype == DTRAIN_DTYPE_F64 ? sizeof(double) : sizeof(float);
+        const size_t bytes = dtrain__round_up((size_t)p->count * each, DTRAIN__CACHE_LINE);
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
             return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
     }
@@ -215,11 +223,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
  * the whole) only: the same on every rank, however values are cut and sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
-                                                 int64_t first, int64_t count, float *value)
+                                                 int64_t first, int64_t count, void *value)
 {
+    const bool wide = p->dtype == DTRAIN_DTYPE_F64;
+    const size_t each = wide ? sizeof(double) : sizeof(float);
     const bool drawn = p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM;
-    const size_t bytes = (size_t)count * sizeof(float);
+    const size_t bytes = (size_t)count * each;
     float staging[DTRAIN__STAGING_COUNT];
+    double wider[DTRAIN__STAGING_COUNT];
     if (p->init == DTRAIN_INIT_ZERO && count > 0) {
         if (!dtrain__on_host(device, value)) return device->ops->zero(device, value, bytes);
         memset(value, 0, bytes);
@@ -240,7 +251,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
             }
             filled += run;
         }
-        DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
+        for (int64_t i = 0; i < some && wide; i++) wider[i] = (double)staging[i];
+        DTRAIN__TRY(dtrain_device_copy(device, (char *)value + (size_t)at * each,
+                                       wide ? (const void *)wider : staging, (size_t)some * each));
     }
     return DTRAIN_OK;
 }

@@ -61,12 +61,17 @@ typedef struct dtrain_param {
     float init_scale;
     int64_t init_count; /* elements that init is for, the first ones; 0 = all. Others are 0 */
     dtrain_cut cut;     /* how the tensor axis of a mesh divides it; zeroed = not */
-    /* The type in which the host computes; sums, optimizers and their master copies are fp32. 0 =
-     * F32: with value and grad. BF16, F16: with typed_value, the rounded master copy, and
-     * typed_grad, in place of value and grad, which the host leaves NULL. What is NULL the library
-     * owns; arrays of the host's own are device memory. Where gradients are whole, those of several
-     * micro-batches add up in typed_grad, in its type, as in torch. Not for the tape, nor for
-     * DTRAIN_PARAM_BUFFER. */
+    /* The type in which the host computes. 0 = F32: with value and grad. Others: with typed_value
+     * and typed_grad in place of value and grad, which the host leaves NULL. What is NULL the
+     * library owns; arrays of the host's own are device memory. Not for the tape, nor for
+     * DTRAIN_PARAM_BUFFER.
+     *
+     *     BF16, F16   sums, optimizers and their master copies are fp32; typed_value is the rounded
+     *                 copy. Where gradients are whole, those of several micro-batches add up in
+     *                 typed_grad, in its type, as in torch
+     *     F64         everything is fp64 but rates, scales and weights of samples. For all
+     *                 parameters of a strategy, or none; AdamW and SGD; without compression,
+     *                 offload, mesh, param_dtype and reduce_dtype */
     uint32_t dtype;                 /* dtrain_dtype; of an alias 0, or that of its target */
     void *typed_value, *typed_grad; /* (count) */
     dtrain_param_state state;       /* the library's */

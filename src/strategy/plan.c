@@ -87,6 +87,7 @@ static dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param
 {
     dtrain__stage_map map;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
+    DTRAIN__TRY(dtrain__check_wide(params, count, desc));
     const dtrain_result result =
         dtrain__stage_map_make(&map, a, params, count, desc->pipeline, groups);
     if (result == DTRAIN_OK) dtrain__stage_params(&map, params, count);

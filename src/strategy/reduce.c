@@ -89,13 +89,12 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
 {
     const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     float *inside = entry->bucket->grads + entry->offset;
-    void *array = storage->dtype ? storage->typed_grad : storage->grad;
+    const uint32_t dtype = strategy->layout.dtype;
+    void *array = dtrain__host_grad(storage);
     if (array == inside) return DTRAIN_OK;
     if (back)
-        return dtrain__convert(strategy, storage->count, inside, DTRAIN_DTYPE_F32, array,
-                               storage->dtype);
-    return dtrain__convert(strategy, storage->count, array, storage->dtype, inside,
-                           DTRAIN_DTYPE_F32);
+        return dtrain__convert(strategy, storage->count, inside, dtype, array, storage->dtype);
+    return dtrain__convert(strategy, storage->count, array, storage->dtype, inside, dtype);
 }
 
 /* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
@@ -291,7 +290,8 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
         if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
-                                                    (size_t)p->count * sizeof(float)));
+                                                    (size_t)dtrain__words(layout, p->count) *
+                                                        sizeof(float)));
     }
     return DTRAIN_OK;
 }
@@ -391,6 +391,13 @@ DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
     return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
 }
 
+/* Return the type in which gradients travel. */
+static dtrain_dtype dtrain__wire_dtype(const dtrain_strategy *strategy)
+{
+    const bool low = dtrain__reduces_low(strategy);
+    return (dtrain_dtype)(low ? strategy->desc.reduce_dtype : strategy->layout.dtype);
+}
+
 /* Set *wire to x (count elements of the bucket, from `first` on) as reduce_dtype. */
 static dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket, float *x,
                                      int64_t first, int64_t count, void **wire)
@@ -419,9 +426,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
     void *wire;
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire, (size_t)count,
-                             (dtrain_dtype)strategy->desc.reduce_dtype, bucket->steps->op,
-                             bucket->reduces);
+    return dtrain_all_reduce(step->comm, wire, wire,
+                             (size_t)dtrain__elements(&strategy->layout, count),
+                             dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 /* ALL_REDUCE: the gradients of a bucket (with several nodes this rank's slice of them) = their
@@ -466,22 +473,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
                                                            dtrain__bucket *bucket,
                                                            const dtrain__step *step)
 {
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    const size_t unit = dtrain_dtype_bytes(dtype);
+    const dtrain_dtype dtype = dtrain__wire_dtype(strategy);
+    const size_t word = dtrain__reduces_low(strategy) ? sizeof(uint16_t) : sizeof(float);
     void *wire, *own = dtrain__reduce_result(strategy, bucket);
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
                                 bucket->slice_first, bucket->slice_count, &wire));
     if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
     if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
     if (!bucket->cuts)
-        return dtrain_reduce_scatter(step->comm, wire, own, (size_t)bucket->shard_count, dtype,
-                                     bucket->steps->op, bucket->reduces);
+        return dtrain_reduce_scatter(
+            step->comm, wire, own, (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
+            dtype, bucket->steps->op, bucket->reduces);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(step->comm, (char *)wire + (size_t)first * unit,
-                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype,
+        DTRAIN__TRY(dtrain_reduce(step->comm, (char *)wire + (size_t)first * word,
+                                  r == strategy->layout.rank ? own : NULL,
+                                  (size_t)dtrain__elements(&strategy->layout, count), dtype,
                                   bucket->steps->op, r, &bucket->reduces[r]));
     }
     return DTRAIN_OK;
@@ -501,8 +510,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
                                                  const dtrain__step *step)
 {
     const float *result = dtrain__reduce_result(strategy, bucket);
-    const dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
-                                 bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->layout.dtype;
+    const dtrain_add_args add = {dtrain__elements(&strategy->layout, bucket->shard_count),
+                                 bucket->grad_shard,
+                                 result,
+                                 bucket->grad_shard,
+                                 dtype,
+                                 dtype};
     (void)step;
     if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
     return strategy->device->ops->add(strategy->device, &add);

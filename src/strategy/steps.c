@@ -148,13 +148,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
     dtrain__resolve_levels(desc, ranks);
     const bool nodes = desc->hierarchical && desc->node_size > 1 && (int)desc->node_size < ranks;
-    const bool in_fp16 = desc->reduce_dtype == DTRAIN_DTYPE_F16;
+    const bool means = desc->reduce_dtype == DTRAIN_DTYPE_F16 || dtrain__is_wide(strategy);
     if (replicas)
         DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &groups->copy));
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
         groups->copy = groups->data;
-    strategy->whole.op = nodes && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
-    strategy->sharded.op = (nodes || replicas) && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+    strategy->whole.op = nodes && !means ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+    strategy->sharded.op = (nodes || replicas) && !means ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
     const int sharers = replicas ? (int)desc->node_size : ranks;
     if (!sharded || sharers == 1) DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
     if (sharded) DTRAIN__TRY(dtrain__list_sharded(strategy, nodes));

@@ -250,9 +250,9 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  * count in their mean. */
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over);
 
-/* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
- * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call
- * publish. */
+/* A flat slice of a parameter that this rank's optimizer updates, in fp32 unless its dtype is F64;
+ * at most one a parameter. Under DDP every trainable parameter is one, whole. After updating them
+ * (all ranks, or none) call publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
     int64_t offset; /* first element within the parameter; of one that a tensor axis cuts, within
@@ -260,6 +260,8 @@ typedef struct dtrain_shard {
     int64_t count;
     float *value;
     const float *grad;
+    void *typed_value; /* doubles in place of the two above, where dtype is F64 */
+    const void *typed_grad;
 } dtrain_shard;
 
 /* List what the optimizer updates on this rank, between finish and publish. Local. The list is
@@ -296,9 +298,9 @@ typedef struct dtrain_strategy_info {
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
 /* Copy the whole value of params[index] to host (the elements of its shape, also where a tensor
- * axis cuts it), on every rank. Collective over the mesh. Not in the middle of a backward; units
- * that are gathered stay so. */
-DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
+ * axis cuts it), in fp32 unless its dtype is F64, on every rank. Collective over the mesh. Not in
+ * the middle of a backward; units that are gathered stay so. */
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, void *host);
 
 /* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for

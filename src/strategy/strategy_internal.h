@@ -65,7 +65,7 @@ typedef struct dtrain__step_list {
     uint32_t count, early_count; /* steps in a step's last backward, and in those before it */
     uint32_t collectives;        /* steps that have a communicator */
     dtrain_reduce_op op;         /* SUM where two collectives in a row make the mean, as sums that
-                                    are multiplied by 1/N once; in fp16 they are means */
+                                    are multiplied by 1/N once; in fp16 and fp64 they are means */
 } dtrain__step_list;
 
 /* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
@@ -156,10 +156,16 @@ struct dtrain_strategy {
 
 /* strategy/values.c */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
+DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage);
 DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
 
 /* strategy/create.c */
 DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p);
+
+/* strategy/settings.c */
+DTRAIN__PRIVATE bool dtrain__is_wide(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
+                                                 const dtrain_strategy_desc *desc);
 
 /* strategy/reduce.c */
 DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket);

@@ -250,7 +250,7 @@ static dtrain_result dtrain__round_values(dtrain_strategy *strategy, const dtrai
         const dtrain_param *p = &strategy->params[i];
         const dtrain__entry *entry = &strategy->layout.entries[i];
         if (p->state.storage != p || entry->bucket != bucket) continue;
-        if (!p->dtype || p->dtype == strategy->desc.param_dtype) continue;
+        if (p->dtype == strategy->layout.dtype || p->dtype == strategy->desc.param_dtype) continue;
         DTRAIN__TRY(dtrain__convert(strategy, p->count, bucket->values + entry->offset,
                                     DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
     }
@@ -355,10 +355,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
-    const size_t unit = dtrain_dtype_bytes(dtype);
+    const dtrain__layout *layout = &strategy->layout;
+    const size_t unit = dtrain_dtype_bytes(dtype); /* of a word */
     const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->fetch[1] != NULL;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
+    const dtrain_dtype wire = low ? dtype : (dtrain_dtype)layout->dtype;
     const void *shard = bucket->value_shard;
     if (bucket->value_on_host) {
         DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
@@ -371,15 +373,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
     }
     if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
     if (!bucket->cuts)
-        return dtrain_all_gather(strategy->fetch[0], shard,
-                                 whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
-                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
+        return dtrain_all_gather(
+            strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
+            (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
+    for (int r = 0; r < layout->ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "values of bucket");
         DTRAIN__TRY(dtrain_broadcast(strategy->fetch[0], whole + (size_t)first * unit,
-                                     (size_t)count, dtype, r, &bucket->gathers[r]));
+                                     (size_t)dtrain__elements(layout, count), wire, r,
+                                     &bucket->gathers[r]));
     }
     return DTRAIN_OK;
 }
@@ -395,7 +398,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
     dtrain__label(strategy, bucket, "values of bucket");
     return dtrain_all_gather(strategy->fetch[1],
                              whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
-                             (size_t)bucket->slice_count, dtype, bucket->gathers);
+                             (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                             low ? dtype : (dtrain_dtype)strategy->layout.dtype, bucket->gathers);
 }
 
 /* Wait until a bucket's values, as dtype, have been gathered. */
@@ -415,7 +419,9 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
         if (storage->bucket != bucket) continue;
-        p->value = shown ? bucket->values + storage->offset : NULL;
-        p->typed_value = shown ? storage->typed_value : NULL;
+        float *value = shown ? bucket->values + storage->offset : NULL;
+        const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
+        p->value = wide ? NULL : value;
+        p->typed_value = wide ? (void *)value : shown ? storage->typed_value : NULL;
     }
 }

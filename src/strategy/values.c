@@ -5,10 +5,16 @@
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
-/* Return the array in which the host has the whole value of a storage, as its dtype. */
+/* Return the array in which the host has the whole value, or the gradient, of a storage, as its
+ * dtype. */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage)
 {
     return storage->dtype ? storage->typed_value : storage->value;
+}
+
+DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage)
+{
+    return storage->dtype ? storage->typed_grad : storage->grad;
 }
 
 /* Tell whether the library initialises a value: the host has given no array. */
@@ -32,10 +38,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
         if (!inside || array == inside) continue;
         if (to_host)
             DTRAIN__TRY(
-                dtrain__convert(strategy, p->count, inside, DTRAIN_DTYPE_F32, array, p->dtype));
+                dtrain__convert(strategy, p->count, inside, layout->dtype, array, p->dtype));
         else if (!dtrain__is_drawn(entry))
             DTRAIN__TRY(
-                dtrain__convert(strategy, p->count, array, p->dtype, inside, DTRAIN_DTYPE_F32));
+                dtrain__convert(strategy, p->count, array, p->dtype, inside, layout->dtype));
     }
     return DTRAIN_OK;
 }
@@ -57,15 +63,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* Make *whole storage i with its value whole, with the bits that the shards have; it is valid until
- * the next call. Where units are gathered rounded, a slot does not have those: then the parameter's
- * bucket is gathered in fp32 into the slot, and its unit counts as ABSENT. */
+/* Make *whole storage i with its value whole, with the bits that the shards have (in fp64 `value`
+ * is the address); it is valid until the next call. Where units are gathered rounded, a slot does
+ * not have those: then the parameter's bucket is gathered in fp32 into the slot, and its unit counts
+ * as ABSENT. */
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
     *whole = strategy->params[i];
+    if (layout->dtype == DTRAIN_DTYPE_F64) whole->value = (float *)whole->typed_value;
     if (!layout->shards.params || !bucket) return DTRAIN_OK;
     dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
     whole->value = bucket->values + layout->entries[i].offset;
@@ -143,7 +151,7 @@ static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, void *host)
 {
     dtrain_param whole;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_read"));
@@ -156,10 +164,11 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
     dtrain_result result = DTRAIN_OK;
     if (strategy->groups.tensor && whole.cut.axis)
-        result = dtrain__read_parts(strategy, &whole, host);
+        result = dtrain__read_parts(strategy, &whole, (float *)host);
     else if (whole.count)
         result = dtrain_device_copy(strategy->device, host, whole.value,
-                                    (size_t)whole.count * sizeof(float));
+                                    (size_t)dtrain__words(&strategy->layout, whole.count) *
+                                        sizeof(float));
     if (strategy->groups.pipeline && result == DTRAIN_OK) /* from the first stage that has it */
         result = dtrain__strategy_keep(
             strategy,

@@ -311,7 +311,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
     correct.a = passes;
-    correct.dtype = DTRAIN_DTYPE_F32;
+    correct.dtype = (dtrain_dtype)layout->dtype;
     strategy->tally_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     strategy->sums[0] = strategy->weights;
@@ -319,13 +319,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->tally;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
-        correct.a = passes / strategy->sums[0];
+        correct.a = (double)passes / (double)strategy->sums[0];
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         dtrain_device *device = bucket->grad_on_host ? strategy->offload.cpu : strategy->device;
         if (!bucket->trainable || bucket->shard_count == 0) continue;
-        correct.count = bucket->shard_count;
+        correct.count = dtrain__elements(layout, bucket->shard_count);
         correct.x = correct.y = bucket->grad_shard;
         DTRAIN__TRY(device->ops->axpby(device, &correct));
     }

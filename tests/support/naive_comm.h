@@ -11,7 +11,7 @@
 enum { GUARD = 64, PRIVATE = 0, COMM = 1, MODES = 2 };
 
 static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16,
-                                      DTRAIN_DTYPE_I32, DTRAIN_DTYPE_I64};
+                                      DTRAIN_DTYPE_I32, DTRAIN_DTYPE_I64,  DTRAIN_DTYPE_F64};
 static const dtrain_reduce_op ops[] = {DTRAIN_REDUCE_SUM, DTRAIN_REDUCE_MEAN, DTRAIN_REDUCE_MIN,
                                        DTRAIN_REDUCE_MAX, DTRAIN_REDUCE_PROD};
 static const uint32_t kinds[] = {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_COLLECTIVE_REDUCE_SCATTER,
@@ -116,7 +116,10 @@ static inline void make_element(dtrain_dtype dtype, uint64_t seed, int rank, siz
     uint32_t sign = (uint32_t)(x >> 63), exponent = (uint32_t)(x >> 60 & 7), low = (uint32_t)x;
     uint16_t half = (uint16_t)(sign << 15 | (11 + exponent) << 10 | (low & 1023));
     uint32_t word = sign << 31 | (123 + exponent) << 23 | (low & 0x7fffff);
+    const double wide = ldexp(
+        (sign ? -1 : 1) * (1 + (double)(x >> 8 & ((1ull << 52) - 1)) / 0x1p52), (int)exponent - 4);
     if (is_integer(dtype)) store_integer(dtype, at, x);
+    else if (dtype == DTRAIN_DTYPE_F64) memcpy(at, &wide, sizeof wide);
     else if (dtype == DTRAIN_DTYPE_F32) memcpy(at, &word, sizeof word);
     else {
         if (dtype == DTRAIN_DTYPE_BF16) half = (uint16_t)(word >> 16);
@@ -140,17 +143,34 @@ static inline uint64_t join_integers(dtrain_reduce_op op, uint64_t a, uint64_t b
     return (op == DTRAIN_REDUCE_MIN) == ((int64_t)a < (int64_t)b) ? a : b;
 }
 
+static inline double load_double(const void *at)
+{
+    double value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+static inline double join_doubles(dtrain_reduce_op op, double a, double b)
+{
+    if (op == DTRAIN_REDUCE_PROD) return a * b;
+    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN) return a + b;
+    return (op == DTRAIN_REDUCE_MIN) == (a < b) ? a : b;
+}
+
 /* The reduction over the members' elements, by the documented rule. */
 static inline void expect_reduced(dtrain_dtype dtype, dtrain_reduce_op op, uint64_t seed,
                                   const int *members, int size, size_t index, void *at)
 {
     unsigned char element[8];
     float sum = 0;
+    double wide = 0;
     uint64_t whole = 0;
     int r;
     for (r = 0; r < size; r++) {
         make_element(dtype, seed, members[r], index, element);
-        if (is_integer(dtype)) {
+        if (dtype == DTRAIN_DTYPE_F64) {
+            double value = load_double(element);
+            wide = r == 0 ? value : join_doubles(op, wide, value);
+        } else if (is_integer(dtype)) {
             uint64_t value = load_integer(dtype, element);
             whole = r == 0 ? value : join_integers(op, whole, value);
         } else {
@@ -159,7 +179,9 @@ static inline void expect_reduced(dtrain_dtype dtype, dtrain_reduce_op op, uint6
         }
     }
     if (op == DTRAIN_REDUCE_MEAN) sum *= 1.0f / (float)size;
+    if (op == DTRAIN_REDUCE_MEAN) wide *= 1.0 / size;
     if (is_integer(dtype)) store_integer(dtype, at, whole);
+    else if (dtype == DTRAIN_DTYPE_F64) memcpy(at, &wide, sizeof wide);
     else store_float(dtype, at, sum);
 }
 
@@ -168,6 +190,7 @@ static inline bool same_element(dtrain_dtype dtype, const void *a, const void *b
 {
     if (memcmp(a, b, dtrain_dtype_bytes(dtype)) == 0) return true;
     if (is_integer(dtype)) return false;
+    if (dtype == DTRAIN_DTYPE_F64) return isnan(load_double(a)) && isnan(load_double(b));
     return isnan(load_float(dtype, a)) && isnan(load_float(dtype, b));
 }
 

@@ -611,11 +611,11 @@ static dtrain_result naive_axpby(dtrain_device *device, const dtrain_axpby_args 
 {
     (void)device;
     for (int64_t i = 0; a->divisor && a->divisor[0] != 0 && i < a->count; i++)
-        ((float *)a->y)[i] *= a->a / a->divisor[0];
+        ((float *)a->y)[i] *= (float)a->a / a->divisor[0];
     for (int64_t i = 0; !a->divisor && i < a->count; i++) {
         double x = a->x ? naive_get(a->x, a->dtype, a->broadcast ? 0 : i) : 1;
-        double y = a->accumulate ? (double)a->b * naive_get(a->y, a->dtype, i) : 0;
-        naive_put(a->y, a->dtype, i, (double)a->a * x + y);
+        double y = a->accumulate ? a->b * naive_get(a->y, a->dtype, i) : 0;
+        naive_put(a->y, a->dtype, i, a->a * x + y);
     }
     return DTRAIN_OK;
 }

@@ -42,7 +42,7 @@ static int each_type(const desk *d, size_t count, uint64_t *number, visit_fn vis
 {
     size_t k, t, o;
     for (k = 0; k < KINDS; k++)
-        for (t = 0; t < 5; t++)
+        for (t = 0; t < 6; t++)
             for (o = 0; o < (has_op(kinds[k]) ? 5u : 1u); o++) {
                 call c = make_call(kinds[k], dtypes[t], ops[o], count, ++*number);
                 if (c.op == DTRAIN_REDUCE_MEAN && is_integer(c.dtype)) continue;

@@ -557,7 +557,7 @@ static void test_safetensors_vectors(void)
     dtrain__text_free(&text);
     CHECK(strcmp(dtrain__stored_name(DTRAIN_DTYPE_BF16), "BF16") == 0);
     CHECK(strcmp(dtrain__stored_name(DTRAIN__STORED_F64), "F64") == 0);
-    for (uint32_t d = 0; d <= DTRAIN_DTYPE_I64; d++)
+    for (uint32_t d = 0; d <= DTRAIN_DTYPE_F64; d++)
         CHECK(dtrain__stored_bytes(d) == dtrain_dtype_bytes((dtrain_dtype)d));
     CHECK(dtrain__stored_bytes(DTRAIN__STORED_U8) == 1 &&
           dtrain__stored_bytes(DTRAIN__STORED_F64) == 8);

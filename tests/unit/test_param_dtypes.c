@@ -1,4 +1,4 @@
-/* test_param_dtypes.c: parameters whose host computes in a type of its own. Random programs under every kind, 1 to 8
+/* test_param_dtypes.c: parameters in fp32, bf16, fp16 and fp64. Random programs under every kind, 1 to 8
  * ranks, against a naive trainer in double that has the ranks' gradients and nothing of a strategy.
  *
  *     ./test_param_dtypes random      the random programs alone; DTRAIN_TEST_SEED=N begins with another one
@@ -29,34 +29,37 @@ typedef struct program {
     float clip;
     spec s[MOST_PARAMS];
     /* What the ranks saw. */
-    float before[MOST_STEPS + 1][MOST_PARAMS]
-                [MOST_COUNT];                        /* masters before each step, and in the end */
-    float mean[MOST_STEPS][MOST_PARAMS][MOST_COUNT]; /* DDP: what came back */
-    float norm[MOST_STEPS];
+    double before[MOST_STEPS + 1][MOST_PARAMS]
+                 [MOST_COUNT];                        /* masters before each step, and in the end */
+    double mean[MOST_STEPS][MOST_PARAMS][MOST_COUNT]; /* DDP: what came back */
+    float norm[MOST_STEPS], scale[MOST_STEPS];
     bool added[MOST_RANKS][MOST_STEPS][MOST_MICRO][MOST_PARAMS];
 } program;
 
-static float round_to(uint32_t dtype, float x)
+static double element(const void *array, uint32_t dtype, int64_t e)
 {
-    if (dtype == DTRAIN_DTYPE_F32) return x;
-    return dtrain_half_to_f32((dtrain_dtype)dtype, dtrain_half_from_f32((dtrain_dtype)dtype, x));
+    if (dtype == DTRAIN_DTYPE_F64) return ((const double *)array)[e];
+    if (dtype == DTRAIN_DTYPE_F32) return (double)((const float *)array)[e];
+    return (double)dtrain_half_to_f32((dtrain_dtype)dtype, ((const uint16_t *)array)[e]);
 }
 
-static float element(const void *array, uint32_t dtype, int64_t e)
+static void set_element(void *array, uint32_t dtype, int64_t e, double x)
 {
-    if (dtype == DTRAIN_DTYPE_F32) return ((const float *)array)[e];
-    return dtrain_half_to_f32((dtrain_dtype)dtype, ((const uint16_t *)array)[e]);
+    if (dtype == DTRAIN_DTYPE_F64) ((double *)array)[e] = x;
+    else if (dtype == DTRAIN_DTYPE_F32) ((float *)array)[e] = (float)x;
+    else ((uint16_t *)array)[e] = dtrain_half_from_f32((dtrain_dtype)dtype, (float)x);
 }
 
-static void set_element(void *array, uint32_t dtype, int64_t e, float x)
+static double round_to(uint32_t dtype, double x)
 {
-    if (dtype == DTRAIN_DTYPE_F32) ((float *)array)[e] = x;
-    else ((uint16_t *)array)[e] = dtrain_half_from_f32((dtrain_dtype)dtype, x);
+    double one;
+    set_element(&one, dtype, 0, x);
+    return element(&one, dtype, 0);
 }
 
-static float noise(uint64_t a, uint64_t b, uint64_t c)
+static double noise(uint64_t a, uint64_t b, uint64_t c)
 {
-    return (float)(ranks_mix(ranks_mix(a * 1000003u + b) * 1000003u + c) >> 40) / 8388608.0f - 1.0f;
+    return (double)(ranks_mix(ranks_mix(a * 1000003u + b) * 1000003u + c) >> 11) / 0x1p52 - 1;
 }
 
 static uint64_t place(int r, int s, int m, int i)
@@ -64,9 +67,9 @@ static uint64_t place(int r, int s, int m, int i)
     return (uint64_t)(((r * MOST_STEPS + s) * MOST_MICRO + m) * MOST_PARAMS + i);
 }
 
-static float gradient(const program *p, int r, int s, int m, int i, int64_t e, float value)
+static double gradient(const program *p, int r, int s, int m, int i, int64_t e, double value)
 {
-    return round_to(p->s[i].dtype, noise(p->seed, place(r, s, m, i), (uint64_t)e) + 0.25f * value);
+    return round_to(p->s[i].dtype, noise(p->seed, place(r, s, m, i), (uint64_t)e) + 0.25 * value);
 }
 
 static bool is_missing(const program *p, int r, int s, int m, int i)
@@ -85,10 +88,11 @@ static float weight_of(const program *p, int r, int s, int m)
 static bool shards_params(uint32_t kind) { return kind >= DTRAIN_STRATEGY_FULL_SHARD; }
 
 /* What a host reads of a master. */
-static float seen(const program *p, int s, int i, float master)
+static double seen(const program *p, int s, int i, double master)
 {
     const uint32_t kind = p->saved_after >= 0 && s > p->saved_after ? p->kind_after : p->kind;
-    if (shards_params(kind) && p->ranks > 1) master = round_to(p->param_dtype, master);
+    if (p->param_dtype && shards_params(kind) && p->ranks > 1)
+        master = round_to(p->param_dtype, master);
     return round_to(p->s[i].dtype, master);
 }
 
@@ -106,7 +110,7 @@ typedef struct rank_job {
     uint32_t kind;
     char names[MOST_PARAMS][8];
     dtrain_param params[MOST_PARAMS];
-    float values[MOST_PARAMS][MOST_COUNT], grads[MOST_PARAMS][MOST_COUNT]; /* of any type */
+    double values[MOST_PARAMS][MOST_COUNT], grads[MOST_PARAMS][MOST_COUNT]; /* of any type */
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_state *state;
@@ -136,13 +140,13 @@ static dtrain_result job_open(rank_job *job, uint64_t turn)
         for (int64_t e = 0; e < s->count; e++) {
             set_element(job->values[i], s->dtype, e,
                         noise(p->seed + turn, (uint64_t)(i + 100 * job->rank), (uint64_t)e));
-            set_element(job->grads[i], s->dtype, e, 1e4f);
+            set_element(job->grads[i], s->dtype, e, 1e4);
         }
         if (s->alias_of >= 0) continue;
         if (s->dtype && s->host_value) q->typed_value = job->values[i];
         if (s->dtype && host_grad) q->typed_grad = job->grads[i];
-        if (!s->dtype && s->host_value) q->value = job->values[i];
-        if (!s->dtype && host_grad) q->grad = job->grads[i];
+        if (!s->dtype && s->host_value) q->value = (float *)job->values[i];
+        if (!s->dtype && host_grad) q->grad = (float *)job->grads[i];
     }
     desc.kind = job->kind;
     desc.accumulation = p->accumulation;
@@ -179,7 +183,8 @@ static void job_close(rank_job *job)
     for (int i = 0; i < job->p->count; i++) { /* nothing of the library's is left */
         const dtrain_param *q = &job->params[i];
         const spec *s = &job->p->s[i];
-        CHECK(q->value == (!s->dtype && s->host_value && s->alias_of < 0 ? job->values[i] : NULL));
+        CHECK(q->value ==
+              (!s->dtype && s->host_value && s->alias_of < 0 ? (void *)job->values[i] : NULL));
         CHECK(q->typed_value ==
               (s->dtype && s->host_value && s->alias_of < 0 ? job->values[i] : NULL));
         CHECK(!s->dtype || !q->grad);
@@ -187,27 +192,31 @@ static void job_close(rank_job *job)
 }
 
 /* Read masters: all ranks get rank 0's bits. */
-static dtrain_result job_read(rank_job *job, int s, float masters[MOST_PARAMS][MOST_COUNT])
+static dtrain_result job_read(rank_job *job, int s, double masters[MOST_PARAMS][MOST_COUNT])
 {
-    for (int i = 0; i < job->p->count; i++)
-        TRY(dtrain_strategy_read(job->strategy, (size_t)i, masters[i]));
+    const uint32_t dtype = job->p->dtype == DTRAIN_DTYPE_F64 ? DTRAIN_DTYPE_F64 : DTRAIN_DTYPE_F32;
+    double memory[MOST_COUNT];
+    for (int i = 0; i < job->p->count; i++) {
+        TRY(dtrain_strategy_read(job->strategy, (size_t)i, memory));
+        for (int64_t e = 0; e < job->p->s[i].count; e++) masters[i][e] = element(memory, dtype, e);
+    }
     if (job->rank == 0) memcpy(job->p->before[s], masters, sizeof job->p->before[s]);
     return dtrain_strategy_verify(job->strategy, NULL);
 }
 
 /* The value of an entry, as its host reads it, has the bits of the rounded master. */
-static void check_seen(const rank_job *job, int s, int i, const float *masters)
+static void check_seen(const rank_job *job, int s, int i, const double *masters)
 {
     const program *p = job->p;
     const dtrain_param *q = &job->params[i];
     const void *array = q->dtype ? q->typed_value : q->value;
     for (int64_t e = 0; e < p->s[i].count; e++) {
-        const float expected = seen(p, s, i, masters[e]);
+        const double expected = seen(p, s, i, masters[e]);
         if (!CHECK_MSG(array && element(array, p->s[i].dtype, e) == expected,
                        "seed %llu step %d rank %d: p%d (%s) [%lld]: sees %g, master rounds to %g",
                        (unsigned long long)p->seed, s, job->rank, i,
                        dtrain_dtype_name((dtrain_dtype)q->dtype), (long long)e,
-                       array ? (double)element(array, p->s[i].dtype, e) : 0.0, (double)expected))
+                       array ? element(array, p->s[i].dtype, e) : 0.0, expected))
             return;
     }
 }
@@ -222,13 +231,13 @@ static dtrain_result emit(rank_job *job, int s, int m, int i)
     const bool add = q->state.grad_written;
     p->added[job->rank][s][m][i] = add;
     for (int64_t e = 0; e < p->s[i].count; e++) {
-        const float g = gradient(p, job->rank, s, m, i, e, element(value, dtype, e));
+        const double g = gradient(p, job->rank, s, m, i, e, element(value, dtype, e));
         set_element(grad, dtype, e, add ? element(grad, dtype, e) + g : g);
     }
     return dtrain_strategy_ready(job->strategy, (size_t)i);
 }
 
-static dtrain_result job_pass(rank_job *job, int s, int m, float masters[MOST_PARAMS][MOST_COUNT])
+static dtrain_result job_pass(rank_job *job, int s, int m, double masters[MOST_PARAMS][MOST_COUNT])
 {
     const program *p = job->p;
     const int units = (int)p->s[p->count - 1].unit + 1;
@@ -247,7 +256,8 @@ static dtrain_result job_pass(rank_job *job, int s, int m, float masters[MOST_PA
         }
         TRY(dtrain_strategy_release(job->strategy, unit));
         for (int i = 0; i < p->count; i++)
-            CHECK(!p->s[i].dtype || !job->params[i].value == !job->params[i].typed_value);
+            CHECK(!p->s[i].dtype || p->dtype == DTRAIN_DTYPE_F64 ||
+                  !job->params[i].value == !job->params[i].typed_value);
     }
     return dtrain_strategy_finish(job->strategy);
 }
@@ -255,7 +265,7 @@ static dtrain_result job_pass(rank_job *job, int s, int m, float masters[MOST_PA
 static dtrain_result job_step(rank_job *job, int s)
 {
     program *p = job->p;
-    float masters[MOST_PARAMS][MOST_COUNT] = {{0}}, scale;
+    double masters[MOST_PARAMS][MOST_COUNT] = {{0}};
     TRY(job_read(job, s, masters));
     for (int m = 0; m < p->micro; m++) TRY(job_pass(job, s, m, masters));
     for (int i = 0; i < p->count && job->rank == 0 && job->kind == DTRAIN_STRATEGY_DDP; i++)
@@ -263,8 +273,8 @@ static dtrain_result job_step(rank_job *job, int s)
             p->mean[s][i][e] =
                 element(job->params[i].dtype ? job->params[i].typed_grad : job->params[i].grad,
                         p->s[i].dtype, e);
-    TRY(dtrain_grad_norm(job->strategy, NULL, p->clip, &p->norm[s], &scale));
-    return dtrain_optimizer_step(job->optimizer, 0.05f, scale);
+    TRY(dtrain_grad_norm(job->strategy, NULL, p->clip, &p->norm[s], &p->scale[s]));
+    return dtrain_optimizer_step(job->optimizer, 0.05f, p->scale[s]);
 }
 
 /* Save, forget everything, and go on from the checkpoint under another kind. */
@@ -289,7 +299,7 @@ static dtrain_result job_restart(rank_job *job)
 
 static dtrain_result job_run(rank_job *job)
 {
-    float masters[MOST_PARAMS][MOST_COUNT] = {{0}};
+    double masters[MOST_PARAMS][MOST_COUNT] = {{0}};
     TRY(job_open(job, 0));
     for (int s = 0; s < job->p->steps; s++) {
         TRY(job_step(job, s));
@@ -328,7 +338,7 @@ static void oracle_gradients(const program *p, oracle *o, int s)
     memset(o->grad, 0, sizeof o->grad);
     memset(o->any, 0, sizeof o->any);
     for (int r = 0; r < p->ranks; r++) {
-        float array[MOST_PARAMS][MOST_COUNT] = {{0}};
+        double array[MOST_PARAMS][MOST_COUNT] = {{0}};
         for (int m = 0; m < p->micro; m++) {
             weights += (double)weight_of(p, r, s, m);
             for (int i = p->count - 1; i >= 0; i--) {
@@ -336,15 +346,15 @@ static void oracle_gradients(const program *p, oracle *o, int s)
                 if (p->s[i].frozen || is_missing(p, r, s, m, i)) continue;
                 o->any[at] = true;
                 for (int64_t e = 0; e < p->s[i].count; e++) {
-                    const float g = gradient(p, r, s, m, i, e, seen(p, s, i, p->before[s][at][e]));
+                    const double g = gradient(p, r, s, m, i, e, seen(p, s, i, p->before[s][at][e]));
                     if (p->added[r][s][m][i])
                         array[at][e] = round_to(p->s[i].dtype, array[at][e] + g);
-                    else o->grad[at][e] += (double)array[at][e], array[at][e] = g;
+                    else o->grad[at][e] += array[at][e], array[at][e] = g;
                 }
             }
         }
         for (int i = 0; i < p->count; i++)
-            for (int64_t e = 0; e < p->s[i].count; e++) o->grad[i][e] += (double)array[i][e];
+            for (int64_t e = 0; e < p->s[i].count; e++) o->grad[i][e] += array[i][e];
     }
     for (int i = 0; i < p->count; i++)
         for (int64_t e = 0; e < p->s[i].count; e++) o->grad[i][e] *= p->micro / weights;
@@ -355,6 +365,8 @@ static void oracle_update(const program *p, oracle *o, int i, double scale)
     const double lr = (double)0.05f, decay = p->s[i].columns ? (double)0.1f : 0, b1 = (double)0.9f,
                  b2 = (double)0.999f;
     const int t = ++o->t[i];
+    const double c1 = (double)(float)(1 - pow(b1, t)),
+                 c2 = (double)(float)(1 - pow(b2, t)); /* kernels have floats */
     for (int64_t e = 0; e < p->s[i].count; e++) {
         double *x = &o->value[i][e], *m = &o->m[i][e], *v = &o->v[i][e], g = scale * o->grad[i][e];
         if (p->optimizer == DTRAIN_OPTIMIZER_SGD) {
@@ -365,7 +377,7 @@ static void oracle_update(const program *p, oracle *o, int i, double scale)
         *m = b1 * *m + (1 - b1) * g;
         *v = b2 * *v + (1 - b2) * g * g;
         *x -= lr * decay * *x;
-        *x -= lr * (*m / (1 - pow(b1, t))) / (sqrt(*v / (1 - pow(b2, t))) + (double)1e-3f);
+        *x -= lr * (*m / c1) / (sqrt(*v / c2) + (double)1e-3f);
     }
 }
 
@@ -377,10 +389,11 @@ static bool near_to(double a, double b, double relative)
 static void oracle_check(const program *p)
 {
     const unsigned long long seed = p->seed;
+    const bool wide = p->dtype == DTRAIN_DTYPE_F64;
     oracle *o = (oracle *)calloc(1, sizeof *o);
     for (int i = 0; i < p->count; i++)
         for (int64_t e = 0; e < p->s[i].count; e++) {
-            o->value[i][e] = (double)p->before[0][i][e];
+            o->value[i][e] = p->before[0][i][e];
             if (p->s[storage_of(p, i)].host_value) /* rank 0's */
                 CHECK(p->before[0][i][e] ==
                       round_to(p->s[i].dtype,
@@ -396,10 +409,13 @@ static void oracle_check(const program *p)
                   sqrt(squares));
         if (p->clip > 0 && sqrt(squares) > (double)p->clip)
             scale = (double)p->clip / (sqrt(squares) + 1e-6);
+        CHECK(near_to((double)p->scale[s], scale, 1e-5));
+        scale = (double)p->scale[s];
         for (int i = 0; i < p->count; i++) {
-            const double ulp = p->s[i].dtype == DTRAIN_DTYPE_BF16 ? 0x1p-8
-                               : p->s[i].dtype                    ? 0x1p-11
-                                                                  : 1e-6;
+            const double ulp = wide                                 ? 1e-14
+                               : p->s[i].dtype == DTRAIN_DTYPE_BF16 ? 0x1p-8
+                               : p->s[i].dtype                      ? 0x1p-11
+                                                                    : 1e-6;
             const bool ddp =
                 (p->saved_after >= 0 && s > p->saved_after ? p->kind_after : p->kind) ==
                 DTRAIN_STRATEGY_DDP;
@@ -407,15 +423,16 @@ static void oracle_check(const program *p)
             if (at == i && o->any[i]) oracle_update(p, o, i, scale);
             for (int64_t e = 0; e < p->s[i].count; e++) {
                 if (ddp && !p->s[i].frozen &&
-                    !CHECK_MSG(fabs((double)p->mean[s][i][e] - o->grad[at][e]) <=
-                                   ulp * fabs(o->grad[at][e]) + 1e-6,
+                    !CHECK_MSG(fabs(p->mean[s][i][e] - o->grad[at][e]) <=
+                                   ulp * fabs(o->grad[at][e]) + (wide ? 1e-14 : 1e-6),
                                "seed %llu step %d: p%d[%d]: mean %g, expected %g", seed, s, i,
-                               (int)e, (double)p->mean[s][i][e], o->grad[at][e]))
+                               (int)e, p->mean[s][i][e], o->grad[at][e]))
                     break;
-                if (!CHECK_MSG(near_to((double)p->before[s + 1][i][e], o->value[at][e], 2e-5),
-                               "seed %llu step %d: p%d (%s)[%d] %.8g, expected %.8g", seed, s, i,
-                               dtrain_dtype_name((dtrain_dtype)p->s[i].dtype), (int)e,
-                               (double)p->before[s + 1][i][e], o->value[at][e]))
+                if (!CHECK_MSG(
+                        near_to(p->before[s + 1][i][e], o->value[at][e], wide ? 1e-13 : 2e-5),
+                        "seed %llu step %d: p%d (%s)[%d] %.8g, expected %.8g", seed, s, i,
+                        dtrain_dtype_name((dtrain_dtype)p->s[i].dtype), (int)e,
+                        p->before[s + 1][i][e], o->value[at][e]))
                     break;
             }
         }
@@ -429,7 +446,9 @@ static void program_draw_param(program *p, int i, uint64_t *state, uint32_t dtyp
 {
     static const uint32_t inits[] = {DTRAIN_INIT_CONSTANT, DTRAIN_INIT_NORMAL, DTRAIN_INIT_UNIFORM};
     spec *s = &p->s[i];
-    s->dtype = dtype ? (ranks_random(state, 5) ? dtype : (uint32_t)ranks_random(state, 3)) : 0;
+    s->dtype = dtype == DTRAIN_DTYPE_F64 ? dtype
+               : dtype ? (ranks_random(state, 5) ? dtype : (uint32_t)ranks_random(state, 3))
+                       : 0;
     s->unit = i == 0 ? 0 : p->s[i - 1].unit + (ranks_random(state, 2) ? 1 : 0);
     s->init = inits[ranks_random(state, 3)];
     s->rows = 1 + (int64_t)ranks_random(state, 10);
@@ -476,6 +495,7 @@ static void program_draw(program *p, uint64_t seed, uint32_t dtype)
     p->topk = ranks_random(&state, 3) == 0;
     p->clip = ranks_random(&state, 2) ? 0.5f : 0;
     p->count = 1 + (int)ranks_random(&state, MOST_PARAMS);
+    if (dtype == DTRAIN_DTYPE_F64) p->param_dtype = 0, p->topk = false;
     for (int i = 0; i < p->count; i++) program_draw_param(p, i, &state, dtype);
 }
 
@@ -500,6 +520,7 @@ static void run_programs(uint32_t dtype)
 static void test_random_f32(void) { run_programs(DTRAIN_DTYPE_F32); }
 static void test_random_bf16(void) { run_programs(DTRAIN_DTYPE_BF16); }
 static void test_random_f16(void) { run_programs(DTRAIN_DTYPE_F16); }
+static void test_random_f64(void) { run_programs(DTRAIN_DTYPE_F64); }
 
 /* ---- parts of parameters ---- */
 
@@ -541,8 +562,8 @@ static dtrain_result mesh_train(dtrain_world *world, const dtrain_mesh *mesh, ui
             CHECK(p[i].count == (i == 0 ? 15 : 12));
             for (int64_t e = 0; e < p[i].count; e++) {
                 CHECK(element(p[i].typed_value, DTRAIN_DTYPE_BF16, e) ==
-                      round_to(DTRAIN_DTYPE_BF16, part[e]));
-                set_element(p[i].typed_grad, DTRAIN_DTYPE_BF16, e, (float)(1 + info.data_rank));
+                      round_to(DTRAIN_DTYPE_BF16, (double)part[e]));
+                set_element(p[i].typed_grad, DTRAIN_DTYPE_BF16, e, 1 + info.data_rank);
             }
             TRY(dtrain_strategy_ready(strategy, (size_t)i));
         }
@@ -612,7 +633,7 @@ static int refused_main(dtrain_world *world, void *user)
 static void test_refused(void)
 {
     static const refusal all[] = {
-        {0, 3, 0, 0, false, false, false, "dtype is 3 (i32), expected F32, BF16 or F16"},
+        {0, 3, 0, 0, false, false, false, "dtype is 3 (i32), expected F32, BF16, F16 or F64"},
         {0, 1, 0, 0, true, false, false,
          "with which the host's arrays are typed_value and typed_grad"},
         {0, 0, 0, 0, false, true, false, "with which the host's arrays are value and grad"},
@@ -627,6 +648,47 @@ static void test_refused(void)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         ranks_run(2, DTRAIN_LAUNCH_THREADS, refused_main, (void *)(uintptr_t)&all[i]);
 }
+
+/* What fp64 does not have is refused by its name. */
+static int wide_main(dtrain_world *world, void *user)
+{
+    static const char *const says[] = {"fp64, which has no compression",
+                                       "fp64, which has no param_dtype",
+                                       "fp64, which has no reduce_dtype", "fp64, or none"};
+    dtrain_optimizer_desc lion = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_LION);
+    dtrain_compression_desc how;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    (void)user;
+    memset(&how, 0, sizeof how);
+    how.kind = DTRAIN_COMPRESSION_TOPK;
+    for (int i = 0; i < 5; i++) {
+        dtrain_param p[2] = {ranks_param("a", NULL, NULL, 4, 4),
+                             ranks_param("b", NULL, NULL, 4, 4)};
+        dtrain_strategy_desc desc;
+        memset(&desc, 0, sizeof desc);
+        p[0].dtype = p[1].dtype = DTRAIN_DTYPE_F64;
+        if (i == 0) desc.compression = &how;
+        if (i == 1) desc.kind = DTRAIN_STRATEGY_FULL_SHARD, desc.param_dtype = DTRAIN_DTYPE_BF16;
+        if (i == 2) desc.reduce_dtype = DTRAIN_DTYPE_F16;
+        if (i == 3) p[1].dtype = 0;
+        const dtrain_result result = dtrain_strategy_create(world, p, 2, &desc, &strategy);
+        if (i < 4) {
+            CHECK(result == (i == 3 ? DTRAIN_ERROR_ARGUMENT : DTRAIN_ERROR_UNSUPPORTED));
+            CHECK_MSG(strstr(dtrain_last_error(), says[i]), "%s", dtrain_last_error());
+            continue;
+        }
+        CHECK(result == DTRAIN_OK);
+        CHECK(dtrain_optimizer_create(world, strategy, &lion, &optimizer) ==
+              DTRAIN_ERROR_UNSUPPORTED);
+        CHECK(dtrain_checkpoint_export(strategy, path_of("w.safetensors"), NULL) ==
+              DTRAIN_ERROR_UNSUPPORTED);
+        dtrain_strategy_destroy(strategy);
+    }
+    return 0;
+}
+
+static void test_wide_refused(void) { ranks_run(2, DTRAIN_LAUNCH_THREADS, wide_main, NULL); }
 
 static int tape_main(dtrain_world *world, void *user)
 {
@@ -690,8 +752,10 @@ int main(int argc, char **argv)
     RUN(test_random_f32);
     RUN(test_random_bf16);
     RUN(test_random_f16);
+    RUN(test_random_f64);
     RUN(test_mesh);
     RUN(test_refused);
+    RUN(test_wide_refused);
     RUN(test_tape_refuses);
     RUN(test_bytes);
     if (!files_end()) return 1;

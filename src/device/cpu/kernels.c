@@ -112,9 +112,39 @@ DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
 DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
 
+/* Read the bits, so that -ffast-math cannot remove the test. */
+static bool dtrain__is_nan(double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits & INT64_MAX) > 0x7ff0000000000000u;
+}
+
+/* As mix_step of kernels/mix.h, one element at a time. */
+static double dtrain__mix_step_f64(double sum, double x, uint32_t op)
+{
+    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN) return sum + x;
+    if (op == DTRAIN_REDUCE_PROD) return sum * x;
+    if (dtrain__is_nan(sum)) return sum;
+    return dtrain__is_nan(x) || (op == DTRAIN_REDUCE_MIN ? x < sum : sum < x) ? x : sum;
+}
+
+static void dtrain__mix_f64(const dtrain__mix_job *job)
+{
+    const double scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0 / job->in_count : 1;
+    for (size_t at = 0; at < job->count; at++) {
+        double sum = ((const double *)(const void *)job->in[0])[at];
+        for (int i = 1; i < job->in_count; i++)
+            sum =
+                dtrain__mix_step_f64(sum, ((const double *)(const void *)job->in[i])[at], job->op);
+        for (int i = 0; i < job->out_count; i++) ((double *)(void *)job->out[i])[at] = sum * scale;
+    }
+}
+
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 {
     if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
     else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
+    else if (job->dtype == DTRAIN_DTYPE_F64) dtrain__mix_f64(job);
     else dtrain__kernels_select()->mix(job);
 }

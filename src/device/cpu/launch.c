@@ -65,23 +65,99 @@ DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t
     return dtrain__cpu_activation_backward(device, &args);
 }
 
+/* ---- fp64: plain loops ------------------------------------------------------------------------*/
+
+static void dtrain__add_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    const double *x = (const double *)a->x, *y = (const double *)a->y;
+    (void)index;
+    for (int64_t i = begin; i < end; i++) ((double *)a->out)[i] = x[i] + y[i];
+}
+
+static void dtrain__axpby_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_axpby_args *a = (const dtrain_axpby_args *)job->args;
+    const double *x = (const double *)a->x;
+    double *y = (double *)a->y;
+    (void)index;
+    for (int64_t i = begin; i < end; i++)
+        y[i] = a->a * (!x ? 1 : x[a->broadcast ? 0 : i]) + (a->accumulate ? a->b * y[i] : 0);
+}
+
+static void dtrain__sum_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
+    const double *x = (const double *)a->x;
+    (void)index;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk;
+        job->sums[chunk] = 0;
+        for (int64_t i = first; i < first + job->chunk && i < a->count; i++)
+            job->sums[chunk] += a->squares ? x[i] * x[i] : x[i];
+    }
+}
+
+static void dtrain__adamw_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const double *grad = (const double *)(const void *)t->grad;
+    double *value = (double *)(void *)t->value, *m = (double *)(void *)t->m;
+    double *v = (double *)(void *)t->v;
+    const double beta1 = (double)update->args->beta1, beta2 = (double)update->args->beta2;
+    const double lr = (double)update->now.lr, decay = 1 - lr * (double)t->weight_decay;
+    const double step = lr / (double)update->now.correction1;
+    (void)index;
+    for (int64_t i = begin; i < end; i++) {
+        const double g = grad[i] * (double)update->now.grad_scale;
+        m[i] = beta1 * m[i] + (1 - beta1) * g;
+        v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+        const double root = sqrt(v[i] / (double)update->now.correction2);
+        value[i] = value[i] * decay - step * m[i] / (root + (double)update->args->epsilon);
+    }
+}
+
+static void dtrain__sgd_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_optimizer_args *a = update->args;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const double *grad = (const double *)(const void *)t->grad;
+    double *value = (double *)(void *)t->value, *buffer = (double *)(void *)t->m;
+    const double momentum = (double)a->momentum;
+    (void)index;
+    for (int64_t i = begin; i < end; i++) {
+        double g = grad[i] * (double)update->now.grad_scale + (double)t->weight_decay * value[i];
+        if (buffer) {
+            buffer[i] = a->first ? g : momentum * buffer[i] + g;
+            g = a->nesterov ? g + momentum * buffer[i] : buffer[i];
+        }
+        value[i] -= (double)update->now.lr * g;
+    }
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
 {
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->add, args, args->count,
-                               dtrain__larger(args->x_dtype, args->y_dtype));
+    const bool wide = args->x_dtype == DTRAIN_DTYPE_F64;
+    return dtrain__elementwise(
+        device, wide ? dtrain__add_f64 : dtrain__cpu_kernels(device)->add, args, args->count,
+        wide ? DTRAIN_DTYPE_F32 : dtrain__larger(args->x_dtype, args->y_dtype));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
+    const bool wide = args->dtype == DTRAIN_DTYPE_F64;
     dtrain_axpby_args now = *args;
-    if (args->divisor) {
-        if (args->divisor[0] == 0 || args->divisor[0] == args->a) return DTRAIN_OK;
-        now.a = args->a / args->divisor[0];
+    if (args->divisor) { /* a quotient in double rounds to that in fp32 */
+        if (args->divisor[0] == 0 || (double)args->divisor[0] == args->a) return DTRAIN_OK;
+        now.a = args->a / (double)args->divisor[0];
         now.x = args->y;
     }
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->axpby, &now, args->count,
-                               args->dtype);
+    return dtrain__elementwise(device,
+                               wide ? dtrain__axpby_f64 : dtrain__cpu_kernels(device)->axpby, &now,
+                               args->count, wide ? DTRAIN_DTYPE_F32 : args->dtype);
 }
 
 static uint64_t dtrain__part_number(const dtrain_part *part, int64_t i)
@@ -121,11 +197,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
     const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
-    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1, args->dtype);
+    const bool wide = args->dtype == DTRAIN_DTYPE_F64;
+    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1,
+                                       wide ? DTRAIN_DTYPE_F32 : args->dtype);
     double sum = 0;
     job.chunk = chunk;
     job.sums = cpu->sums;
-    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count));
+    DTRAIN__TRY(
+        dtrain__job_run(cpu, &job, wide ? dtrain__sum_f64 : cpu->kernels->sum, args->count));
     for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
     if (args->factor) sum *= (double)args->factor[0];
@@ -190,12 +269,14 @@ static dtrain_result dtrain__cpu_optimizer(dtrain_device *device, const dtrain_o
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
                                                 const dtrain_adamw_args *args)
 {
-    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->adamw);
+    return dtrain__cpu_optimizer(
+        device, args, args->wide ? dtrain__adamw_f64 : dtrain__cpu_kernels(device)->adamw);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
 {
-    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->sgd);
+    return dtrain__cpu_optimizer(device, args,
+                                 args->wide ? dtrain__sgd_f64 : dtrain__cpu_kernels(device)->sgd);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)

@@ -62,8 +62,25 @@ static dtrain_result dtrain_cuda_add_to(dtrain_device *device, const dtrain_add_
     return dtrain_cuda_add_as<X, float>(device, args);
 }
 
+struct dtrain_cuda_add_f64_op {
+    static constexpr int width = 1;
+    const double *x, *y;
+    double *out;
+    template <int W> struct group {
+    };
+    template <int W> __device__ void load(int64_t, group<W> &) const {}
+    template <int W> __device__ void store(int64_t i, const group<W> &) const
+    {
+        out[i] = x[i] + y[i];
+    }
+};
+
 static dtrain_result dtrain_cuda_add(dtrain_device *device, const dtrain_add_args *args)
 {
+    const dtrain_cuda_add_f64_op wide = {(const double *)args->x, (const double *)args->y,
+                                         (double *)args->out};
+    if (args->x_dtype == DTRAIN_DTYPE_F64)
+        return dtrain_cuda_each(device, "add", wide, args->count, false);
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("add", args->x_dtype));
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("add", args->y_dtype));
     return DTRAIN_CUDA_BY_DTYPE(args->x_dtype, dtrain_cuda_add_to)(device, args);
@@ -107,31 +124,57 @@ template <typename T>
 static dtrain_result dtrain_cuda_axpby_as(dtrain_device *device, const dtrain_axpby_args *args)
 {
     const bool same = args->broadcast || !args->x;
-    const dtrain_cuda_axpby_op<T> op = {(const T *)args->x, (T *)args->y, args->a, args->b, same,
-                                        args->accumulate};
+    const dtrain_cuda_axpby_op<T> op = {(const T *)args->x, (T *)args->y, (float)args->a,
+                                        (float)args->b,     same,         args->accumulate};
     const bool aligned = (same || dtrain_cuda_aligned(args->x)) && dtrain_cuda_aligned(args->y);
     return dtrain_cuda_each(device, "axpby", op, args->count, aligned);
 }
 
 /* y (count) times a / divisor[0]. Where that is 1 every thread leaves before it reads y. */
+template <typename T>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
-    dtrain_cuda_divide_kernel(float *y, int64_t count, float a, const float *divisor)
+    dtrain_cuda_divide_kernel(T *y, int64_t count, T a, const float *divisor)
 {
-    const float by = divisor[0];
+    const T by = divisor[0];
     const int64_t threads = (int64_t)gridDim.x * blockDim.x;
     if (by == 0 || by == a) return;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += threads)
         y[i] *= a / by;
 }
 
+template <typename T>
+static dtrain_result dtrain_cuda_divide(dtrain_device *device, const dtrain_axpby_args *args)
+{
+    return DTRAIN_CUDA_RUN(
+        device, "axpby", dtrain_cuda_divide_kernel<T>,
+        dtrain_cuda_blocks(dtrain_cuda_state_of(device), args->count, DTRAIN_CUDA_EACH_THREADS),
+        DTRAIN_CUDA_EACH_THREADS, 0, (T *)args->y, args->count, (T)args->a, args->divisor);
+}
+
+struct dtrain_cuda_axpby_f64_op {
+    static constexpr int width = 1;
+    dtrain_axpby_args args;
+    template <int W> struct group {
+    };
+    template <int W> __device__ void load(int64_t, group<W> &) const {}
+    template <int W> __device__ void store(int64_t i, const group<W> &) const
+    {
+        const double *x = (const double *)args.x;
+        double *y = (double *)args.y;
+        y[i] =
+            args.a * (!x ? 1 : x[args.broadcast ? 0 : i]) + (args.accumulate ? args.b * y[i] : 0);
+    }
+};
+
 static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby_args *args)
 {
+    const bool divides = args->divisor && args->count > 0;
+    const dtrain_cuda_axpby_f64_op wide = {*args};
+    if (args->dtype == DTRAIN_DTYPE_F64)
+        return divides ? dtrain_cuda_divide<double>(device, args)
+                       : dtrain_cuda_each(device, "axpby", wide, args->count, false);
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("axpby", args->dtype));
-    if (args->divisor && args->count > 0)
-        return DTRAIN_CUDA_RUN(
-            device, "axpby", dtrain_cuda_divide_kernel,
-            dtrain_cuda_blocks(dtrain_cuda_state_of(device), args->count, DTRAIN_CUDA_EACH_THREADS),
-            DTRAIN_CUDA_EACH_THREADS, 0, (float *)args->y, args->count, args->a, args->divisor);
+    if (divides) return dtrain_cuda_divide<float>(device, args);
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_axpby_as)(device, args);
 }
 

@@ -77,6 +77,7 @@ struct dtrain_cuda_f16 {
 };
 
 static __device__ __forceinline__ float dtrain_cuda_widen(float x) { return x; }
+static __device__ __forceinline__ double dtrain_cuda_widen(double x) { return x; }
 
 static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_bf16 x)
 {
@@ -95,6 +96,7 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 }
 
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
+static __device__ __forceinline__ void dtrain_cuda_narrow(double x, double &to) { to = x; }
 
 /* Round to nearest, ties to even: the bits of dtrain_half_from_f32, except that
  * every NaN becomes 0x7fff. That is what the instructions give, so the code that stands in for them

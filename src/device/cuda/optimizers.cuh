@@ -235,8 +235,57 @@ static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name,
     return DTRAIN_OK;
 }
 
+/* ---- fp64: one launch a tensor ----------------------------------------------------------------*/
+
+struct dtrain_cuda_f64_op {
+    static constexpr int width = 1;
+    dtrain_optimizer_args a;
+    dtrain_optimizer_tensor t;
+    bool adamw;
+    template <int W> struct group {
+    };
+    template <int W> __device__ void load(int64_t, group<W> &) const {}
+    template <int W> __device__ void store(int64_t i, const group<W> &) const
+    {
+        const dtrain_step_scalars *s = a.scalars;
+        const double lr = s ? s->lr * a.lr_scale : a.lr, decay = t.weight_decay;
+        const double scale = s ? s->grad_scale : a.grad_scale;
+        double &value = ((double *)t.value)[i], *m = (double *)t.m, *v = (double *)t.v;
+        double g = ((const double *)t.grad)[i] * scale;
+        if (s && s->skip) return;
+        if (adamw) {
+            const double correction1 = s ? s->correction1 : a.correction1;
+            const double correction2 = s ? s->correction2 : a.correction2;
+            m[i] = (double)a.beta1 * m[i] + (1 - (double)a.beta1) * g;
+            v[i] = (double)a.beta2 * v[i] + (1 - (double)a.beta2) * g * g;
+            const double root = sqrt(v[i] / correction2) + (double)a.epsilon;
+            value = value * (1 - lr * decay) - lr / correction1 * m[i] / root;
+            return;
+        }
+        g += decay * value;
+        if (m) {
+            m[i] = a.first ? g : (double)a.momentum * m[i] + g;
+            g = a.nesterov ? g + (double)a.momentum * m[i] : m[i];
+        }
+        value -= lr * g;
+    }
+};
+
+static dtrain_result dtrain_cuda_update_f64(dtrain_device *device, const char *name,
+                                            const dtrain_optimizer_args *args, bool adamw)
+{
+    for (size_t i = 0; i < args->tensor_count; i++)
+        DTRAIN_CUDA_TRY(dtrain_cuda_check_tensor(name, &args->tensors[i], i, adamw ? 2 : 0));
+    for (size_t i = 0; i < args->tensor_count; i++) {
+        const dtrain_cuda_f64_op op = {*args, args->tensors[i], adamw};
+        DTRAIN_CUDA_TRY(dtrain_cuda_each(device, name, op, op.t.count, false));
+    }
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain_cuda_adamw(dtrain_device *device, const dtrain_adamw_args *args)
 {
+    if (args->wide) return dtrain_cuda_update_f64(device, "adamw", args, true);
     const dtrain_cuda_adamw_rule rule = {args->lr,         args->beta1,       args->beta2,
                                          args->epsilon,    args->correction1, args->correction2,
                                          args->grad_scale, args->lr_scale};
@@ -247,6 +296,7 @@ static dtrain_result dtrain_cuda_adamw(dtrain_device *device, const dtrain_adamw
 
 static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_args *args)
 {
+    if (args->wide) return dtrain_cuda_update_f64(device, "sgd", args, false);
     const dtrain_cuda_sgd_rule rule = {args->lr,       args->momentum, args->grad_scale,
                                        args->lr_scale, args->nesterov, args->first};
     dtrain_cuda_tensors tensors = {};

@@ -100,9 +100,11 @@ static dtrain_result dtrain_cuda_sum_as(dtrain_device *device, const dtrain_sum_
 
 static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("sum", args->dtype));
+    const bool wide = args->dtype == DTRAIN_DTYPE_F64;
+    if (!wide) DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("sum", args->dtype));
     if (args->accumulate && !args->total)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "sum: accumulate needs total, which is NULL");
+    if (wide) return dtrain_cuda_sum_as<double>(device, args);
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_sum_as)(device, args);
 }
 

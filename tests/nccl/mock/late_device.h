@@ -444,9 +444,11 @@ static bool late_step_axpby(void *state)
     for (int64_t i = 0; i < args->count; i++) {
         const uint16_t *half = (const uint16_t *)args->x + i;
         if (args->dtype == DTRAIN_DTYPE_BF16 || args->dtype == DTRAIN_DTYPE_F16)
-            ((uint16_t *)args->y)[i] =
-                dtrain_half_from_f32(args->dtype, args->a * dtrain_half_to_f32(args->dtype, *half));
-        else ((float *)args->y)[i] = args->a * ((const float *)args->x)[i];
+            ((uint16_t *)args->y)[i] = dtrain_half_from_f32(
+                args->dtype, (float)args->a * dtrain_half_to_f32(args->dtype, *half));
+        else if (args->dtype == DTRAIN_DTYPE_F64)
+            ((double *)args->y)[i] = args->a * ((const double *)args->x)[i];
+        else ((float *)args->y)[i] = (float)args->a * ((const float *)args->x)[i];
     }
     return true;
 }

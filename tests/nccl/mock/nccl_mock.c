@@ -195,7 +195,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 static size_t type_bytes(ncclDataType_t type)
 {
     switch (type) {
-    case ncclInt64: return 8;
+    case ncclInt64:
+    case ncclFloat64: return 8;
     case ncclInt32:
     case ncclFloat32: return 4;
     case ncclFloat16:
@@ -225,12 +226,25 @@ static int64_t get_integer(const void *from, size_t i, ncclDataType_t type)
     return type == ncclInt32 ? ((const int32_t *)from)[i] : ((const int64_t *)from)[i];
 }
 
+static double join(int op, double a, double b)
+{
+    if (op == ncclSum) return a + b;
+    if (op == ncclProd) return a * b;
+    return (op == ncclMin) == (b < a) ? b : a;
+}
+
 /* to[0..count) = op over the members' inputs from element `first` on. */
 static void reduce(const operation *o, size_t first, size_t count)
 {
     const region *shared = o->comm->shared;
     const bool integer = o->type == ncclInt32 || o->type == ncclInt64;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count && o->type == ncclFloat64; i++) {
+        double sum = ((const double *)shared->members[0].data)[first + i];
+        for (int r = 1; r < shared->ranks; r++)
+            sum = join((int)o->op, sum, ((const double *)shared->members[r].data)[first + i]);
+        ((double *)o->recv)[i] = sum;
+    }
+    for (size_t i = 0; i < count && o->type != ncclFloat64; i++) {
         float sum = 0;
         int64_t whole = 0;
         for (int r = 0; r < shared->ranks; r++) {

@@ -19,9 +19,9 @@ DTRAIN__KERNEL_AS(axpby)
     const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
     const bool constant = args->broadcast || !args->x;
-    float value = args->a;
+    float value = (float)args->a;
     if (constant && args->x) value *= dtrain__element(args->x, dtype, 0);
-    const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
+    const dtrain__v a = dtrain__vset(value), b = dtrain__vset((float)args->b);
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         dtrain__v y = a;
