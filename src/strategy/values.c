@@ -65,8 +65,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 
 /* Make *whole storage i with its value whole, with the bits that the shards have (in fp64 `value`
  * is the address); it is valid until the next call. Where units are gathered rounded, a slot does
- * not have those: then the parameter's bucket is gathered in fp32 into the slot, and its unit counts
- * as ABSENT. */
+ * not have those: then the parameter's bucket is gathered in fp32 into the slot, and its unit
+ * counts as ABSENT. */
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole)
 {

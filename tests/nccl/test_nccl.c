@@ -21,7 +21,7 @@
 enum { MOST = 8 };
 
 static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16,
-                                      DTRAIN_DTYPE_I32, DTRAIN_DTYPE_I64};
+                                      DTRAIN_DTYPE_I32, DTRAIN_DTYPE_I64,  DTRAIN_DTYPE_F64};
 static const dtrain_reduce_op ops[] = {DTRAIN_REDUCE_SUM, DTRAIN_REDUCE_MEAN, DTRAIN_REDUCE_MIN,
                                        DTRAIN_REDUCE_MAX, DTRAIN_REDUCE_PROD};
 
@@ -116,6 +116,7 @@ static void put(void *to, size_t i, dtrain_dtype dtype, double value)
         ((uint16_t *)to)[i] = dtrain_half_from_f32(DTRAIN_DTYPE_F16, (float)value);
         break;
     case DTRAIN_DTYPE_I32: ((int32_t *)to)[i] = (int32_t)value; break;
+    case DTRAIN_DTYPE_F64: ((double *)to)[i] = value; break;
     default: ((int64_t *)to)[i] = (int64_t)value; break;
     }
 }
@@ -128,6 +129,7 @@ static double get(const void *from, size_t i, dtrain_dtype dtype)
         return dtrain_half_to_f32(DTRAIN_DTYPE_BF16, ((const uint16_t *)from)[i]);
     case DTRAIN_DTYPE_F16: return dtrain_half_to_f32(DTRAIN_DTYPE_F16, ((const uint16_t *)from)[i]);
     case DTRAIN_DTYPE_I32: return ((const int32_t *)from)[i];
+    case DTRAIN_DTYPE_F64: return ((const double *)from)[i];
     default: return (double)((const int64_t *)from)[i];
     }
 }
@@ -145,6 +147,7 @@ static double reduced(int size, size_t i, dtrain_dtype dtype, dtrain_reduce_op o
         else result = x > result ? x : result;
     }
     if (op != DTRAIN_REDUCE_MEAN) return result;
+    if (dtype == DTRAIN_DTYPE_F64) return result * (1.0 / size);
     put(rounded, 0, dtype, (float)result * (1.0f / (float)size));
     return get(rounded, 0, dtype);
 }
@@ -303,7 +306,7 @@ static void run_all_cases(dtrain_comm *comm, int step)
                                      DTRAIN_COLLECTIVE_REDUCE,     DTRAIN_COLLECTIVE_ALL_TO_ALL};
     int at = 0;
     for (size_t k = 0; k < 6; k++)
-        for (size_t t = 0; t < 5; t++)
+        for (size_t t = 0; t < 6; t++)
             for (size_t o = 0; o < 5; o++)
                 for (int place = 0; place < PLACES * 2; place++) {
                     one_case c;

@@ -18,8 +18,8 @@
 #include "device/cuda/convolution.cuh"
 #include "device/cuda/pooling.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 11,
-              "the table below is that of ABI 11: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 12,
+              "the table below is that of ABI 12: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
