@@ -475,7 +475,8 @@
 
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
    under autocast, bf16 or fp16; gathered parameters and gradients may travel as either, and a
-   program with a backward pass may have its arrays in either (dtrain_param.dtype). At most
+   program with a backward pass may have its arrays in either, or everything in fp64
+   (dtrain_param.dtype). At most
    DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
    calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
    that are marked. The pipeline axis is for DDP and ZERO1, without recorded steps (graph) and
@@ -620,13 +621,15 @@ typedef enum dtrain_dtype {
     DTRAIN_DTYPE_BF16 = 1, /* the upper half of an fp32 */
     DTRAIN_DTYPE_F16 = 2,  /* IEEE 754 binary16 */
     DTRAIN_DTYPE_I32 = 3,
-    DTRAIN_DTYPE_I64 = 4
+    DTRAIN_DTYPE_I64 = 4,
+    DTRAIN_DTYPE_F64 = 5 /* collectives, and parameters of a backward of your own */
 } dtrain_dtype;
 
 /* How values of several ranks are combined into one. */
 typedef enum dtrain_reduce_op {
     DTRAIN_REDUCE_SUM = 1,
-    /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
+    /* sum * (1 / ranks), one factor, in fp32 (of F64 in fp64), before the only rounding; no
+     * integers */
     DTRAIN_REDUCE_MEAN = 2,
     DTRAIN_REDUCE_MIN = 3,
     DTRAIN_REDUCE_MAX = 4,
@@ -1484,12 +1487,17 @@ typedef struct dtrain_param {
     float init_scale;
     int64_t init_count; /* elements that init is for, the first ones; 0 = all. Others are 0 */
     dtrain_cut cut;     /* how the tensor axis of a mesh divides it; zeroed = not */
-    /* The type in which the host computes; sums, optimizers and their master copies are fp32. 0 =
-     * F32: with value and grad. BF16, F16: with typed_value, the rounded master copy, and
-     * typed_grad, in place of value and grad, which the host leaves NULL. What is NULL the library
-     * owns; arrays of the host's own are device memory. Where gradients are whole, those of several
-     * micro-batches add up in typed_grad, in its type, as in torch. Not for the tape, nor for
-     * DTRAIN_PARAM_BUFFER. */
+    /* The type in which the host computes. 0 = F32: with value and grad. Others: with typed_value
+     * and typed_grad in place of value and grad, which the host leaves NULL. What is NULL the
+     * library owns; arrays of the host's own are device memory. Not for the tape, nor for
+     * DTRAIN_PARAM_BUFFER.
+     *
+     *     BF16, F16   sums, optimizers and their master copies are fp32; typed_value is the rounded
+     *                 copy. Where gradients are whole, those of several micro-batches add up in
+     *                 typed_grad, in its type, as in torch
+     *     F64         everything is fp64 but rates, scales and weights of samples. For all
+     *                 parameters of a strategy, or none; AdamW and SGD; without compression,
+     *                 offload, mesh, param_dtype and reduce_dtype */
     uint32_t dtype;                 /* dtrain_dtype; of an alias 0, or that of its target */
     void *typed_value, *typed_grad; /* (count) */
     dtrain_param_state state;       /* the library's */
@@ -1739,9 +1747,9 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  * count in their mean. */
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over);
 
-/* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
- * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call
- * publish. */
+/* A flat slice of a parameter that this rank's optimizer updates, in fp32 unless its dtype is F64;
+ * at most one a parameter. Under DDP every trainable parameter is one, whole. After updating them
+ * (all ranks, or none) call publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
     int64_t offset; /* first element within the parameter; of one that a tensor axis cuts, within
@@ -1749,6 +1757,8 @@ typedef struct dtrain_shard {
     int64_t count;
     float *value;
     const float *grad;
+    void *typed_value; /* doubles in place of the two above, where dtype is F64 */
+    const void *typed_grad;
 } dtrain_shard;
 
 /* List what the optimizer updates on this rank, between finish and publish. Local. The list is
@@ -1785,9 +1795,9 @@ typedef struct dtrain_strategy_info {
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
 /* Copy the whole value of params[index] to host (the elements of its shape, also where a tensor
- * axis cuts it), on every rank. Collective over the mesh. Not in the middle of a backward; units
- * that are gathered stay so. */
-DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
+ * axis cuts it), in fp32 unless its dtype is F64, on every rank. Collective over the mesh. Not in
+ * the middle of a backward; units that are gathered stay so. */
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, void *host);
 
 /* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
@@ -2086,7 +2096,7 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;
 
-#define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
+#define DTRAIN_STATE_BYTES 6u /* besides dtrain_dtype: a blob, of bytes */
 
 /* A piece of a tensor: a run of the elements, in row-major order, of a box.
  *
@@ -3857,11 +3867,11 @@ typedef struct dtrain_permute_args {
 typedef struct dtrain_axpby_args {
     int64_t count;
     bool accumulate;
-    float a, b;
+    double a, b; /* fp32 where x and y are not F64 */
     const void *x;
     void *y;
     bool broadcast;
-    dtrain_dtype dtype;   /* of x and y */
+    dtrain_dtype dtype;   /* of x and y; F64 too */
     const float *divisor; /* (1) device memory, or NULL */
 } dtrain_axpby_args;
 
@@ -3897,7 +3907,7 @@ typedef struct dtrain_add_args {
     const void *x, *y;
     void *out;
     dtrain_dtype x_dtype; /* of x and out */
-    dtrain_dtype y_dtype;
+    dtrain_dtype y_dtype; /* both or none F64 */
 } dtrain_add_args;
 
 /* Where the elements of a part stand in a whole tensor. Without segments element i has the number
@@ -3938,7 +3948,7 @@ typedef struct dtrain_sum_args {
     const void *x;
     double *total;       /* (1) device memory, or NULL (then without accumulate) */
     float *out;          /* (1) device memory, or NULL */
-    dtrain_dtype dtype;  /* of x */
+    dtrain_dtype dtype;  /* of x; F64 too */
     const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
@@ -3992,6 +4002,7 @@ typedef struct dtrain_optimizer_args {
     bool nesterov, first;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
     float lr_scale;                     /* of the rate in scalars */
+    bool wide;                          /* AdamW, SGD: all arrays are doubles, two floats each */
 } dtrain_optimizer_args;
 typedef dtrain_optimizer_args dtrain_adamw_args, dtrain_sgd_args, dtrain_lion_args;
 
@@ -4151,7 +4162,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 11u
+#define DTRAIN_DEVICE_ABI 12u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -5076,12 +5087,13 @@ DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_lev
 static const struct {
     const char *name;
     size_t bytes;
-} dtrain__dtypes[] = {{"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}, {"?", 0}};
+} dtrain__dtypes[] = {{"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4},
+                      {"i64", 8}, {"f64", 8},  {"?", 0}};
 
 /* Return the row of a type in the table; the last for an unknown one. */
 static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
 {
-    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : DTRAIN_DTYPE_I64 + 1u;
+    return (uint32_t)dtype <= DTRAIN_DTYPE_F64 ? (uint32_t)dtype : DTRAIN_DTYPE_F64 + 1u;
 }
 
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
@@ -14681,7 +14693,7 @@ typedef struct dtrain__bucket {
     bool tied;         /* it is one weight, of which stages of other ranks have copies */
     bool shards_grads; /* its gradients are made whole in a buffer, and the reduced shard is kept
                           elsewhere: so it travels in every backward */
-    int64_t count;     /* elements, padding included */
+    int64_t count;     /* words, padding included */
     int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
     int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
                                          them, or with several nodes its slice (bucket_close) */
@@ -14733,6 +14745,9 @@ typedef struct dtrain__layout {
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__kind_row *kind;
+    /* What sums, shards and masters are: F32, or (parameters in fp64) F64. Counts and offsets of
+     * buckets are in words of 4 bytes: an element of F32 is one, of F64 two. */
+    uint32_t dtype;
     int ranks, rank;             /* among those that share one copy of the model */
     int all, all_rank;           /* among all of the strategy */
     int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
@@ -14771,7 +14786,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
                                                      const dtrain__groups *groups);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
-                                                 int64_t first, int64_t count, float *value);
+                                                 int64_t first, int64_t count, void *value);
 #define DTRAIN__STAGING_COUNT 1024 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */
@@ -14782,6 +14797,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
+DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements);
+DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low);
@@ -14819,7 +14836,7 @@ typedef struct dtrain__step_list {
     uint32_t count, early_count; /* steps in a step's last backward, and in those before it */
     uint32_t collectives;        /* steps that have a communicator */
     dtrain_reduce_op op;         /* SUM where two collectives in a row make the mean, as sums that
-                                    are multiplied by 1/N once; in fp16 they are means */
+                                    are multiplied by 1/N once; in fp16 and fp64 they are means */
 } dtrain__step_list;
 
 /* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
@@ -14910,10 +14927,16 @@ struct dtrain_strategy {
 
 /* strategy/values.c */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
+DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage);
 DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
 
 /* strategy/create.c */
 DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p);
+
+/* strategy/settings.c */
+DTRAIN__PRIVATE bool dtrain__is_wide(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
+                                                 const dtrain_strategy_desc *desc);
 
 /* strategy/reduce.c */
 DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket);
@@ -15108,8 +15131,8 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
 static dtrain_result dtrain__check_dtype(const dtrain_param *p, size_t index)
 {
     const char *const name = dtrain_dtype_name((dtrain_dtype)p->dtype);
-    if (p->dtype > DTRAIN_DTYPE_F16)
-        return dtrain__param_fail(p, index, "dtype is %u (%s), expected F32, BF16 or F16",
+    if (p->dtype > DTRAIN_DTYPE_F16 && p->dtype != DTRAIN_DTYPE_F64)
+        return dtrain__param_fail(p, index, "dtype is %u (%s), expected F32, BF16, F16 or F64",
                                   (unsigned)p->dtype, name);
     if (p->dtype == DTRAIN_DTYPE_F32 ? p->typed_value || p->typed_grad : p->value || p->grad)
         return dtrain__param_fail(p, index,
@@ -15214,7 +15237,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         p->state.index = (uint32_t)i;
         p->state.frozen = (p->flags & DTRAIN_PARAM_FROZEN) != 0;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
-        const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
+        if ((p->dtype == DTRAIN_DTYPE_F64) != (params[0].dtype == DTRAIN_DTYPE_F64))
+            return dtrain__param_fail(p, i,
+                                      "its dtype is %s, that of \"%s\" %s: all parameters of a "
+                                      "strategy are fp64, or none",
+                                      dtrain_dtype_name((dtrain_dtype)p->dtype),
+                                      dtrain__short(params[0].name),
+                                      dtrain_dtype_name((dtrain_dtype)params[0].dtype));
+        const size_t each = p->dtype == DTRAIN_DTYPE_F64 ? sizeof(double) : sizeof(float);
+        const size_t bytes = dtrain__round_up((size_t)p->count * each, DTRAIN__CACHE_LINE);
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
             return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
     }
@@ -15228,11 +15259,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
  * the whole) only: the same on every rank, however values are cut and sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
-                                                 int64_t first, int64_t count, float *value)
+                                                 int64_t first, int64_t count, void *value)
 {
+    const bool wide = p->dtype == DTRAIN_DTYPE_F64;
+    const size_t each = wide ? sizeof(double) : sizeof(float);
     const bool drawn = p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM;
-    const size_t bytes = (size_t)count * sizeof(float);
+    const size_t bytes = (size_t)count * each;
     float staging[DTRAIN__STAGING_COUNT];
+    double wider[DTRAIN__STAGING_COUNT];
     if (p->init == DTRAIN_INIT_ZERO && count > 0) {
         if (!dtrain__on_host(device, value)) return device->ops->zero(device, value, bytes);
         memset(value, 0, bytes);
@@ -15253,7 +15287,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
             }
             filled += run;
         }
-        DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
+        for (int64_t i = 0; i < some && wide; i++) wider[i] = (double)staging[i];
+        DTRAIN__TRY(dtrain_device_copy(device, (char *)value + (size_t)at * each,
+                                       wide ? (const void *)wider : staging, (size_t)some * each));
     }
     return DTRAIN_OK;
 }
@@ -15475,6 +15511,16 @@ DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
                      sizeof(float));
 }
 
+DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements)
+{
+    return layout->dtype == DTRAIN_DTYPE_F64 ? 2 * elements : elements;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words)
+{
+    return layout->dtype == DTRAIN_DTYPE_F64 ? words / 2 : words;
+}
+
 /* Return the length of a parameter that is the same on all ranks of the tensor axis. */
 static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
 {
@@ -15560,7 +15606,7 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     dtrain__entry *entry = &layout->entries[index];
     entry->bucket = bucket;
     entry->offset = bucket->count;
-    bucket->count += dtrain__padded(layout->params[index].count);
+    bucket->count += dtrain__padded(dtrain__words(layout, layout->params[index].count));
 }
 
 /* Close a bucket: pad it, so that its shards, or with several nodes its slices, are of equal
@@ -15629,13 +15675,13 @@ static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit,
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
     size_t cap = layout->desc->first_bucket_bytes;
-    int64_t filled = 0; /* elements, of even parts */
+    int64_t filled = 0; /* words, of even parts */
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
         if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded || entry->tied) continue;
-        const int64_t length = dtrain__padded(dtrain__even_count(layout, i));
+        const int64_t length = dtrain__padded(dtrain__words(layout, dtrain__even_count(layout, i)));
         if (last && filled && (size_t)(filled + length) > cap / sizeof(float)) {
             dtrain__bucket_close(layout, last);
             last = NULL;
@@ -15735,6 +15781,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->count = count;
     layout->desc = desc;
     layout->kind = dtrain__row_of(desc->kind);
+    if (count && params[0].dtype == DTRAIN_DTYPE_F64) layout->dtype = DTRAIN_DTYPE_F64;
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
     dtrain__lay_classes(layout, all);
@@ -15773,7 +15820,7 @@ DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layou
     return bucket && bucket->sharded ? bucket : NULL;
 }
 
-/* Count the elements of parameter i that lie in [first, first + count) of a bucket, and set *low to
+/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
  * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low)
@@ -15782,11 +15829,11 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
     const dtrain__entry *entry = &layout->entries[i];
     *low = dtrain__max(entry->offset, first);
     if (p->state.storage != p || entry->bucket != bucket) return 0;
-    return dtrain__min(entry->offset + p->count, first + count) - *low;
+    return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
 }
 
-/* Find the part of storage i that this rank keeps and, if it is trainable, updates; return false if
- * it keeps none. */
+/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
+ * return false if it keeps none. */
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count)
 {
@@ -15796,7 +15843,8 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     if (layout->params[i].state.storage != &layout->params[i]) return false;
     if (!bucket) return dtrain__has_memory(&layout->params[i]);
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *offset -= layout->entries[i].offset;
+    *count = dtrain__elements(layout, *count);
+    *offset = dtrain__elements(layout, *offset - layout->entries[i].offset);
     return *count > 0;
 }
 
@@ -15898,7 +15946,7 @@ static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
     const bool apart = bucket && bucket->shards_grads,
                in_unit = bucket && bucket->unit != DTRAIN__NONE;
     const uint64_t bytes = (uint64_t)p->count * dtrain_dtype_bytes((dtrain_dtype)p->dtype);
-    if (p->dtype == DTRAIN_DTYPE_F32) return;
+    if (p->dtype == layout->dtype) return;
     if (gathered && p->dtype == layout->desc->param_dtype)
         entry->typed_value = dtrain__after_low(bucket->low_values, entry->offset);
     else if (gathered && in_unit && !layout->units[bucket->unit].own_memory)
@@ -15936,7 +15984,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     }
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
-        if (p->dtype == DTRAIN_DTYPE_F32) continue;
+        if (p->dtype == layout->dtype) continue;
         if (p->dtype != layout->desc->param_dtype) typed_values = true;
         if (!p->typed_grad) typed_grads = true;
     }
@@ -15966,9 +16014,12 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i];
         if (p->state.storage != p) continue;
         const bool whole = !dtrain__shard_bucket(layout, i);
-        if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
-        if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
-        if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
+        const bool inside = p->dtype == layout->dtype; /* the host's arrays are of the same type */
+        const bool value = inside && dtrain__host_value(p), grad = inside && dtrain__host_grad(p);
+        const int64_t words = dtrain__words(layout, p->count);
+        if (whole && !value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, words);
+        if (whole || value) layout->value_bytes += 4 * (uint64_t)words;
+        if (entry->trainable && grad) layout->grad_bytes += 4 * (uint64_t)words;
         dtrain__lay_typed(layout, i);
     }
     for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
@@ -16110,13 +16161,12 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
 {
     const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     float *inside = entry->bucket->grads + entry->offset;
-    void *array = storage->dtype ? storage->typed_grad : storage->grad;
+    const uint32_t dtype = strategy->layout.dtype;
+    void *array = dtrain__host_grad(storage);
     if (array == inside) return DTRAIN_OK;
     if (back)
-        return dtrain__convert(strategy, storage->count, inside, DTRAIN_DTYPE_F32, array,
-                               storage->dtype);
-    return dtrain__convert(strategy, storage->count, array, storage->dtype, inside,
-                           DTRAIN_DTYPE_F32);
+        return dtrain__convert(strategy, storage->count, inside, dtype, array, storage->dtype);
+    return dtrain__convert(strategy, storage->count, array, storage->dtype, inside, dtype);
 }
 
 /* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
@@ -16312,7 +16362,8 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
         if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
-                                                    (size_t)p->count * sizeof(float)));
+                                                    (size_t)dtrain__words(layout, p->count) *
+                                                        sizeof(float)));
     }
     return DTRAIN_OK;
 }
@@ -16412,6 +16463,13 @@ DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
     return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
 }
 
+/* Return the type in which gradients travel. */
+static dtrain_dtype dtrain__wire_dtype(const dtrain_strategy *strategy)
+{
+    const bool low = dtrain__reduces_low(strategy);
+    return (dtrain_dtype)(low ? strategy->desc.reduce_dtype : strategy->layout.dtype);
+}
+
 /* Set *wire to x (count elements of the bucket, from `first` on) as reduce_dtype. */
 static dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket, float *x,
                                      int64_t first, int64_t count, void **wire)
@@ -16440,9 +16498,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
     void *wire;
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire, (size_t)count,
-                             (dtrain_dtype)strategy->desc.reduce_dtype, bucket->steps->op,
-                             bucket->reduces);
+    return dtrain_all_reduce(step->comm, wire, wire,
+                             (size_t)dtrain__elements(&strategy->layout, count),
+                             dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 /* ALL_REDUCE: the gradients of a bucket (with several nodes this rank's slice of them) = their
@@ -16487,22 +16545,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
                                                            dtrain__bucket *bucket,
                                                            const dtrain__step *step)
 {
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    const size_t unit = dtrain_dtype_bytes(dtype);
+    const dtrain_dtype dtype = dtrain__wire_dtype(strategy);
+    const size_t word = dtrain__reduces_low(strategy) ? sizeof(uint16_t) : sizeof(float);
     void *wire, *own = dtrain__reduce_result(strategy, bucket);
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
                                 bucket->slice_first, bucket->slice_count, &wire));
     if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
     if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
     if (!bucket->cuts)
-        return dtrain_reduce_scatter(step->comm, wire, own, (size_t)bucket->shard_count, dtype,
-                                     bucket->steps->op, bucket->reduces);
+        return dtrain_reduce_scatter(
+            step->comm, wire, own, (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
+            dtype, bucket->steps->op, bucket->reduces);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(step->comm, (char *)wire + (size_t)first * unit,
-                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype,
+        DTRAIN__TRY(dtrain_reduce(step->comm, (char *)wire + (size_t)first * word,
+                                  r == strategy->layout.rank ? own : NULL,
+                                  (size_t)dtrain__elements(&strategy->layout, count), dtype,
                                   bucket->steps->op, r, &bucket->reduces[r]));
     }
     return DTRAIN_OK;
@@ -16522,8 +16582,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
                                                  const dtrain__step *step)
 {
     const float *result = dtrain__reduce_result(strategy, bucket);
-    const dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
-                                 bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->layout.dtype;
+    const dtrain_add_args add = {dtrain__elements(&strategy->layout, bucket->shard_count),
+                                 bucket->grad_shard,
+                                 result,
+                                 bucket->grad_shard,
+                                 dtype,
+                                 dtype};
     (void)step;
     if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
     return strategy->device->ops->add(strategy->device, &add);
@@ -16841,7 +16906,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
     correct.a = passes;
-    correct.dtype = DTRAIN_DTYPE_F32;
+    correct.dtype = (dtrain_dtype)layout->dtype;
     strategy->tally_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     strategy->sums[0] = strategy->weights;
@@ -16849,13 +16914,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->tally;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
-        correct.a = passes / strategy->sums[0];
+        correct.a = (double)passes / (double)strategy->sums[0];
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         dtrain_device *device = bucket->grad_on_host ? strategy->offload.cpu : strategy->device;
         if (!bucket->trainable || bucket->shard_count == 0) continue;
-        correct.count = bucket->shard_count;
+        correct.count = dtrain__elements(layout, bucket->shard_count);
         correct.x = correct.y = bucket->grad_shard;
         DTRAIN__TRY(device->ops->axpby(device, &correct));
     }
@@ -16930,7 +16995,8 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
         const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!dtrain__counts(strategy, shard, replicated)) continue;
-        args.x = shard->grad;
+        args.x = shard->grad ? (const void *)shard->grad : shard->typed_grad;
+        args.dtype = (dtrain_dtype)layout->dtype;
         args.count = shard->count;
         DTRAIN__TRY(device->ops->sum(device, &args));
     }
@@ -17349,7 +17415,7 @@ static dtrain_result dtrain__round_values(dtrain_strategy *strategy, const dtrai
         const dtrain_param *p = &strategy->params[i];
         const dtrain__entry *entry = &strategy->layout.entries[i];
         if (p->state.storage != p || entry->bucket != bucket) continue;
-        if (!p->dtype || p->dtype == strategy->desc.param_dtype) continue;
+        if (p->dtype == strategy->layout.dtype || p->dtype == strategy->desc.param_dtype) continue;
         DTRAIN__TRY(dtrain__convert(strategy, p->count, bucket->values + entry->offset,
                                     DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
     }
@@ -17454,10 +17520,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
-    const size_t unit = dtrain_dtype_bytes(dtype);
+    const dtrain__layout *layout = &strategy->layout;
+    const size_t unit = dtrain_dtype_bytes(dtype); /* of a word */
     const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->fetch[1] != NULL;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
+    const dtrain_dtype wire = low ? dtype : (dtrain_dtype)layout->dtype;
     const void *shard = bucket->value_shard;
     if (bucket->value_on_host) {
         DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
@@ -17470,15 +17538,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
     }
     if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
     if (!bucket->cuts)
-        return dtrain_all_gather(strategy->fetch[0], shard,
-                                 whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
-                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
+        return dtrain_all_gather(
+            strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
+            (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
+    for (int r = 0; r < layout->ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "values of bucket");
         DTRAIN__TRY(dtrain_broadcast(strategy->fetch[0], whole + (size_t)first * unit,
-                                     (size_t)count, dtype, r, &bucket->gathers[r]));
+                                     (size_t)dtrain__elements(layout, count), wire, r,
+                                     &bucket->gathers[r]));
     }
     return DTRAIN_OK;
 }
@@ -17494,7 +17563,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
     dtrain__label(strategy, bucket, "values of bucket");
     return dtrain_all_gather(strategy->fetch[1],
                              whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
-                             (size_t)bucket->slice_count, dtype, bucket->gathers);
+                             (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                             low ? dtype : (dtrain_dtype)strategy->layout.dtype, bucket->gathers);
 }
 
 /* Wait until a bucket's values, as dtype, have been gathered. */
@@ -17514,8 +17584,10 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
         if (storage->bucket != bucket) continue;
-        p->value = shown ? bucket->values + storage->offset : NULL;
-        p->typed_value = shown ? storage->typed_value : NULL;
+        float *value = shown ? bucket->values + storage->offset : NULL;
+        const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
+        p->value = wide ? NULL : value;
+        p->typed_value = wide ? (void *)value : shown ? storage->typed_value : NULL;
     }
 }
 
@@ -17525,10 +17597,16 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
-/* Return the array in which the host has the whole value of a storage, as its dtype. */
+/* Return the array in which the host has the whole value, or the gradient, of a storage, as its
+ * dtype. */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage)
 {
     return storage->dtype ? storage->typed_value : storage->value;
+}
+
+DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage)
+{
+    return storage->dtype ? storage->typed_grad : storage->grad;
 }
 
 /* Tell whether the library initialises a value: the host has given no array. */
@@ -17552,10 +17630,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
         if (!inside || array == inside) continue;
         if (to_host)
             DTRAIN__TRY(
-                dtrain__convert(strategy, p->count, inside, DTRAIN_DTYPE_F32, array, p->dtype));
+                dtrain__convert(strategy, p->count, inside, layout->dtype, array, p->dtype));
         else if (!dtrain__is_drawn(entry))
             DTRAIN__TRY(
-                dtrain__convert(strategy, p->count, array, p->dtype, inside, DTRAIN_DTYPE_F32));
+                dtrain__convert(strategy, p->count, array, p->dtype, inside, layout->dtype));
     }
     return DTRAIN_OK;
 }
@@ -17577,15 +17655,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* Make *whole storage i with its value whole, with the bits that the shards have; it is valid until
- * the next call. Where units are gathered rounded, a slot does not have those: then the parameter's
- * bucket is gathered in fp32 into the slot, and its unit counts as ABSENT. */
+/* Make *whole storage i with its value whole, with the bits that the shards have (in fp64 `value`
+ * is the address); it is valid until the next call. Where units are gathered rounded, a slot does
+ * not have those: then the parameter's bucket is gathered in fp32 into the slot, and its unit
+ * counts as ABSENT. */
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
     *whole = strategy->params[i];
+    if (layout->dtype == DTRAIN_DTYPE_F64) whole->value = (float *)whole->typed_value;
     if (!layout->shards.params || !bucket) return DTRAIN_OK;
     dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
     whole->value = bucket->values + layout->entries[i].offset;
@@ -17663,7 +17743,7 @@ static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, void *host)
 {
     dtrain_param whole;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_read"));
@@ -17676,10 +17756,11 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
     dtrain_result result = DTRAIN_OK;
     if (strategy->groups.tensor && whole.cut.axis)
-        result = dtrain__read_parts(strategy, &whole, host);
+        result = dtrain__read_parts(strategy, &whole, (float *)host);
     else if (whole.count)
         result = dtrain_device_copy(strategy->device, host, whole.value,
-                                    (size_t)whole.count * sizeof(float));
+                                    (size_t)dtrain__words(&strategy->layout, whole.count) *
+                                        sizeof(float));
     if (strategy->groups.pipeline && result == DTRAIN_OK) /* from the first stage that has it */
         result = dtrain__strategy_keep(
             strategy,
@@ -18657,13 +18738,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
     dtrain__resolve_levels(desc, ranks);
     const bool nodes = desc->hierarchical && desc->node_size > 1 && (int)desc->node_size < ranks;
-    const bool in_fp16 = desc->reduce_dtype == DTRAIN_DTYPE_F16;
+    const bool means = desc->reduce_dtype == DTRAIN_DTYPE_F16 || dtrain__is_wide(strategy);
     if (replicas)
         DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &groups->copy));
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
         groups->copy = groups->data;
-    strategy->whole.op = nodes && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
-    strategy->sharded.op = (nodes || replicas) && !in_fp16 ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+    strategy->whole.op = nodes && !means ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+    strategy->sharded.op = (nodes || replicas) && !means ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
     const int sharers = replicas ? (int)desc->node_size : ranks;
     if (!sharded || sharers == 1) DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
     if (sharded) DTRAIN__TRY(dtrain__list_sharded(strategy, nodes));
@@ -19020,7 +19101,7 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
     const dtrain__bucket *bucket = layout->entries[i].bucket;
     const bool master = offload && !bucket->value_on_host;
-    const int64_t padded = dtrain__padded(count);
+    const int64_t padded = dtrain__padded(dtrain__words(layout, count));
     if (offload && !bucket->grad_on_host)
         *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
     return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
@@ -19117,7 +19198,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
 {
     dtrain__label(strategy, bucket, "bucket");
     return dtrain_reduce_scatter(step->comm, bucket->grads, bucket->grads + bucket->slice_first,
-                                 (size_t)bucket->slice_count, DTRAIN_DTYPE_F32, bucket->steps->op,
+                                 (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                                 (dtrain_dtype)strategy->layout.dtype, bucket->steps->op,
                                  bucket->reduces);
 }
 
@@ -19128,11 +19210,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
 {
     dtrain__label(strategy, bucket, "bucket");
     return dtrain_all_gather(step->comm, bucket->grads + bucket->slice_first, bucket->grads,
-                             (size_t)bucket->slice_count, DTRAIN_DTYPE_F32, bucket->reduces);
+                             (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                             (dtrain_dtype)strategy->layout.dtype, bucket->reduces);
 }
 
 /* Multiply x, a sum over all ranks (count elements of the bucket), by 1/N. In fp16 a sum may
- * overflow where the mean does not: there each collective makes a mean, and nothing is left. */
+ * overflow where the mean does not: there, and in fp64, each collective makes a mean, and nothing
+ * is left. */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {
@@ -19291,8 +19375,9 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
         return DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
     *hash = DTRAIN__FNV_BASIS;
-    for (int64_t at = 0; at < whole.count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, whole.count - at);
+    const int64_t words = dtrain__words(&strategy->layout, whole.count);
+    for (int64_t at = 0; at < words; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, words - at);
         DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, whole.value + at,
                                        (size_t)count * sizeof(float)));
         *hash = dtrain__hash_words(*hash, staging, (size_t)count * sizeof(float));
@@ -19700,6 +19785,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
 }
 
+DTRAIN__PRIVATE bool dtrain__is_wide(const dtrain_strategy *strategy)
+{
+    return strategy->param_count && strategy->params[0].dtype == DTRAIN_DTYPE_F64;
+}
+
+/* Refuse what parameters in fp64 do not have. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
+                                                 const dtrain_strategy_desc *desc)
+{
+    const char *what = desc->compression                        ? "compression"
+                       : desc->offload                          ? "offload"
+                       : desc->mesh                             ? "mesh"
+                       : desc->param_dtype != DTRAIN_DTYPE_F32  ? "param_dtype"
+                       : desc->reduce_dtype != DTRAIN_DTYPE_F32 ? "reduce_dtype"
+                                                                : NULL;
+    if (!count || params[0].dtype != DTRAIN_DTYPE_F64 || !what) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_strategy_create: the parameters are fp64, which has no %s: leave it "
+                       "0, or make the parameters fp32, bf16 or fp16",
+                       what);
+}
+
 /* Refuse arrays that the device cannot read, and values of the host's own where parameters are
  * sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
@@ -19793,6 +19900,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
     if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
+    DTRAIN__TRY(dtrain__check_wide(params, count, &strategy->desc));
     return dtrain__strategy_stages(strategy);
 }
 
@@ -19808,13 +19916,45 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
     if (!dtrain__piece(layout, i, &offset, &count)) return false;
     shard->offset = offset;
     shard->count = count;
-    shard->value = p->value;
-    shard->grad = p->grad;
-    if (!bucket) return true;
-    const int64_t at = layout->entries[i].offset + offset - bucket->shard_first;
-    shard->value = bucket->value_shard + at;
-    shard->grad = dtrain__after(bucket->grad_shard, at);
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
+    void *value = wide ? p->typed_value : p->value, *grad = wide ? p->typed_grad : p->grad;
+    if (bucket) {
+        const int64_t first = layout->entries[i].offset - bucket->shard_first;
+        const int64_t at = first + dtrain__words(layout, offset);
+        value = bucket->value_shard + at;
+        grad = dtrain__after(bucket->grad_shard, at);
+    }
+    if (wide) shard->typed_value = value, shard->typed_grad = grad;
+    else shard->value = (float *)value, shard->grad = (const float *)grad;
     return true;
+}
+
+/* Point a parameter at memory of the library, where the host has given none. */
+static void dtrain__lend(dtrain_strategy *strategy, size_t i)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
+    dtrain__entry *entry = &layout->entries[i];
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64, alias = storage != p;
+    const bool sharded = dtrain__shard_bucket(layout, i) != NULL;
+    const bool gathered = sharded && layout->shards.params;
+    float *inside = gathered  ? NULL
+                    : sharded ? entry->bucket->values + entry->offset
+                              : entry->own_value;
+    float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
+    entry->lends_value = !p->value;
+    entry->lends_typed_value = !p->typed_value;
+    entry->lends_grad = !p->grad;
+    entry->lends_typed_grad = !p->typed_grad;
+    if (!p->value && !wide) p->value = alias ? storage->value : inside;
+    if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
+    if (!p->typed_value)
+        p->typed_value = alias      ? storage->typed_value
+                         : wide     ? inside
+                         : gathered ? NULL
+                                    : entry->typed_value;
+    if (!p->typed_grad && entry->trainable)
+        p->typed_grad = alias ? storage->typed_grad : wide ? grad : entry->typed_grad;
 }
 
 /* Point params at memory of the library (aliases at that of their storage; values of gathered units
@@ -19824,36 +19964,17 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
-        dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = entry->bucket;
+        dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
         if (!dtrain__has_memory(p)) continue;
-        if (!p->value) {
-            entry->lends_value = true;
-            if (storage != p) p->value = storage->value;
-            else if (!dtrain__shard_bucket(layout, i)) p->value = entry->own_value;
-            else if (!layout->shards.params) p->value = bucket->values + entry->offset;
-        }
-        if (!p->grad && entry->trainable) {
-            entry->lends_grad = true;
-            p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
-        }
-        if (!p->typed_value) {
-            entry->lends_typed_value = true;
-            if (storage != p) p->typed_value = storage->typed_value;
-            else if (!layout->shards.params || !dtrain__shard_bucket(layout, i))
-                p->typed_value = entry->typed_value;
-        }
-        if (!p->typed_grad && entry->trainable) {
-            entry->lends_typed_grad = true;
-            p->typed_grad = storage != p ? storage->typed_grad : entry->typed_grad;
-        }
+        dtrain__lend(strategy, i);
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
         if (dtrain__is_drawn(entry))
             DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
-                                           shard.offset, shard.count, shard.value));
+                                           shard.offset, shard.count,
+                                           shard.value ? shard.value : shard.typed_value));
         if (entry->trainable) strategy->shards[strategy->shard_count++] = shard;
     }
     return DTRAIN_OK;
@@ -20358,6 +20479,7 @@ static dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param
 {
     dtrain__stage_map map;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
+    DTRAIN__TRY(dtrain__check_wide(params, count, desc));
     const dtrain_result result =
         dtrain__stage_map_make(&map, a, params, count, desc->pipeline, groups);
     if (result == DTRAIN_OK) dtrain__stage_params(&map, params, count);
@@ -20905,6 +21027,7 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
     args.first = updates == 0; /* SGD's buffer begins as the gradient itself, as in torch */
     args.scalars = device_scalars;
     args.lr_scale = desc->lr_scale;
+    args.wide = optimizer->sources[at]->typed_value != NULL;
     switch (desc->kind) {
     case DTRAIN_OPTIMIZER_ADAMW: return device->ops->adamw(device, &args);
     case DTRAIN_OPTIMIZER_SGD: return device->ops->sgd(device, &args);
@@ -21123,6 +21246,12 @@ DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optim
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
+/* Return the words of 4 bytes, with padding, of a tensor of state of a shard. */
+static int64_t dtrain__shard_words(const dtrain_shard *shard)
+{
+    return dtrain__padded(shard->typed_value ? 2 * shard->count : shard->count);
+}
+
 /* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
  * quarter of the address space. */
 static void dtrain__count_block(dtrain_optimizer *optimizer)
@@ -21139,7 +21268,7 @@ static void dtrain__count_block(dtrain_optimizer *optimizer)
     for (size_t i = 0; i < optimizer->shard_count; i++) {
         const dtrain_shard *shard = &optimizer->shards[i];
         optimizer->state_bytes += dtrain__states_of(dtrain__desc_of(optimizer, shard->param)) *
-                                  (size_t)dtrain__padded(shard->count) * sizeof(float);
+                                  (size_t)dtrain__shard_words(shard) * sizeof(float);
     }
     dtrain__muon none;
     optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
@@ -21154,15 +21283,15 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
 {
     const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, shard->param);
     const size_t states = dtrain__states_of(desc);
-    const int64_t padded = dtrain__padded(shard->count);
+    const int64_t padded = dtrain__shard_words(shard);
     dtrain_device *device = optimizer->device;
     dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count];
     optimizer->sources[optimizer->tensor_count++] = shard;
     tensor->count = shard->count;
     if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
         tensor->weight_decay = desc->weight_decay;
-    tensor->value = shard->value;
-    tensor->grad = shard->grad;
+    tensor->value = shard->value ? shard->value : (float *)shard->typed_value;
+    tensor->grad = shard->grad ? shard->grad : (const float *)shard->typed_grad;
     if (optimizer->offloaded && !dtrain__on_host(device, shard->value)) {
         tensor->value = *next;
         *next += padded;
@@ -21446,6 +21575,12 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            call, i, dtrain__short(p->name), group, desc->group_count,
                            desc->group_count == 1 ? "" : "s");
     const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
+    if (p->dtype == DTRAIN_DTYPE_F64 && own->kind != DTRAIN_OPTIMIZER_ADAMW &&
+        own->kind != DTRAIN_OPTIMIZER_SGD)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: parameter %zu (\"%s\") is fp64, which AdamW and SGD update, not "
+                           "Lion and Muon",
+                           call, i, dtrain__short(p->name));
     if (own->kind != DTRAIN_OPTIMIZER_MUON || !dtrain__is_updated(p)) return DTRAIN_OK;
     if (dtrain__param_dims(p) < 2 || (p->count == 0 && dtrain__has_memory(p)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -21834,6 +21969,9 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     const dtrain__groups groups = dtrain__groups_of(state->desc.strategy);
     const dtrain__share part = dtrain__share_here(p, &groups);
     const uint32_t runs = part.axis < 0 ? 1 : part.runs;
+    const bool wide = p->dtype == DTRAIN_DTYPE_F64;
+    const uint32_t dtype = wide ? DTRAIN_DTYPE_F64 : DTRAIN_DTYPE_F32;
+    const int64_t words = wide ? 2 : 1;     /* of 4 bytes, of an element */
     int64_t begin = 0, left = shard->count; /* of the box in the part; elements not listed yet */
     for (uint32_t k = 0; k < runs; k++) {
         dtrain_piece box = dtrain__piece_whole(p->shape);
@@ -21846,9 +21984,9 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
         const int64_t count = dtrain__min(shard->offset + shard->count, end) - low;
         if (count > 0 || (k + 1 == runs && left == shard->count)) {
             dtrain_state_tensor *tensor =
-                dtrain__state_append(state, kind, p->name, DTRAIN_DTYPE_F32, p->shape, NULL);
+                dtrain__state_append(state, kind, p->name, dtype, p->shape, NULL);
             if (!tensor) return DTRAIN_ERROR_MEMORY;
-            const int64_t at = count > 0 ? low - shard->offset : 0;
+            const int64_t at = count > 0 ? (low - shard->offset) * words : 0;
             box.offset = count > 0 ? low - begin : 0;
             box.count = dtrain__max(count, 0);
             tensor->piece = box;
@@ -21896,7 +22034,8 @@ static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param
     const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
     dtrain__shard_of(state->desc.strategy, index, &shard);
     if (value)
-        return dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE, shard.value,
+        return dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE,
+                                  shard.value ? shard.value : (float *)shard.typed_value,
                                   view ? view->value : NULL);
     const dtrain_state_kind kind = dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
     float *memory = !view ? NULL : class_ == DTRAIN__CLASS_FIRST ? view->m : view->v;
@@ -21919,7 +22058,8 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain__kept *kept, const bool *keeps)
 {
-    dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL};
+    dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL, NULL,
+                          NULL};
     float *const memory[] = {kept ? kept->residual : NULL, kept ? kept->velocity : NULL};
     for (int i = 0; i < 2; i++) {
         if (!keeps[i]) continue;
@@ -22520,7 +22660,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c);
 #define DTRAIN__TENSOR_NAME 512 /* bytes of a name, its 0 included */
 
 /* Types of the format: those of dtrain_dtype have the same numbers, others follow. */
-enum { DTRAIN__STORED_U8 = 5, DTRAIN__STORED_F64 = 6, DTRAIN__STORED_TYPES = 22 };
+enum { DTRAIN__STORED_U8 = 6, DTRAIN__STORED_F64 = 5, DTRAIN__STORED_TYPES = 22 };
 
 /* One tensor of a file. */
 typedef struct dtrain__stored {
@@ -24521,6 +24661,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
         const dtrain_export_name *how = names ? &names[i] : &own;
         dtrain__weight *weight = &weights->list[weights->count];
         if (param->state.storage != param) continue;
+        if (param->dtype == DTRAIN_DTYPE_F64)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: parameter \"%s\" is fp64, which files of weights do not "
+                               "take; checkpoints do",
+                               call, dtrain__short(param->name));
         weight->param = i;
         weight->name = how->name ? how->name : param->name;
         if (!weight->name[0]) continue;
@@ -25992,7 +26137,7 @@ static const struct {
     uint32_t bits;
 } dtrain__stored_types[DTRAIN__STORED_TYPES] = {
     {"F32", 32},        {"BF16", 16},      {"F16", 16},    {"I32", 32},    {"I64", 64},
-    {"U8", 8},          {"F64", 64},       {"BOOL", 8},    {"I8", 8},      {"I16", 16},
+    {"F64", 64},        {"U8", 8},         {"BOOL", 8},    {"I8", 8},      {"I16", 16},
     {"U16", 16},        {"U32", 32},       {"U64", 64},    {"C64", 64},    {"F8_E4M3", 8},
     {"F8_E5M2", 8},     {"F8_E8M0", 8},    {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"F4", 4},
     {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}};
@@ -39929,23 +40074,99 @@ DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t
     return dtrain__cpu_activation_backward(device, &args);
 }
 
+/* ---- fp64: plain loops ------------------------------------------------------------------------*/
+
+static void dtrain__add_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    const double *x = (const double *)a->x, *y = (const double *)a->y;
+    (void)index;
+    for (int64_t i = begin; i < end; i++) ((double *)a->out)[i] = x[i] + y[i];
+}
+
+static void dtrain__axpby_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_axpby_args *a = (const dtrain_axpby_args *)job->args;
+    const double *x = (const double *)a->x;
+    double *y = (double *)a->y;
+    (void)index;
+    for (int64_t i = begin; i < end; i++)
+        y[i] = a->a * (!x ? 1 : x[a->broadcast ? 0 : i]) + (a->accumulate ? a->b * y[i] : 0);
+}
+
+static void dtrain__sum_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
+    const double *x = (const double *)a->x;
+    (void)index;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk;
+        job->sums[chunk] = 0;
+        for (int64_t i = first; i < first + job->chunk && i < a->count; i++)
+            job->sums[chunk] += a->squares ? x[i] * x[i] : x[i];
+    }
+}
+
+static void dtrain__adamw_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const double *grad = (const double *)(const void *)t->grad;
+    double *value = (double *)(void *)t->value, *m = (double *)(void *)t->m;
+    double *v = (double *)(void *)t->v;
+    const double beta1 = (double)update->args->beta1, beta2 = (double)update->args->beta2;
+    const double lr = (double)update->now.lr, decay = 1 - lr * (double)t->weight_decay;
+    const double step = lr / (double)update->now.correction1;
+    (void)index;
+    for (int64_t i = begin; i < end; i++) {
+        const double g = grad[i] * (double)update->now.grad_scale;
+        m[i] = beta1 * m[i] + (1 - beta1) * g;
+        v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+        const double root = sqrt(v[i] / (double)update->now.correction2);
+        value[i] = value[i] * decay - step * m[i] / (root + (double)update->args->epsilon);
+    }
+}
+
+static void dtrain__sgd_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_optimizer_args *a = update->args;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const double *grad = (const double *)(const void *)t->grad;
+    double *value = (double *)(void *)t->value, *buffer = (double *)(void *)t->m;
+    const double momentum = (double)a->momentum;
+    (void)index;
+    for (int64_t i = begin; i < end; i++) {
+        double g = grad[i] * (double)update->now.grad_scale + (double)t->weight_decay * value[i];
+        if (buffer) {
+            buffer[i] = a->first ? g : momentum * buffer[i] + g;
+            g = a->nesterov ? g + momentum * buffer[i] : buffer[i];
+        }
+        value[i] -= (double)update->now.lr * g;
+    }
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
 {
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->add, args, args->count,
-                               dtrain__larger(args->x_dtype, args->y_dtype));
+    const bool wide = args->x_dtype == DTRAIN_DTYPE_F64;
+    return dtrain__elementwise(
+        device, wide ? dtrain__add_f64 : dtrain__cpu_kernels(device)->add, args, args->count,
+        wide ? DTRAIN_DTYPE_F32 : dtrain__larger(args->x_dtype, args->y_dtype));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
+    const bool wide = args->dtype == DTRAIN_DTYPE_F64;
     dtrain_axpby_args now = *args;
-    if (args->divisor) {
-        if (args->divisor[0] == 0 || args->divisor[0] == args->a) return DTRAIN_OK;
-        now.a = args->a / args->divisor[0];
+    if (args->divisor) { /* a quotient in double rounds to that in fp32 */
+        if (args->divisor[0] == 0 || (double)args->divisor[0] == args->a) return DTRAIN_OK;
+        now.a = args->a / (double)args->divisor[0];
         now.x = args->y;
     }
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->axpby, &now, args->count,
-                               args->dtype);
+    return dtrain__elementwise(device,
+                               wide ? dtrain__axpby_f64 : dtrain__cpu_kernels(device)->axpby, &now,
+                               args->count, wide ? DTRAIN_DTYPE_F32 : args->dtype);
 }
 
 static uint64_t dtrain__part_number(const dtrain_part *part, int64_t i)
@@ -39985,11 +40206,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
     const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
-    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1, args->dtype);
+    const bool wide = args->dtype == DTRAIN_DTYPE_F64;
+    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1,
+                                       wide ? DTRAIN_DTYPE_F32 : args->dtype);
     double sum = 0;
     job.chunk = chunk;
     job.sums = cpu->sums;
-    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count));
+    DTRAIN__TRY(
+        dtrain__job_run(cpu, &job, wide ? dtrain__sum_f64 : cpu->kernels->sum, args->count));
     for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
     if (args->factor) sum *= (double)args->factor[0];
@@ -40054,12 +40278,14 @@ static dtrain_result dtrain__cpu_optimizer(dtrain_device *device, const dtrain_o
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
                                                 const dtrain_adamw_args *args)
 {
-    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->adamw);
+    return dtrain__cpu_optimizer(
+        device, args, args->wide ? dtrain__adamw_f64 : dtrain__cpu_kernels(device)->adamw);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
 {
-    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->sgd);
+    return dtrain__cpu_optimizer(device, args,
+                                 args->wide ? dtrain__sgd_f64 : dtrain__cpu_kernels(device)->sgd);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)
@@ -42095,10 +42321,40 @@ DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
 DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
 
+/* Read the bits, so that -ffast-math cannot remove the test. */
+static bool dtrain__is_nan(double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits & INT64_MAX) > 0x7ff0000000000000u;
+}
+
+/* As mix_step of kernels/mix.h, one element at a time. */
+static double dtrain__mix_step_f64(double sum, double x, uint32_t op)
+{
+    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN) return sum + x;
+    if (op == DTRAIN_REDUCE_PROD) return sum * x;
+    if (dtrain__is_nan(sum)) return sum;
+    return dtrain__is_nan(x) || (op == DTRAIN_REDUCE_MIN ? x < sum : sum < x) ? x : sum;
+}
+
+static void dtrain__mix_f64(const dtrain__mix_job *job)
+{
+    const double scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0 / job->in_count : 1;
+    for (size_t at = 0; at < job->count; at++) {
+        double sum = ((const double *)(const void *)job->in[0])[at];
+        for (int i = 1; i < job->in_count; i++)
+            sum =
+                dtrain__mix_step_f64(sum, ((const double *)(const void *)job->in[i])[at], job->op);
+        for (int i = 0; i < job->out_count; i++) ((double *)(void *)job->out[i])[at] = sum * scale;
+    }
+}
+
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 {
     if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
     else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
+    else if (job->dtype == DTRAIN_DTYPE_F64) dtrain__mix_f64(job);
     else dtrain__kernels_select()->mix(job);
 }
 
@@ -42734,9 +42990,9 @@ DTRAIN__KERNEL_AS(axpby)
     const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
     const bool constant = args->broadcast || !args->x;
-    float value = args->a;
+    float value = (float)args->a;
     if (constant && args->x) value *= dtrain__element(args->x, dtype, 0);
-    const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
+    const dtrain__v a = dtrain__vset(value), b = dtrain__vset((float)args->b);
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         dtrain__v y = a;

@@ -145,6 +145,7 @@ struct dtrain_cuda_f16 {
 };
 
 static __device__ __forceinline__ float dtrain_cuda_widen(float x) { return x; }
+static __device__ __forceinline__ double dtrain_cuda_widen(double x) { return x; }
 
 static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_bf16 x)
 {
@@ -163,6 +164,7 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 }
 
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
+static __device__ __forceinline__ void dtrain_cuda_narrow(double x, double &to) { to = x; }
 
 /* Round to nearest, ties to even: the bits of dtrain_half_from_f32, except that
  * every NaN becomes 0x7fff. That is what the instructions give, so the code that stands in for them
@@ -1649,8 +1651,25 @@ static dtrain_result dtrain_cuda_add_to(dtrain_device *device, const dtrain_add_
     return dtrain_cuda_add_as<X, float>(device, args);
 }
 
+struct dtrain_cuda_add_f64_op {
+    static constexpr int width = 1;
+    const double *x, *y;
+    double *out;
+    template <int W> struct group {
+    };
+    template <int W> __device__ void load(int64_t, group<W> &) const {}
+    template <int W> __device__ void store(int64_t i, const group<W> &) const
+    {
+        out[i] = x[i] + y[i];
+    }
+};
+
 static dtrain_result dtrain_cuda_add(dtrain_device *device, const dtrain_add_args *args)
 {
+    const dtrain_cuda_add_f64_op wide = {(const double *)args->x, (const double *)args->y,
+                                         (double *)args->out};
+    if (args->x_dtype == DTRAIN_DTYPE_F64)
+        return dtrain_cuda_each(device, "add", wide, args->count, false);
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("add", args->x_dtype));
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("add", args->y_dtype));
     return DTRAIN_CUDA_BY_DTYPE(args->x_dtype, dtrain_cuda_add_to)(device, args);
@@ -1694,31 +1713,57 @@ template <typename T>
 static dtrain_result dtrain_cuda_axpby_as(dtrain_device *device, const dtrain_axpby_args *args)
 {
     const bool same = args->broadcast || !args->x;
-    const dtrain_cuda_axpby_op<T> op = {(const T *)args->x, (T *)args->y, args->a, args->b, same,
-                                        args->accumulate};
+    const dtrain_cuda_axpby_op<T> op = {(const T *)args->x, (T *)args->y, (float)args->a,
+                                        (float)args->b,     same,         args->accumulate};
     const bool aligned = (same || dtrain_cuda_aligned(args->x)) && dtrain_cuda_aligned(args->y);
     return dtrain_cuda_each(device, "axpby", op, args->count, aligned);
 }
 
 /* y (count) times a / divisor[0]. Where that is 1 every thread leaves before it reads y. */
+template <typename T>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
-    dtrain_cuda_divide_kernel(float *y, int64_t count, float a, const float *divisor)
+    dtrain_cuda_divide_kernel(T *y, int64_t count, T a, const float *divisor)
 {
-    const float by = divisor[0];
+    const T by = divisor[0];
     const int64_t threads = (int64_t)gridDim.x * blockDim.x;
     if (by == 0 || by == a) return;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += threads)
         y[i] *= a / by;
 }
 
+template <typename T>
+static dtrain_result dtrain_cuda_divide(dtrain_device *device, const dtrain_axpby_args *args)
+{
+    return DTRAIN_CUDA_RUN(
+        device, "axpby", dtrain_cuda_divide_kernel<T>,
+        dtrain_cuda_blocks(dtrain_cuda_state_of(device), args->count, DTRAIN_CUDA_EACH_THREADS),
+        DTRAIN_CUDA_EACH_THREADS, 0, (T *)args->y, args->count, (T)args->a, args->divisor);
+}
+
+struct dtrain_cuda_axpby_f64_op {
+    static constexpr int width = 1;
+    dtrain_axpby_args args;
+    template <int W> struct group {
+    };
+    template <int W> __device__ void load(int64_t, group<W> &) const {}
+    template <int W> __device__ void store(int64_t i, const group<W> &) const
+    {
+        const double *x = (const double *)args.x;
+        double *y = (double *)args.y;
+        y[i] =
+            args.a * (!x ? 1 : x[args.broadcast ? 0 : i]) + (args.accumulate ? args.b * y[i] : 0);
+    }
+};
+
 static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby_args *args)
 {
+    const bool divides = args->divisor && args->count > 0;
+    const dtrain_cuda_axpby_f64_op wide = {*args};
+    if (args->dtype == DTRAIN_DTYPE_F64)
+        return divides ? dtrain_cuda_divide<double>(device, args)
+                       : dtrain_cuda_each(device, "axpby", wide, args->count, false);
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("axpby", args->dtype));
-    if (args->divisor && args->count > 0)
-        return DTRAIN_CUDA_RUN(
-            device, "axpby", dtrain_cuda_divide_kernel,
-            dtrain_cuda_blocks(dtrain_cuda_state_of(device), args->count, DTRAIN_CUDA_EACH_THREADS),
-            DTRAIN_CUDA_EACH_THREADS, 0, (float *)args->y, args->count, args->a, args->divisor);
+    if (divides) return dtrain_cuda_divide<float>(device, args);
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_axpby_as)(device, args);
 }
 
@@ -2183,9 +2228,11 @@ static dtrain_result dtrain_cuda_sum_as(dtrain_device *device, const dtrain_sum_
 
 static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("sum", args->dtype));
+    const bool wide = args->dtype == DTRAIN_DTYPE_F64;
+    if (!wide) DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("sum", args->dtype));
     if (args->accumulate && !args->total)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "sum: accumulate needs total, which is NULL");
+    if (wide) return dtrain_cuda_sum_as<double>(device, args);
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_sum_as)(device, args);
 }
 
@@ -2466,8 +2513,57 @@ static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name,
     return DTRAIN_OK;
 }
 
+/* ---- fp64: one launch a tensor ----------------------------------------------------------------*/
+
+struct dtrain_cuda_f64_op {
+    static constexpr int width = 1;
+    dtrain_optimizer_args a;
+    dtrain_optimizer_tensor t;
+    bool adamw;
+    template <int W> struct group {
+    };
+    template <int W> __device__ void load(int64_t, group<W> &) const {}
+    template <int W> __device__ void store(int64_t i, const group<W> &) const
+    {
+        const dtrain_step_scalars *s = a.scalars;
+        const double lr = s ? s->lr * a.lr_scale : a.lr, decay = t.weight_decay;
+        const double scale = s ? s->grad_scale : a.grad_scale;
+        double &value = ((double *)t.value)[i], *m = (double *)t.m, *v = (double *)t.v;
+        double g = ((const double *)t.grad)[i] * scale;
+        if (s && s->skip) return;
+        if (adamw) {
+            const double correction1 = s ? s->correction1 : a.correction1;
+            const double correction2 = s ? s->correction2 : a.correction2;
+            m[i] = (double)a.beta1 * m[i] + (1 - (double)a.beta1) * g;
+            v[i] = (double)a.beta2 * v[i] + (1 - (double)a.beta2) * g * g;
+            const double root = sqrt(v[i] / correction2) + (double)a.epsilon;
+            value = value * (1 - lr * decay) - lr / correction1 * m[i] / root;
+            return;
+        }
+        g += decay * value;
+        if (m) {
+            m[i] = a.first ? g : (double)a.momentum * m[i] + g;
+            g = a.nesterov ? g + (double)a.momentum * m[i] : m[i];
+        }
+        value -= lr * g;
+    }
+};
+
+static dtrain_result dtrain_cuda_update_f64(dtrain_device *device, const char *name,
+                                            const dtrain_optimizer_args *args, bool adamw)
+{
+    for (size_t i = 0; i < args->tensor_count; i++)
+        DTRAIN_CUDA_TRY(dtrain_cuda_check_tensor(name, &args->tensors[i], i, adamw ? 2 : 0));
+    for (size_t i = 0; i < args->tensor_count; i++) {
+        const dtrain_cuda_f64_op op = {*args, args->tensors[i], adamw};
+        DTRAIN_CUDA_TRY(dtrain_cuda_each(device, name, op, op.t.count, false));
+    }
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain_cuda_adamw(dtrain_device *device, const dtrain_adamw_args *args)
 {
+    if (args->wide) return dtrain_cuda_update_f64(device, "adamw", args, true);
     const dtrain_cuda_adamw_rule rule = {args->lr,         args->beta1,       args->beta2,
                                          args->epsilon,    args->correction1, args->correction2,
                                          args->grad_scale, args->lr_scale};
@@ -2478,6 +2574,7 @@ static dtrain_result dtrain_cuda_adamw(dtrain_device *device, const dtrain_adamw
 
 static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_args *args)
 {
+    if (args->wide) return dtrain_cuda_update_f64(device, "sgd", args, false);
     const dtrain_cuda_sgd_rule rule = {args->lr,       args->momentum, args->grad_scale,
                                        args->lr_scale, args->nesterov, args->first};
     dtrain_cuda_tensors tensors = {};
@@ -7745,8 +7842,8 @@ static dtrain_result dtrain_cuda_pool2d_backward(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 11,
-              "the table below is that of ABI 11: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 12,
+              "the table below is that of ABI 12: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {

@@ -1131,6 +1131,7 @@ static ncclDataType_t dtrain_nccl__type(dtrain_dtype dtype)
     case DTRAIN_DTYPE_F16: return ncclFloat16;
     case DTRAIN_DTYPE_I32: return ncclInt32;
     case DTRAIN_DTYPE_I64: return ncclInt64;
+    case DTRAIN_DTYPE_F64: return ncclFloat64;
     default: return ncclFloat32;
     }
 }
@@ -1381,12 +1382,14 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
 
 /* ---- Ending -----------------------------------------------------------------------------------*/
 
-static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
+static void dtrain_nccl__scale_host(const dtrain_collective *what, double factor)
 {
     for (size_t i = 0; i < what->count; i++) {
+        const float scale = (float)factor;
         float *wide = (float *)what->recv + i;
         uint16_t *half = (uint16_t *)what->recv + i;
-        if (what->dtype == DTRAIN_DTYPE_F32) *wide *= scale;
+        if (what->dtype == DTRAIN_DTYPE_F64) ((double *)what->recv)[i] *= factor;
+        else if (what->dtype == DTRAIN_DTYPE_F32) *wide *= scale;
         else
             *half =
                 dtrain_half_from_f32(what->dtype, dtrain_half_to_f32(what->dtype, *half) * scale);
@@ -1398,7 +1401,7 @@ static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
 static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_collective *what = &work->what;
-    const float scale = 1.0f / (float)comm->base.size;
+    const double scale = 1.0 / comm->base.size;
     dtrain_axpby_args args;
     if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1) return DTRAIN_OK;
     if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
