@@ -1779,7 +1779,7 @@ typedef struct dtrain_strategy_info {
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* of the whole model; aliases counted once */
     uint64_t value_bytes, grad_bytes; /* this rank's, whoever owns them; not what is offloaded */
-    uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
+    uint64_t host_bytes;              /* page-locked: shards that are offloaded, and staging */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
     /* Sums over `comm` and the communicators that the strategy has split from it: the difference
@@ -2546,7 +2546,7 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
  *
  * Where a strategy has several ranks or micro-batches, gradients are made ready for one mean over
  * all samples of the step: dtrain_strategy_weight. The first backward of a strategy agrees on the
- * unit of weights by a small all-reduce. */
+ * size of a full batch, of weight 1, by a small all-reduce. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
 /* Copy a tensor's values to host memory (count floats) as fp32, and after backward the gradient of
@@ -14575,11 +14575,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32
                                                bool joins);
 /* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
-/* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */
+/* Note that a tape runs the backwards: joining ranks then agree on a full batch. */
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
 /* Note that an operation computes over the batches of several ranks: either all join, or none. */
 DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm);
-DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
+DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms);
 DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
@@ -14603,7 +14603,7 @@ DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy
 DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over);
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty);
+DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty);
 
 /* ---- An update in host memory: strategy/offload.c ---------------------------------------------*/
 
@@ -14629,7 +14629,7 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
                                          const dtrain_param *storage, uint32_t dtype,
                                          const void **low, bool *passing);
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layout, size_t i,
-                                              size_t states, bool whole, int64_t *stage);
+                                              size_t states, bool whole, int64_t *staging);
 
 /* A strategy that is not made. Collective; free it after an error too. */
 typedef struct dtrain__strategy_plan {
@@ -14840,7 +14840,7 @@ typedef struct dtrain__step_list {
 } dtrain__step_list;
 
 /* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
- * in the bounce buffers, those of an update in the optimizer's stages. */
+ * in the bounce buffers, those of an update in the optimizer's staging buffers. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
     dtrain_stream *down, *up; /* copies to the host, and to the device */
@@ -14883,7 +14883,7 @@ struct dtrain_strategy {
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
-    int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
+    int64_t full_batch;       /* samples that weigh 1 (weights.c); 0: not agreed on yet */
     /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
      * have been counted in it, how many the last loss of a step or of an evaluation had, and
      * whether all ranks know that number. */
@@ -14895,7 +14895,7 @@ struct dtrain_strategy {
     bool taped;            /* a tape was made for this strategy */
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     bool empty;            /* the last step had no samples */
-    bool unsure;           /* `empty` and `absent` are of this rank: the tally must be read */
+    bool unsure;           /* `empty` and `absent` are of this rank: the counts must be read */
     uint64_t sync_count;   /* steps that were reduced */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
@@ -14914,9 +14914,9 @@ struct dtrain_strategy {
     int64_t *gathered;    /* (DTRAIN__SQUARES a rank of `all`): scratch */
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
-                             norm of gradients; the tally follows it */
-    float *tally, *sums;  /* (1 + param_count) device memory; its copy on the host: weights.c */
-    dtrain_work *tally_work;
+                             norm of gradients; the counts follow them */
+    float *counts, *sums; /* (1 + param_count) device memory; its copy on the host: weights.c */
+    dtrain_work *counts_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
     dtrain__kept *kept; /* (param_count), kept_count in use */
@@ -14987,8 +14987,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
 DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 
 /* strategy/weights.c */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy);
 
 /* strategy/units.c */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
@@ -16405,12 +16405,12 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     strategy->passes++;
     DTRAIN__TRY(dtrain__walk_back(strategy, 0));
     DTRAIN__TRY(dtrain__close_buckets(strategy, all));
-    if (last) DTRAIN__TRY(dtrain__tally_start(strategy));
+    if (last) DTRAIN__TRY(dtrain__counts_start(strategy));
     if (last) *missing = dtrain__report_missing(strategy);
     DTRAIN__TRY(dtrain__reduce_until(strategy, all));
     DTRAIN__TRY(dtrain__host_settle(strategy));
     if (!last) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__tally_end(strategy));
+    DTRAIN__TRY(dtrain__counts_end(strategy));
     DTRAIN__TRY(dtrain__return_grads(strategy));
     DTRAIN__TRY(dtrain__settle_gathers(strategy));
     return dtrain__average_buffers(strategy);
@@ -16598,21 +16598,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
 
 /* Weights: the mean of a step over all its samples
  *
- * A backward makes the sum over its own samples divided by a unit, a number that is the same on all
- * ranks. Its weight is the number of its samples divided by the unit:
+ * A backward makes the sum over its own samples divided by a full batch, a number that is the same
+ * on all ranks. Its weight is the number of its samples divided by the full batch:
  *
- *     targets, unit 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
+ *     targets, full 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
  *     gradient           sum of 4 / 4          sum of 1 / 4
  *     weight             1                     1/4
  *     reduced            sum of 5 / 4 / 2      as always: times 1/N
  *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
  *
- * The unit is the largest number of targets that a rank had in its first micro-batch, ignored ones
- * included. Where all micro-batches have as many and ignore none, every weight is 1 and nothing is
- * corrected: the bits are those of a mean of means. A weight is at most 1, so that no sum overflows
- * that would not overflow in a mean of means.
+ * A full batch is the largest number of targets that a rank had in its first micro-batch, ignored
+ * ones included. Where all micro-batches have as many and ignore none, every weight is 1 and
+ * nothing is corrected: the bits are those of a mean of means. A weight is at most 1, so that no
+ * sum overflows that would not overflow in a mean of means.
  *
- * Weights are summed by an all-reduce of the tally, behind the last buckets of a step, over all
+ * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
  * ranks: those of a tensor axis have the same samples, so that their weights count as often as
  * their number, which passes are multiplied by too, and all of them hear the same verdicts:
  *
@@ -16621,9 +16621,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
  * Of a pipeline axis the first rank alone gives its weight, and passes are counted without the
  * others: the sum is rounded alike for any number of ranks.
  *
- * The tally stays in device memory, where the correction reads it. A rank with samples and all
+ * The counts stay in device memory, where the correction reads them. A rank with samples and all
  * gradients knows without it that the step has samples and that no gradient is absent; on other
- * ranks the host waits for the tally and reads it. */
+ * ranks the host waits for the counts and reads them. */
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
@@ -16635,18 +16635,18 @@ static bool dtrain__weighs(const dtrain_strategy *strategy)
             strategy->several);
 }
 
-/* Agree on the unit of weights, once: the largest of all ranks' `terms`, the samples of this rank's
- * first micro-batch, ignored ones included (0: nothing is counted). Collective. */
-DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms)
+/* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
+ * rank's first micro-batch, ignored ones included (0: nothing is counted). Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms)
 {
-    if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
+    if (strategy->full_batch || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
-        dtrain__call_label(strategy->world, "unit of weights", 0, "");
+        dtrain__call_label(strategy->world, "size of a full batch", 0, "");
         DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, &terms, &terms, 1, DTRAIN_DTYPE_I64,
                                       DTRAIN_REDUCE_MAX, NULL));
         terms = dtrain__max(terms, 1);
     }
-    strategy->unit = terms;
+    strategy->full_batch = terms;
     return DTRAIN_OK;
 }
 
@@ -16660,12 +16660,13 @@ DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples)
 {
-    if (!strategy || !strategy->unit || !samples->terms) return 1;
-    return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
+    if (!strategy || !strategy->full_batch || !samples->terms) return 1;
+    return (float)(dtrain__samples_count(samples) / (double)strategy->full_batch);
 }
 
-/* Give the backward under way the weight of its loss, which is a mean over samples. Return the unit
- * by which the tape divides the number of samples to get the gradient of the loss; 0: it is 1. */
+/* Give the backward under way the weight of its loss, which is a mean over samples. Return the size
+ * of a full batch, by which the tape divides the number of samples to get the gradient of the loss;
+ * 0: it is 1. */
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples)
 {
@@ -16673,7 +16674,7 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
     const bool weighs = dtrain__weighs(strategy);
     strategy->weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
-    return weighs ? strategy->unit : 0;
+    return weighs ? strategy->full_batch : 0;
 }
 
 DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i)
@@ -16704,7 +16705,7 @@ DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
 
 DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
 {
-    return strategy->tally;
+    return strategy->counts;
 }
 
 DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
@@ -16812,18 +16813,18 @@ DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool 
            (strategy->evaluates || (!forward_only && dtrain__weighs(strategy)));
 }
 
-/* ---- The tally --------------------------------------------------------------------------------*/
+/* ---- Counts of samples and gradients ----------------------------------------------------------*/
 
-/* Set count elements of the tally by a kernel, which has the value in its arguments: a queued copy
+/* Set count elements of the counts by a kernel, which has the value in its arguments: a queued copy
  * would read host memory later. */
-static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
-                                       float value)
+static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first, size_t count,
+                                        float value)
 {
     dtrain_axpby_args fill; /* x NULL: the constant 1 */
     memset(&fill, 0, sizeof fill);
     fill.count = (int64_t)count;
     fill.a = value;
-    fill.y = strategy->tally + first;
+    fill.y = strategy->counts + first;
     fill.dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
@@ -16847,7 +16848,7 @@ static void dtrain__note_absent(dtrain_strategy *strategy)
 }
 
 /* Return what this rank adds for a parameter; stages of other ranks speak for their own. */
-static float dtrain__tally_of(const dtrain_strategy *strategy, size_t i)
+static float dtrain__counts_of(const dtrain_strategy *strategy, size_t i)
 {
     return strategy->layout.entries[i].absent || !dtrain__has_memory(&strategy->params[i]) ? 0 : 1;
 }
@@ -16858,60 +16859,60 @@ static int dtrain__weight_ranks(const dtrain__groups *groups)
     return dtrain_comm_size(groups->all) / groups->pipeline_ranks;
 }
 
-/* Write this rank's part of the tally and start its sum. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
+/* Write what this rank counts, and start the sum over the ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = 1 + strategy->param_count;
     if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
-        DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
+        DTRAIN__TRY(ops->copy(strategy->device, strategy->counts, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
         dtrain__note_absent(strategy);
-        DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
+        DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)
-        DTRAIN__TRY(ops->zero(strategy->device, strategy->tally, sizeof(float)));
+        DTRAIN__TRY(ops->zero(strategy->device, strategy->counts, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;
         return DTRAIN_OK;
     }
     for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
-        const float has = dtrain__tally_of(strategy, i - 1);
-        for (end = i + 1; end < count && dtrain__tally_of(strategy, end - 1) == has;) end++;
-        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, has));
+        const float has = dtrain__counts_of(strategy, i - 1);
+        for (end = i + 1; end < count && dtrain__counts_of(strategy, end - 1) == has;) end++;
+        DTRAIN__TRY(dtrain__counts_set(strategy, i, end - i, has));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->groups.all, strategy->tally, strategy->tally, count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
+    return dtrain_all_reduce(strategy->groups.all, strategy->counts, strategy->counts, count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->counts_work);
 }
 
-/* Copy the tally to strategy->sums; the host waits. */
-static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
+/* Copy the counts to strategy->sums; the host waits. */
+static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
 {
     const size_t count = 1 + strategy->param_count;
-    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->tally,
+    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->counts,
                                        count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Wait for the tally, and make reduced gradients the mean over all samples: multiply them by the
+/* Wait for the counts, and make reduced gradients the mean over all samples: multiply them by the
  * number of micro-batches of all ranks, by which they have been divided, and divide them by the sum
  * of weights. Where the two are equal, or there is no sample, leave them as they are. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const int ranks = dtrain_comm_size(strategy->groups.all);
     const float passes = (float)dtrain__weight_ranks(&strategy->groups) * (float)strategy->passes;
-    dtrain_work *work = strategy->tally_work;
+    dtrain_work *work = strategy->counts_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
     correct.a = passes;
     correct.dtype = (dtrain_dtype)layout->dtype;
-    strategy->tally_work = NULL;
+    strategy->counts_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     strategy->sums[0] = strategy->weights;
-    if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__tally_read(strategy));
-    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->tally;
+    if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__counts_read(strategy));
+    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->counts;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
         correct.a = (double)passes / (double)strategy->sums[0];
@@ -16928,13 +16929,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 }
 
 /* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
- * gradient (dtrain__entry.absent). The host waits for the tally where this rank alone cannot know.
+ * gradient (dtrain__entry.absent). The host waits for the counts where this rank alone cannot know.
  * A step that is being recorded has the answers of the step before it. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
+DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = 1 + strategy->param_count;
     if (strategy->unsure && !strategy->device_weight) {
-        DTRAIN__TRY(dtrain__tally_read(strategy));
+        DTRAIN__TRY(dtrain__counts_read(strategy));
         strategy->unsure = false;
         strategy->empty = strategy->sums[0] == 0;
         for (size_t i = 1; i < count; i++)
@@ -18819,18 +18820,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
     return dtrain__strategy_keep(strategy, dtrain__end_sums(strategy, 0, true));
 }
 
-/* Take part in the backward of a pass without samples, and in the agreement on the unit of weights
+/* Take part in the backward of a pass without samples, and in the agreement on a full batch
  * that a tape's first one makes. In the last one of a step, learn whether no rank has had samples.
  */
 DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
 {
     const bool last = !strategy->more;
     if (strategy->taped)
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0)));
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__agree_full_batch(strategy, 0)));
     strategy->weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     if (!last) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
+    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
 }
 
 DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
@@ -19091,10 +19092,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float
 }
 
 /* Count the bytes of an optimizer's states of parameter i. With offload that includes a master copy
- * of values that are on the device, and for gradients that are on the device *stage grows to the
- * elements that one of the two stages holds: a piece of them, or with `whole` all. */
+ * of values that are on the device, and for gradients that are on the device *staging grows to
+ * the elements that one of the two staging buffers holds: a piece of them, or with `whole` all. */
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
-                                              bool whole, int64_t *stage)
+                                              bool whole, int64_t *staging)
 {
     const bool offload = layout->desc->offload != 0;
     int64_t offset, count;
@@ -19103,7 +19104,7 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     const bool master = offload && !bucket->value_on_host;
     const int64_t padded = dtrain__padded(dtrain__words(layout, count));
     if (offload && !bucket->grad_on_host)
-        *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
+        *staging = dtrain__max(*staging, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
     return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }
 
@@ -19992,7 +19993,7 @@ static size_t dtrain__squares_most(const dtrain_strategy *strategy)
     return DTRAIN__SQUARES * (1 + (size_t)dtrain_comm_size(strategy->groups.model));
 }
 
-/* Return the size of the memory in which ranks add up: sums of squares, and the tally. */
+/* Return the size of the memory in which ranks add up: sums of squares, counts of samples. */
 static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
 {
     const size_t squares = dtrain__squares_most(strategy);
@@ -20021,10 +20022,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
                                      dtrain_comm_size(strategy->groups.data),
                                      dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
-    const size_t tally = 1 + count;
+    const size_t counted = 1 + count;
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
+    strategy->sums = (float *)dtrain__alloc(a, counted, sizeof *strategy->sums, "sums of weights");
     if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
@@ -20047,7 +20048,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     }
     DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->tally = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
+    strategy->counts = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
     dtrain__steps_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__steps_open(strategy));
@@ -20145,7 +20146,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
              before[0] ? "; the last error here was: " : "", dtrain__bare(before));
     if (dtrain_comm_size(strategy->groups.all) > 1 && dtrain__in_backward(strategy))
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
-    (void)dtrain_work_wait(strategy->tally_work);
+    (void)dtrain_work_wait(strategy->counts_work);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);
@@ -20181,11 +20182,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
             dtrain_comm_free(strategy->groups.data, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
-    const size_t tally = 1 + count;
+    const size_t counted = 1 + count;
     if (strategy->sum_squares)
         dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
                          dtrain__sums_bytes(strategy));
-    dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
+    dtrain__free(&a, strategy->sums, counted, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
                  DTRAIN__SQUARES * sizeof *strategy->gathered);
     dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);
@@ -20421,12 +20422,12 @@ static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const d
 /* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
-    int64_t stage = 0;
+    int64_t staging = 0;
     uint64_t state = 0;
     for (size_t i = 0; i < layout->count; i++)
         state += dtrain__update_bytes(
-            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &stage);
-    state += 2 * (uint64_t)stage * sizeof(float);
+            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &staging);
+    state += 2 * (uint64_t)staging * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);
     one.params = layout->value_bytes;
@@ -20793,7 +20794,7 @@ struct dtrain_optimizer {
     size_t block_bytes;
     size_t state_bytes, scratch_bytes; /* of moments and buffers; of Muon's scratch */
     dtrain__muon muon;
-    int64_t stage; /* with offload: elements of a stage */
+    int64_t staging; /* with offload: elements of each of two staging buffers */
     bool offloaded;
     uint64_t step_count;
     bool compared;      /* all ranks have the same hyper-parameters */
@@ -20947,10 +20948,10 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *     behind  | scratch of Muon
  *
  * Offloaded, the block is page-locked host memory, each tensor's master copy comes before its
- * state, two stages for gradients before everything, and the update goes in pieces, of Muon in
- * whole matrices:
+ * state, two staging buffers for gradients before everything, and the update goes in pieces, of
+ * Muon in whole matrices:
  *
- *     down    | grad 0 | grad 1 | grad 2      | ...        into stage 0, 1, 0, ...
+ *     down    | grad 0 | grad 1 | grad 2      | ...        into buffer 0, 1, 0, ...
  *     CPU              | update 0 | update 1  | update 2
  *     up                          | value 0   | value 1 ...
  *
@@ -21077,16 +21078,16 @@ typedef struct dtrain__update_piece {
     float *value;                 /* address of the piece's values in the strategy's memory */
 } dtrain__update_piece;
 
-/* Queue the copy of a piece's gradient to a stage, unless the gradient is in host memory, and the
+/* Queue the copy of a piece's gradient to a buffer, unless the gradient is in host memory, and the
  * event at the end of the copy. */
 static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                         dtrain__update_piece *piece, size_t slot)
 {
     const float *grad = piece->part.grad;
-    float *stage = NULL;
+    float *staging = NULL;
     if (!dtrain__on_host(optimizer->device, grad))
-        piece->part.grad = stage = optimizer->block + slot * (size_t)optimizer->stage;
-    return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
+        piece->part.grad = staging = optimizer->block + slot * (size_t)optimizer->staging;
+    return dtrain__update_down(optimizer->strategy, slot, staging, grad, piece->part.count);
 }
 
 /* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
@@ -21124,8 +21125,8 @@ static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__
 
 /* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
  * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
- * in the master copies. While one piece is updated the next is copied down; a stage is filled again
- * after the piece that it held was updated. */
+ * in the master copies. While one piece is updated the next is copied down; a buffer is filled
+ * again after the piece that it held was updated. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
@@ -21194,7 +21195,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
     bool empty = false;
-    dtrain_result result = dtrain__tally_settle(strategy, &empty);
+    dtrain_result result = dtrain__counts_settle(strategy, &empty);
     if (result == DTRAIN_OK && !empty)
         result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
                                       : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
@@ -21263,7 +21264,7 @@ static void dtrain__count_block(dtrain_optimizer *optimizer)
     for (size_t i = 0; i < count; i++) {
         const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
         bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
-                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->stage);
+                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->staging);
     }
     for (size_t i = 0; i < optimizer->shard_count; i++) {
         const dtrain_shard *shard = &optimizer->shards[i];
@@ -21273,7 +21274,7 @@ static void dtrain__count_block(dtrain_optimizer *optimizer)
     dtrain__muon none;
     optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
     optimizer->block_bytes =
-        (size_t)bytes + 2 * (size_t)optimizer->stage * sizeof(float) + optimizer->scratch_bytes;
+        (size_t)bytes + 2 * (size_t)optimizer->staging * sizeof(float) + optimizer->scratch_bytes;
 }
 
 /* Append the tensor of a shard, with its state at *next; later calls do not move it. Biases and
@@ -21329,7 +21330,7 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
         if (optimizer->offloaded) memset(block, 0, bytes);
         else DTRAIN__TRY(device->ops->zero(device, block, bytes));
     }
-    float *next = dtrain__after(optimizer->block, 2 * optimizer->stage);
+    float *next = dtrain__after(optimizer->block, 2 * optimizer->staging);
     for (size_t g = 0; g < optimizer->group_count; g++) {
         dtrain__group *group = &optimizer->groups[g];
         group->first = optimizer->tensor_count;
@@ -29037,9 +29038,9 @@ static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, f
     seed.a = scale;
     seed.y = loss->grad;
     seed.dtype = DTRAIN_DTYPE_F32;
-    const int64_t unit = strategy ? dtrain__weigh_loss(strategy, samples) : 0;
-    if (unit) {
-        const double each = (double)scale / (double)unit;
+    const int64_t full = strategy ? dtrain__weigh_loss(strategy, samples) : 0;
+    if (full) {
+        const double each = (double)scale / (double)full;
         if (samples->device_valid)
             return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
                                   DTRAIN_DTYPE_F32, 1, each, NULL);
@@ -29088,7 +29089,7 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     if (tape->strategy) {
         const int64_t terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
         DTRAIN__TRY(dtrain__end_sums(tape->strategy, tape->pass.sums, false));
-        DTRAIN__TRY(dtrain__agree_unit(tape->strategy, terms));
+        DTRAIN__TRY(dtrain__agree_full_batch(tape->strategy, terms));
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
@@ -35634,7 +35635,7 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  * (tape/stage.c):
  *
  *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to
- *                              stage. In the first step agree on the unit of weights
+ *                              stage. In the first step agree on a full batch
  *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
  *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
  *                              micro-batch parameters are ready, and reductions over the data axis
@@ -35667,7 +35668,7 @@ struct dtrain__pipeline {
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     float *read; /* page-locked (micro_batches): losses being copied; NULL: read at once */
     size_t slot_count;
-    bool agreed;   /* all ranks have the same unit of weights */
+    bool agreed;   /* all ranks have the same full batch */
     uint64_t seed; /* of the step under way */
 };
 
@@ -35896,7 +35897,7 @@ static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
     const dtrain_result result = dtrain__line_survey_loss(trainer, trainer->desc.user, 0, &loss);
     if (line->agreed) return result;
     DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
-    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
+    DTRAIN__TRY(dtrain__agree_full_batch(trainer->desc.strategy, loss->samples.terms));
     line->agreed = true;
     return DTRAIN_OK;
 }
@@ -35920,7 +35921,7 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     bool over;
     if (trainer->joined < micro_batches) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, &over));
+    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, &over));
 }
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
@@ -36335,7 +36336,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         desc->strategy, dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count)));
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
     DTRAIN__TRY(
-        dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy, &empty)));
+        dtrain__strategy_keep(desc->strategy, dtrain__counts_settle(desc->strategy, &empty)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
         dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));

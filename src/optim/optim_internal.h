@@ -46,7 +46,7 @@ struct dtrain_optimizer {
     size_t block_bytes;
     size_t state_bytes, scratch_bytes; /* of moments and buffers; of Muon's scratch */
     dtrain__muon muon;
-    int64_t stage; /* with offload: elements of a stage */
+    int64_t staging; /* with offload: elements of each of two staging buffers */
     bool offloaded;
     uint64_t step_count;
     bool compared;      /* all ranks have the same hyper-parameters */

@@ -22,10 +22,10 @@
  *     behind  | scratch of Muon
  *
  * Offloaded, the block is page-locked host memory, each tensor's master copy comes before its
- * state, two stages for gradients before everything, and the update goes in pieces, of Muon in
- * whole matrices:
+ * state, two staging buffers for gradients before everything, and the update goes in pieces, of
+ * Muon in whole matrices:
  *
- *     down    | grad 0 | grad 1 | grad 2      | ...        into stage 0, 1, 0, ...
+ *     down    | grad 0 | grad 1 | grad 2      | ...        into buffer 0, 1, 0, ...
  *     CPU              | update 0 | update 1  | update 2
  *     up                          | value 0   | value 1 ...
  *
@@ -169,16 +169,16 @@ typedef struct dtrain__update_piece {
     float *value;                 /* address of the piece's values in the strategy's memory */
 } dtrain__update_piece;
 
-/* Queue the copy of a piece's gradient to a stage, unless the gradient is in host memory, and the
+/* Queue the copy of a piece's gradient to a buffer, unless the gradient is in host memory, and the
  * event at the end of the copy. */
 static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                         dtrain__update_piece *piece, size_t slot)
 {
     const float *grad = piece->part.grad;
-    float *stage = NULL;
+    float *staging = NULL;
     if (!dtrain__on_host(optimizer->device, grad))
-        piece->part.grad = stage = optimizer->block + slot * (size_t)optimizer->stage;
-    return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
+        piece->part.grad = staging = optimizer->block + slot * (size_t)optimizer->staging;
+    return dtrain__update_down(optimizer->strategy, slot, staging, grad, piece->part.count);
 }
 
 /* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
@@ -216,8 +216,8 @@ static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__
 
 /* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
  * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
- * in the master copies. While one piece is updated the next is copied down; a stage is filled again
- * after the piece that it held was updated. */
+ * in the master copies. While one piece is updated the next is copied down; a buffer is filled
+ * again after the piece that it held was updated. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
@@ -286,7 +286,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
     bool empty = false;
-    dtrain_result result = dtrain__tally_settle(strategy, &empty);
+    dtrain_result result = dtrain__counts_settle(strategy, &empty);
     if (result == DTRAIN_OK && !empty)
         result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
                                       : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
@@ -355,7 +355,7 @@ static void dtrain__count_block(dtrain_optimizer *optimizer)
     for (size_t i = 0; i < count; i++) {
         const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
         bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
-                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->stage);
+                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->staging);
     }
     for (size_t i = 0; i < optimizer->shard_count; i++) {
         const dtrain_shard *shard = &optimizer->shards[i];
@@ -365,7 +365,7 @@ static void dtrain__count_block(dtrain_optimizer *optimizer)
     dtrain__muon none;
     optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
     optimizer->block_bytes =
-        (size_t)bytes + 2 * (size_t)optimizer->stage * sizeof(float) + optimizer->scratch_bytes;
+        (size_t)bytes + 2 * (size_t)optimizer->staging * sizeof(float) + optimizer->scratch_bytes;
 }
 
 /* Append the tensor of a shard, with its state at *next; later calls do not move it. Biases and
@@ -421,7 +421,7 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
         if (optimizer->offloaded) memset(block, 0, bytes);
         else DTRAIN__TRY(device->ops->zero(device, block, bytes));
     }
-    float *next = dtrain__after(optimizer->block, 2 * optimizer->stage);
+    float *next = dtrain__after(optimizer->block, 2 * optimizer->staging);
     for (size_t g = 0; g < optimizer->group_count; g++) {
         dtrain__group *group = &optimizer->groups[g];
         group->first = optimizer->tensor_count;

@@ -160,7 +160,7 @@ static size_t dtrain__squares_most(const dtrain_strategy *strategy)
     return DTRAIN__SQUARES * (1 + (size_t)dtrain_comm_size(strategy->groups.model));
 }
 
-/* Return the size of the memory in which ranks add up: sums of squares, and the tally. */
+/* Return the size of the memory in which ranks add up: sums of squares, counts of samples. */
 static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
 {
     const size_t squares = dtrain__squares_most(strategy);
@@ -189,10 +189,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
                                      dtrain_comm_size(strategy->groups.data),
                                      dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
-    const size_t tally = 1 + count;
+    const size_t counted = 1 + count;
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
+    strategy->sums = (float *)dtrain__alloc(a, counted, sizeof *strategy->sums, "sums of weights");
     if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
@@ -215,7 +215,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     }
     DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->tally = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
+    strategy->counts = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
     dtrain__steps_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__steps_open(strategy));
@@ -313,7 +313,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
              before[0] ? "; the last error here was: " : "", dtrain__bare(before));
     if (dtrain_comm_size(strategy->groups.all) > 1 && dtrain__in_backward(strategy))
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
-    (void)dtrain_work_wait(strategy->tally_work);
+    (void)dtrain_work_wait(strategy->counts_work);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);
@@ -349,11 +349,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
             dtrain_comm_free(strategy->groups.data, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
-    const size_t tally = 1 + count;
+    const size_t counted = 1 + count;
     if (strategy->sum_squares)
         dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
                          dtrain__sums_bytes(strategy));
-    dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
+    dtrain__free(&a, strategy->sums, counted, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
                  DTRAIN__SQUARES * sizeof *strategy->gathered);
     dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);

@@ -229,10 +229,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float
 }
 
 /* Count the bytes of an optimizer's states of parameter i. With offload that includes a master copy
- * of values that are on the device, and for gradients that are on the device *stage grows to the
- * elements that one of the two stages holds: a piece of them, or with `whole` all. */
+ * of values that are on the device, and for gradients that are on the device *staging grows to
+ * the elements that one of the two staging buffers holds: a piece of them, or with `whole` all. */
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
-                                              bool whole, int64_t *stage)
+                                              bool whole, int64_t *staging)
 {
     const bool offload = layout->desc->offload != 0;
     int64_t offset, count;
@@ -241,6 +241,6 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     const bool master = offload && !bucket->value_on_host;
     const int64_t padded = dtrain__padded(dtrain__words(layout, count));
     if (offload && !bucket->grad_on_host)
-        *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
+        *staging = dtrain__max(*staging, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
     return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }

@@ -29,12 +29,12 @@ static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const d
 /* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
-    int64_t stage = 0;
+    int64_t staging = 0;
     uint64_t state = 0;
     for (size_t i = 0; i < layout->count; i++)
         state += dtrain__update_bytes(
-            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &stage);
-    state += 2 * (uint64_t)stage * sizeof(float);
+            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &staging);
+    state += 2 * (uint64_t)staging * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);
     one.params = layout->value_bytes;

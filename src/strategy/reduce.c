@@ -333,12 +333,12 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     strategy->passes++;
     DTRAIN__TRY(dtrain__walk_back(strategy, 0));
     DTRAIN__TRY(dtrain__close_buckets(strategy, all));
-    if (last) DTRAIN__TRY(dtrain__tally_start(strategy));
+    if (last) DTRAIN__TRY(dtrain__counts_start(strategy));
     if (last) *missing = dtrain__report_missing(strategy);
     DTRAIN__TRY(dtrain__reduce_until(strategy, all));
     DTRAIN__TRY(dtrain__host_settle(strategy));
     if (!last) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__tally_end(strategy));
+    DTRAIN__TRY(dtrain__counts_end(strategy));
     DTRAIN__TRY(dtrain__return_grads(strategy));
     DTRAIN__TRY(dtrain__settle_gathers(strategy));
     return dtrain__average_buffers(strategy);

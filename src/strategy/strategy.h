@@ -282,7 +282,7 @@ typedef struct dtrain_strategy_info {
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* of the whole model; aliases counted once */
     uint64_t value_bytes, grad_bytes; /* this rank's, whoever owns them; not what is offloaded */
-    uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
+    uint64_t host_bytes;              /* page-locked: shards that are offloaded, and staging */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
     /* Sums over `comm` and the communicators that the strategy has split from it: the difference

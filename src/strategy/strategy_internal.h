@@ -69,7 +69,7 @@ typedef struct dtrain__step_list {
 } dtrain__step_list;
 
 /* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
- * in the bounce buffers, those of an update in the optimizer's stages. */
+ * in the bounce buffers, those of an update in the optimizer's staging buffers. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
     dtrain_stream *down, *up; /* copies to the host, and to the device */
@@ -112,7 +112,7 @@ struct dtrain_strategy {
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
-    int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
+    int64_t full_batch;       /* samples that weigh 1 (weights.c); 0: not agreed on yet */
     /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
      * have been counted in it, how many the last loss of a step or of an evaluation had, and
      * whether all ranks know that number. */
@@ -124,7 +124,7 @@ struct dtrain_strategy {
     bool taped;            /* a tape was made for this strategy */
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     bool empty;            /* the last step had no samples */
-    bool unsure;           /* `empty` and `absent` are of this rank: the tally must be read */
+    bool unsure;           /* `empty` and `absent` are of this rank: the counts must be read */
     uint64_t sync_count;   /* steps that were reduced */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
@@ -143,9 +143,9 @@ struct dtrain_strategy {
     int64_t *gathered;    /* (DTRAIN__SQUARES a rank of `all`): scratch */
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
-                             norm of gradients; the tally follows it */
-    float *tally, *sums;  /* (1 + param_count) device memory; its copy on the host: weights.c */
-    dtrain_work *tally_work;
+                             norm of gradients; the counts follow them */
+    float *counts, *sums; /* (1 + param_count) device memory; its copy on the host: weights.c */
+    dtrain_work *counts_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
     dtrain__kept *kept; /* (param_count), kept_count in use */
@@ -216,8 +216,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
 DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 
 /* strategy/weights.c */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy);
 
 /* strategy/units.c */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);

@@ -158,11 +158,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32
                                                bool joins);
 /* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
-/* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */
+/* Note that a tape runs the backwards: joining ranks then agree on a full batch. */
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
 /* Note that an operation computes over the batches of several ranks: either all join, or none. */
 DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm);
-DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
+DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms);
 DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
@@ -186,7 +186,7 @@ DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy
 DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over);
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty);
+DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty);
 
 /* ---- An update in host memory: strategy/offload.c ---------------------------------------------*/
 
@@ -212,7 +212,7 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
                                          const dtrain_param *storage, uint32_t dtype,
                                          const void **low, bool *passing);
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layout, size_t i,
-                                              size_t states, bool whole, int64_t *stage);
+                                              size_t states, bool whole, int64_t *staging);
 
 /* A strategy that is not made. Collective; free it after an error too. */
 typedef struct dtrain__strategy_plan {

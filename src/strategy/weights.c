@@ -1,20 +1,20 @@
 /* Weights: the mean of a step over all its samples
  *
- * A backward makes the sum over its own samples divided by a unit, a number that is the same on all
- * ranks. Its weight is the number of its samples divided by the unit:
+ * A backward makes the sum over its own samples divided by a full batch, a number that is the same
+ * on all ranks. Its weight is the number of its samples divided by the full batch:
  *
- *     targets, unit 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
+ *     targets, full 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
  *     gradient           sum of 4 / 4          sum of 1 / 4
  *     weight             1                     1/4
  *     reduced            sum of 5 / 4 / 2      as always: times 1/N
  *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
  *
- * The unit is the largest number of targets that a rank had in its first micro-batch, ignored ones
- * included. Where all micro-batches have as many and ignore none, every weight is 1 and nothing is
- * corrected: the bits are those of a mean of means. A weight is at most 1, so that no sum overflows
- * that would not overflow in a mean of means.
+ * A full batch is the largest number of targets that a rank had in its first micro-batch, ignored
+ * ones included. Where all micro-batches have as many and ignore none, every weight is 1 and
+ * nothing is corrected: the bits are those of a mean of means. A weight is at most 1, so that no
+ * sum overflows that would not overflow in a mean of means.
  *
- * Weights are summed by an all-reduce of the tally, behind the last buckets of a step, over all
+ * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
  * ranks: those of a tensor axis have the same samples, so that their weights count as often as
  * their number, which passes are multiplied by too, and all of them hear the same verdicts:
  *
@@ -23,9 +23,9 @@
  * Of a pipeline axis the first rank alone gives its weight, and passes are counted without the
  * others: the sum is rounded alike for any number of ranks.
  *
- * The tally stays in device memory, where the correction reads it. A rank with samples and all
+ * The counts stay in device memory, where the correction reads them. A rank with samples and all
  * gradients knows without it that the step has samples and that no gradient is absent; on other
- * ranks the host waits for the tally and reads it. */
+ * ranks the host waits for the counts and reads them. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -40,18 +40,18 @@ static bool dtrain__weighs(const dtrain_strategy *strategy)
             strategy->several);
 }
 
-/* Agree on the unit of weights, once: the largest of all ranks' `terms`, the samples of this rank's
- * first micro-batch, ignored ones included (0: nothing is counted). Collective. */
-DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms)
+/* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
+ * rank's first micro-batch, ignored ones included (0: nothing is counted). Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms)
 {
-    if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
+    if (strategy->full_batch || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
-        dtrain__call_label(strategy->world, "unit of weights", 0, "");
+        dtrain__call_label(strategy->world, "size of a full batch", 0, "");
         DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, &terms, &terms, 1, DTRAIN_DTYPE_I64,
                                       DTRAIN_REDUCE_MAX, NULL));
         terms = dtrain__max(terms, 1);
     }
-    strategy->unit = terms;
+    strategy->full_batch = terms;
     return DTRAIN_OK;
 }
 
@@ -65,12 +65,13 @@ DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples)
 {
-    if (!strategy || !strategy->unit || !samples->terms) return 1;
-    return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
+    if (!strategy || !strategy->full_batch || !samples->terms) return 1;
+    return (float)(dtrain__samples_count(samples) / (double)strategy->full_batch);
 }
 
-/* Give the backward under way the weight of its loss, which is a mean over samples. Return the unit
- * by which the tape divides the number of samples to get the gradient of the loss; 0: it is 1. */
+/* Give the backward under way the weight of its loss, which is a mean over samples. Return the size
+ * of a full batch, by which the tape divides the number of samples to get the gradient of the loss;
+ * 0: it is 1. */
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples)
 {
@@ -78,7 +79,7 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
     const bool weighs = dtrain__weighs(strategy);
     strategy->weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
-    return weighs ? strategy->unit : 0;
+    return weighs ? strategy->full_batch : 0;
 }
 
 DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i)
@@ -109,7 +110,7 @@ DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
 
 DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
 {
-    return strategy->tally;
+    return strategy->counts;
 }
 
 DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
@@ -217,18 +218,18 @@ DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool 
            (strategy->evaluates || (!forward_only && dtrain__weighs(strategy)));
 }
 
-/* ---- The tally --------------------------------------------------------------------------------*/
+/* ---- Counts of samples and gradients ----------------------------------------------------------*/
 
-/* Set count elements of the tally by a kernel, which has the value in its arguments: a queued copy
+/* Set count elements of the counts by a kernel, which has the value in its arguments: a queued copy
  * would read host memory later. */
-static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
-                                       float value)
+static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first, size_t count,
+                                        float value)
 {
     dtrain_axpby_args fill; /* x NULL: the constant 1 */
     memset(&fill, 0, sizeof fill);
     fill.count = (int64_t)count;
     fill.a = value;
-    fill.y = strategy->tally + first;
+    fill.y = strategy->counts + first;
     fill.dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
@@ -252,7 +253,7 @@ static void dtrain__note_absent(dtrain_strategy *strategy)
 }
 
 /* Return what this rank adds for a parameter; stages of other ranks speak for their own. */
-static float dtrain__tally_of(const dtrain_strategy *strategy, size_t i)
+static float dtrain__counts_of(const dtrain_strategy *strategy, size_t i)
 {
     return strategy->layout.entries[i].absent || !dtrain__has_memory(&strategy->params[i]) ? 0 : 1;
 }
@@ -263,60 +264,60 @@ static int dtrain__weight_ranks(const dtrain__groups *groups)
     return dtrain_comm_size(groups->all) / groups->pipeline_ranks;
 }
 
-/* Write this rank's part of the tally and start its sum. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
+/* Write what this rank counts, and start the sum over the ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = 1 + strategy->param_count;
     if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
-        DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
+        DTRAIN__TRY(ops->copy(strategy->device, strategy->counts, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
         dtrain__note_absent(strategy);
-        DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
+        DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)
-        DTRAIN__TRY(ops->zero(strategy->device, strategy->tally, sizeof(float)));
+        DTRAIN__TRY(ops->zero(strategy->device, strategy->counts, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;
         return DTRAIN_OK;
     }
     for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
-        const float has = dtrain__tally_of(strategy, i - 1);
-        for (end = i + 1; end < count && dtrain__tally_of(strategy, end - 1) == has;) end++;
-        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, has));
+        const float has = dtrain__counts_of(strategy, i - 1);
+        for (end = i + 1; end < count && dtrain__counts_of(strategy, end - 1) == has;) end++;
+        DTRAIN__TRY(dtrain__counts_set(strategy, i, end - i, has));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->groups.all, strategy->tally, strategy->tally, count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
+    return dtrain_all_reduce(strategy->groups.all, strategy->counts, strategy->counts, count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->counts_work);
 }
 
-/* Copy the tally to strategy->sums; the host waits. */
-static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
+/* Copy the counts to strategy->sums; the host waits. */
+static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
 {
     const size_t count = 1 + strategy->param_count;
-    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->tally,
+    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->counts,
                                        count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Wait for the tally, and make reduced gradients the mean over all samples: multiply them by the
+/* Wait for the counts, and make reduced gradients the mean over all samples: multiply them by the
  * number of micro-batches of all ranks, by which they have been divided, and divide them by the sum
  * of weights. Where the two are equal, or there is no sample, leave them as they are. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const int ranks = dtrain_comm_size(strategy->groups.all);
     const float passes = (float)dtrain__weight_ranks(&strategy->groups) * (float)strategy->passes;
-    dtrain_work *work = strategy->tally_work;
+    dtrain_work *work = strategy->counts_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
     correct.a = passes;
     correct.dtype = (dtrain_dtype)layout->dtype;
-    strategy->tally_work = NULL;
+    strategy->counts_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     strategy->sums[0] = strategy->weights;
-    if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__tally_read(strategy));
-    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->tally;
+    if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__counts_read(strategy));
+    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->counts;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
         correct.a = (double)passes / (double)strategy->sums[0];
@@ -333,13 +334,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 }
 
 /* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
- * gradient (dtrain__entry.absent). The host waits for the tally where this rank alone cannot know.
+ * gradient (dtrain__entry.absent). The host waits for the counts where this rank alone cannot know.
  * A step that is being recorded has the answers of the step before it. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
+DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = 1 + strategy->param_count;
     if (strategy->unsure && !strategy->device_weight) {
-        DTRAIN__TRY(dtrain__tally_read(strategy));
+        DTRAIN__TRY(dtrain__counts_read(strategy));
         strategy->unsure = false;
         strategy->empty = strategy->sums[0] == 0;
         for (size_t i = 1; i < count; i++)

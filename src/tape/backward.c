@@ -94,9 +94,9 @@ static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, f
     seed.a = scale;
     seed.y = loss->grad;
     seed.dtype = DTRAIN_DTYPE_F32;
-    const int64_t unit = strategy ? dtrain__weigh_loss(strategy, samples) : 0;
-    if (unit) {
-        const double each = (double)scale / (double)unit;
+    const int64_t full = strategy ? dtrain__weigh_loss(strategy, samples) : 0;
+    if (full) {
+        const double each = (double)scale / (double)full;
         if (samples->device_valid)
             return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
                                   DTRAIN_DTYPE_F32, 1, each, NULL);
@@ -145,7 +145,7 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     if (tape->strategy) {
         const int64_t terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
         DTRAIN__TRY(dtrain__end_sums(tape->strategy, tape->pass.sums, false));
-        DTRAIN__TRY(dtrain__agree_unit(tape->strategy, terms));
+        DTRAIN__TRY(dtrain__agree_full_batch(tape->strategy, terms));
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));

@@ -105,7 +105,7 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
  *
  * Where a strategy has several ranks or micro-batches, gradients are made ready for one mean over
  * all samples of the step: dtrain_strategy_weight. The first backward of a strategy agrees on the
- * unit of weights by a small all-reduce. */
+ * size of a full batch, of weight 1, by a small all-reduce. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
 /* Copy a tensor's values to host memory (count floats) as fp32, and after backward the gradient of

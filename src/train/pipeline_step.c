@@ -4,7 +4,7 @@
  * (tape/stage.c):
  *
  *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to
- *                              stage. In the first step agree on the unit of weights
+ *                              stage. In the first step agree on a full batch
  *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
  *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
  *                              micro-batch parameters are ready, and reductions over the data axis
@@ -55,7 +55,7 @@ struct dtrain__pipeline {
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     float *read; /* page-locked (micro_batches): losses being copied; NULL: read at once */
     size_t slot_count;
-    bool agreed;   /* all ranks have the same unit of weights */
+    bool agreed;   /* all ranks have the same full batch */
     uint64_t seed; /* of the step under way */
 };
 
@@ -284,7 +284,7 @@ static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
     const dtrain_result result = dtrain__line_survey_loss(trainer, trainer->desc.user, 0, &loss);
     if (line->agreed) return result;
     DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
-    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
+    DTRAIN__TRY(dtrain__agree_full_batch(trainer->desc.strategy, loss->samples.terms));
     line->agreed = true;
     return DTRAIN_OK;
 }
@@ -308,7 +308,7 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     bool over;
     if (trainer->joined < micro_batches) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, &over));
+    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, &over));
 }
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/

@@ -133,7 +133,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         desc->strategy, dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count)));
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
     DTRAIN__TRY(
-        dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy, &empty)));
+        dtrain__strategy_keep(desc->strategy, dtrain__counts_settle(desc->strategy, &empty)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
         dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));

@@ -407,7 +407,7 @@ static void test_ddp_same_bits(void)
 
 /* Gradients are reduced while backward is under way: with a bucket for each, all have been sent but
  * those of the first operation, when its turn comes; and before it, in the first pass, the end of the loss's sums and
- * the unit of weights. */
+ * the size of a full batch. */
 static dtrain_strategy *watched;
 static uint64_t sent_then;
 static uint64_t sent(void)

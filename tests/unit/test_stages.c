@@ -4,7 +4,7 @@
  * is, is worked out here by a list of all stages.
  *
  * Seen to fail for each of these, broken on purpose: TIE left out; a tied weight counted by each stage in the norm;
- * a tally in which stages speak for each other; copies of a host's values that differ; V for interleaved stages. */
+ * counts in which stages speak for each other; copies of a host's values that differ; V for interleaved stages. */
 #include "test.h"
 
 #include "dtrain.h"
@@ -627,7 +627,7 @@ static int bytes_rank(dtrain_world *world, void *user)
               "rank %d: counted %llu bytes, sent %llu", s->at.rank,
               (unsigned long long)(now.traffic.wire_bytes - info.traffic.wire_bytes),
               (unsigned long long)sent);
-    /* two ranks: half of all twice; the tally has a word for each of at most MOST parameters, and one */
+    /* two ranks: half of all twice; the counts have a word for each of at most MOST parameters, and one */
     CHECK_MSG(sent >= info.bucket_bytes && sent <= info.bucket_bytes + 4 * (1 + MOST),
               "rank %d: sent %llu bytes for gradients of %llu", s->at.rank,
               (unsigned long long)sent, (unsigned long long)info.bucket_bytes);
