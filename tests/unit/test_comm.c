@@ -423,7 +423,8 @@ static int rank_special_halves(dtrain_world *world, void *user)
             for (i = 0; i < 65536; i++) own[i] = rank ? partners[p] : (uint16_t)i;
             RANKS_TRY(dtrain_all_reduce(comm, own, got, 65536, dtypes[t], op, NULL));
             for (i = 0; i < 65536; i++) {
-                uint16_t pair[2], wanted[2]; /* two, because an element may be an fp32 elsewhere */
+                uint16_t pair[4],
+                    wanted[4]; /* four, because an element may be a double elsewhere */
                 float sum;
                 pair[0] = (uint16_t)i;
                 sum = load_float(dtypes[t], pair);

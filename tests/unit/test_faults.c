@@ -1100,8 +1100,8 @@ static dtrain_result wrong_call(dtrain_comm *comm, int row, const char **what)
         WRONG("comm NULL",
               dtrain_all_reduce(NULL, x, x, 4, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     case 3:
-        WRONG("dtype 5",
-              dtrain_all_reduce(comm, x, x, 4, (dtrain_dtype)5, DTRAIN_REDUCE_SUM, NULL));
+        WRONG("dtype 6",
+              dtrain_all_reduce(comm, x, x, 4, (dtrain_dtype)6, DTRAIN_REDUCE_SUM, NULL));
     case 4:
         WRONG("dtype 99",
               dtrain_all_reduce(comm, x, x, 4, (dtrain_dtype)99, DTRAIN_REDUCE_SUM, NULL));
