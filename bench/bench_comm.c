@@ -300,25 +300,12 @@ typedef struct books {
         staged; /* bytes so far: over this node's link, by the ring formula, copied aside */
 } books;
 
-/* Every kind of collective here sends each other rank as much, so those on other nodes have their share. */
-static void add_comm(const job *j, const dtrain_comm *comm, books *sum)
-{
-    dtrain_comm_info info;
-    int away = 0;
-    dtrain_comm_query(comm, &info);
-    for (int i = 0; i < comm->size; i++)
-        away += comm->world_ranks[i] / j->at.node_ranks != j->rank / j->at.node_ranks;
-    sum->wire += (double)info.wire_bytes;
-    sum->staged += (double)info.staged_bytes;
-    if (comm->size > 1) sum->slow += (double)info.wire_bytes * away / (comm->size - 1);
-}
-
 static books books_of(const job *j)
 {
-    books sum = {0, 0, 0};
-    add_comm(j, j->strategy->groups.data, &sum);
-    for (int i = 0; i < DTRAIN__EXTRAS; i++)
-        if (j->strategy->extra[i]) add_comm(j, j->strategy->extra[i], &sum);
+    dtrain_strategy_info info;
+    dtrain_strategy_query(j->strategy, &info);
+    const books sum = {(double)info.traffic.node_bytes, (double)info.traffic.wire_bytes,
+                       (double)info.traffic.staged_bytes};
     return sum;
 }
 
