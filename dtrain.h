@@ -42343,11 +42343,14 @@ static void dtrain__mix_f64(const dtrain__mix_job *job)
 {
     const double scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0 / job->in_count : 1;
     for (size_t at = 0; at < job->count; at++) {
-        double sum = ((const double *)(const void *)job->in[0])[at];
-        for (int i = 1; i < job->in_count; i++)
-            sum =
-                dtrain__mix_step_f64(sum, ((const double *)(const void *)job->in[i])[at], job->op);
-        for (int i = 0; i < job->out_count; i++) ((double *)(void *)job->out[i])[at] = sum * scale;
+        double sum, x; /* buffers need no alignment */
+        memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);
+        for (int i = 1; i < job->in_count; i++) {
+            memcpy(&x, job->in[i] + at * sizeof x, sizeof x);
+            sum = dtrain__mix_step_f64(sum, x, job->op);
+        }
+        x = sum * scale;
+        for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * sizeof x, &x, sizeof x);
     }
 }
 
