@@ -123,7 +123,6 @@ static int rank_main(dtrain_world *world, void *user)
     memset(&desc, 0, sizeof desc);
     memset(&record, 0, sizeof record);
     desc.jsonl_path = (const char *)user;
-    desc.no_gpu = true;
     record.step = 1;
     record.loss = 0.25;
     if (dtrain_metrics_create(world, &desc, &metrics) != DTRAIN_OK) return 1;
