@@ -58,7 +58,7 @@ static int predict(const char *program, const char *flags, prediction *p)
     p->step_ms = number_after(text, "\n# step ", 0);
     p->exposed_ms = number_after(text, "exposed communication ", 0);
     p->mib = classes(strstr(text, "\n# memory"));
-    p->sent_mib = number_after(text, "a rank sends ", 0);
+    p->sent_mib = number_after(text, "a rank sends ", 0) / 1048576;
     return 0;
 }
 

@@ -14,7 +14,7 @@
  *   per_core     the same for min(ranks x threads, cores) in place of ranks: what it is worth here
  *   exposed_ms   of a step in which a rank waited for communication (for ranks that share cores: also for
  *                its turn)
- *   sent         MiB a rank has sent per step, counted by the communicator; predicted: by the strategy
+ *   sent         MiB a rank has sent per step, counted by the communicator
  *   correct      losses have the bits of the first strategy's, step by step
  *
  * With --gbps every rank is a node with an emulated link of that speed (and 50 us); then build/simulate, where
@@ -179,7 +179,6 @@ static void report(const config *c)
     bench_number("step_ms", 8, 1, c->run.step_ms);
     bench_number("exposed_ms", 8, 2, c->run.exposed_ms);
     bench_number("sent", 8, 3, c->run.sent_mib);
-    bench_number("predicted", 8, 3, c->run.planned_mib);
     if (opt.gbps > 0) {
         bench_number("sim_ms", 8, 1, c->simulated_ms);
         bench_number("sim_exposed", 8, 2, c->simulated_exposed_ms);

@@ -19,7 +19,6 @@
  *                between steps, params, grads and optimizer are counted tensor by tensor
  *   sent         by a rank in a step, counted by the communicator; of PyTorch by the loopback interface, which
  *                gloo uses
- *   layout       the same by the strategy's own plan, which knows what is still there in backward
  *   theory       2(N-1)/N P with whole or kept parameters, 3(N-1)/N P with sharded ones, for P parameters of 4
  *                bytes. HYBRID_SHARD with nodes of G: the latter for G ranks, and 2(M-1)/M P/G across
  *                the M = N/G nodes. Sharded kinds may stay below: what backward needs first is still there
@@ -207,7 +206,7 @@ static int run_peer(config *c)
     run->resident = number_after(text, "held_mib ", NAN);
     run->peak = number_after(text, "peak_mib ", NAN);
     run->buffers = run->activations = run->activation_grads = NAN;
-    run->predicted = run->planned_mib = run->exposed_ms = NAN;
+    run->predicted = run->exposed_ms = NAN;
     c->loss = number_after(text, "\nloss ", NAN);
     return 0;
 }
@@ -295,7 +294,6 @@ static void report(const config *c)
     bench_number("process", 7, 1, run->resident);
     bench_number("peak", 7, 1, run->peak);
     bench_number("sent", 7, 2, run->sent_mib);
-    bench_number("layout", 7, 2, run->planned_mib);
     bench_number("theory", 7, 2, theory_mib(c));
     bench_number("exposed_ms", 7, 2, run->exposed_ms);
     bench_number("loss", 7, 4, c->loss);

@@ -6,8 +6,8 @@
 typedef struct train_run {
     double losses[BENCH_MOST], val_loss; /* NaN: not evaluated */
     double rate, step_ms, exposed_ms, bubble_ms,
-        sent_mib;                   /* medians; rate: tokens/s of all ranks */
-    double parameters, planned_mib; /* elements; sent in a step, as planned */
+        sent_mib;      /* medians; rate: tokens/s of all ranks */
+    double parameters; /* elements */
     double params, grads, optimizer, buffers, activations, activation_grads; /* as planned */
     double resident, peak, predicted; /* of the whole process */
     int steps, tokens;                /* tokens: of a step, all ranks */
@@ -58,7 +58,6 @@ static inline void train_run_text(const char *text, train_run *run)
         sscanf(model, "\nmodel %*[^:]: %d layers, %d heads, %d channels, %*d %*[^,], %d symbols",
                &run->layers, &run->heads, &run->channels, &run->vocab);
     run->parameters = number_after(text, "M parameters (", number_after(text, "ResNet-20: ", 0));
-    run->planned_mib = number_after(text, "a rank sends ", 0) / 1048576;
     run->params = number_after(plan, "parameters ", 0);
     run->grads = number_after(plan, "gradients ", 0);
     run->optimizer = number_after(plan, "optimizer ", 0);

@@ -126,7 +126,7 @@ function command(text,    parts, count, i, rest, part) {
     for (i = 1; i <= count; i++) {
         if (is_program(parts[i])) { emit(parts[i]); continue }
         rest = parts[i] # a remark: "two ranks; ./ddp 5 starts five"
-        while (match(rest, /\.\/[a-z_]+( [0-9]+)?/)) {
+        while (match(rest, /\.\/[a-z_0-9]+( [0-9]+)?/)) {
             part = substr(rest, RSTART, RLENGTH)
             rest = substr(rest, RSTART + RLENGTH)
             emit(part)
