@@ -224,8 +224,8 @@ $(BUILD)/tests/test_% $(BUILD)/emu/test_%.o $(BUILD)/emu/dtrain_cuda.o: private 
 # with it too, although their text asks for an implementation of their own: it is written for whoever compiles them by
 # one line. They include what they use, so this is also how they compile where a user takes that line out. Tests that look inside include what they want of src/, internal headers or a
 # whole file, and are linked with all of src/, where private functions can be called; benchmarks that use these too. The
-# tools that read files of a run need a few objects of it, and dtrain-run an implementation of its own, the core alone:
-# whoever builds the programs alone compiles the library once.
+# tools that read files of a run need a few objects of it, and dtrain-run has a separate implementation, only the core:
+# whoever builds only the programs compiles the library once.
 LINKED  := -DDTRAIN__IMPLEMENTED
 PRIVATE := $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) $(wildcard bench/*.c) 2>/dev/null)
 ASKING   = $(if $(filter $(notdir $(PRIVATE)),$(<F)),,$(LINKED))

@@ -1,5 +1,5 @@
 #!/bin/sh
-# compile.sh [COMMIT]: what dtrain.h costs who compiles it: user seconds of gcc -O2 (the least of N=3 turns, one after the
+# compile.sh [COMMIT]: the cost of compiling dtrain.h: user seconds of gcc -O2 (the least of N=3 turns, one after the
 # other), the ratio to the first line, and bytes of text as `size` counts them. With a commit its dtrain.h comes first.
 cd "$(dirname "$0")/.." || exit 1
 tmp=$(mktemp -d) || exit 1

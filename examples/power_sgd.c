@@ -43,7 +43,7 @@ static int64_t columns_of(const dtrain_compression_desc *how)
     return *(const int *)how->hook->user;
 }
 
-/* Return the rows of a tensor's P, which are those of the matrix, or of its Q, which are its columns. */
+/* Return the number of rows of P (as many as the matrix has rows) or of Q (as many as it has columns). */
 static int64_t rows_of(const dtrain_hook_tensor *tensor, bool of_q)
 {
     const int64_t rows = tensor->param->shape[0];
@@ -67,7 +67,7 @@ static void power_plan(const dtrain_compression_desc *how, dtrain_hook_bucket *b
     bucket->scratch_count = factor_count(how, bucket, false) + factor_count(how, bucket, true);
 }
 
-/* out (m, n) = a b, sums over k; neighbours in a row or a column of a and b are so many elements apart. */
+/* out (m, n) = a b, sums over k. Arguments are distances in elements, along a row and along a column of a and b. */
 static void product(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
                     int64_t a_column, const float *b, int64_t b_row, int64_t b_column, float *out)
 {

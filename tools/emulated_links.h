@@ -69,7 +69,7 @@ typedef struct links_part {
     uint64_t taken[DTRAIN_MAX_RANKS]; /* messages from each rank */
 } links_part;
 
-/* Behind the local transport's own struct. */
+/* Follows the local transport's struct. */
 typedef struct links_comm {
     links_part *parts[DTRAIN_MAX_RANKS];
     links_part *own;
@@ -404,7 +404,7 @@ static dtrain_result links_create(dtrain_world *world, dtrain_comm **out)
     return emulated_links.local->create(world, out);
 }
 
-/* Let a launch emulate links between nodes of so many ranks: a number that divides that of the ranks. */
+/* Let a launch emulate links between nodes of node_ranks ranks, which must divide the number of ranks. */
 static void emulate_links(dtrain_launch_desc *desc, int node_ranks, double gigabits_per_second,
                           double latency_us)
 {

@@ -13,9 +13,9 @@
 /* Another communicator's struct may begin with it, as that of the simulator does. */
 typedef struct null_comm {
     dtrain_comm base;
-    size_t bytes; /* of the struct that begins with this one: split makes another of the kind */
-    int nodes;    /* of as many ranks each, one node after another */
-    int tensor;   /* a mesh with so many ranks on its tensor axis will split this; 0: a strategy */
+    size_t bytes; /* of the struct that begins with this one; split makes another such struct */
+    int nodes;    /* each has the same number of consecutive ranks */
+    int tensor; /* ranks of the tensor axis of the mesh that will split this; 0: a strategy will */
     bool
         levels; /* a strategy that goes node by node splits this: color 0 is a place in the nodes */
     bool aside; /* of a tensor axis, or of a whole mesh: not of the data axis */
@@ -80,9 +80,9 @@ static void null_free(dtrain_comm *comm, void *memory, size_t bytes)
     device->ops->free(device, memory, bytes);
 }
 
-/* A mesh names a group by its first rank: t r of the tensor axis, r % t of the data axis, and this rank's own number
- * where it is alone. Ranks of a tensor axis are neighbours; those of a data axis are t apart, so that a node has as
- * many of them as it has replicas. */
+/* A mesh names a group by its first rank: t r of the tensor axis, r % t of the data axis, and this rank's number
+ * for a group of one. Ranks of a tensor axis are neighbours; ranks of a data axis are t apart, so a node has one for
+ * each of its replicas. */
 static dtrain_result null_split_mesh(const null_comm *self, int color, dtrain_comm **out)
 {
     const dtrain_comm *c = &self->base;

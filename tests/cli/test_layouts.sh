@@ -9,7 +9,7 @@ gpt="$build/train_gpt --data $tmp/data --layers 4 --heads 4 --channels 32 --seq 
 hash_of() { sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$1" | tail -n 1; }
 # losses FILE...: of each step the one that was logged last, in order
 losses() { cat "$@" 2>/dev/null | sed -n 's/^{"step": \([0-9]*\),.*"loss": \([^,]*\),.*/\1 \2/p' | awk '{ last[$1] = $2 } END { for (i = 1; i in last; i++) print last[i] }'; }
-# near STEPS: the losses of $tmp/same are those of $tmp/plain to rounding, which grows in a hundred steps
+# near STEPS: the losses of $tmp/same equal $tmp/plain's to rounding, which grows in a hundred steps
 near() {
     paste "$tmp/plain" "$tmp/same" | awk -v steps="$1" 'NF != 2 { bad = 1 } { d = $1 - $2; if (d < 0) d = -d; if (!(d <= 0.003)) bad = 1; if (NR == 1) first = $1; last = $1 }
         END { exit bad || NR != steps || !(first - last > 0.5) }'

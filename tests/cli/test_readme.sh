@@ -3,7 +3,7 @@
 # page in a browser, a text of the user's own, the serial program that becomes data-parallel, with the lines that
 # compile the library once. Commands and programs are taken from README; what it promises is compared. In the end git
 # sees what the user has written and nothing else, and would see none of the programs that examples make. Of the run
-# that learns sums the first steps are made here: test_first_run.sh goes to its end.
+# that learns sums this script makes the first steps; test_first_run.sh makes all.
 # CC stands for the printed cc.
 . tests/support/shell.sh
 root=$PWD

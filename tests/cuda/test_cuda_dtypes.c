@@ -1,5 +1,5 @@
 /* test_cuda_dtypes.c: parameters in bf16 and fp16 on the CUDA device, over the staged communicator. Each value that a
- * host sees has the bits of its rounded master; masters are those of the CPU device, but for rounding. The emulated
+ * host sees has the bits of its rounded master; masters equal the CPU device's, to rounding. The emulated
  * device runs streams late: a value that is rounded before the new one has arrived shows as other bits. */
 #include "test.h"
 #include "dtrain.h"

@@ -728,7 +728,7 @@ static void generate_desc(program *g, uint64_t *state)
         d->node_size = divisors[pick(state, count)];
     }
     if (sharded && pick(state, 3) == 0) d->keep_after_forward = true;
-    /* Draws of settings that are gone: the seeds below go on meaning the same programs. */
+    /* Draws of settings that are gone: the seeds below still mean the same programs. */
     for (int u = 0; sharded && u < g->units; u++) (void)pick(state, 4);
     if (d->kind >= DTRAIN_STRATEGY_ZERO1 && pick(state, 3) == 0) (void)pick(state, 1000);
     if (pick(state, 2)) d->bucket_bytes = 64 + (size_t)pick(state, 20000);
@@ -935,7 +935,7 @@ static bool passes(program *g, char *text, size_t room)
 /* Takes away what the failure does not need: a change that still fails is kept. */
 static void shrink(program *g)
 {
-    enum { FIRST_PARAM = 29 }; /* changes of parameters come behind all others */
+    enum { FIRST_PARAM = 29 }; /* changes of parameters come after all others */
     char text[500];
     bool smaller = true;
     while (smaller) {

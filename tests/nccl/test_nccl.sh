@@ -140,7 +140,7 @@ int main(void)
         return 2;
     }
     hub.deadline = 20;
-    hub.closing = true; /* there is no world here that could be told */
+    hub.closing = true; /* this test has no world that could be told */
     hub.comms = &comm;
     comm.hub = &hub;
     comm.base.size = 1;

@@ -112,7 +112,7 @@ int main(void)
 }
 END
 cat >"$build/record.c" <<'END'
-/* A loop without a trainer reports a record of its own. */
+/* A loop without a trainer reports the record that it fills. */
 #include "dtrain.h"
 #include <string.h>
 static int rank_main(dtrain_world *world, void *user)

@@ -1,5 +1,5 @@
-/* files.h: a folder of a test program's own for the data files that it writes, and what writes them. Include it behind
- * test.h. main calls files_begin before the tests and files_end after them: those of RUN_BESIDE end in test_summary. */
+/* files.h: a separate folder for the data files that a test program writes, and functions that write them. Include it
+ * after test.h. main calls files_begin before the tests and files_end after them: RUN_BESIDE's end in test_summary. */
 #ifndef DTRAIN_TEST_FILES_H
 #define DTRAIN_TEST_FILES_H
 

@@ -1,11 +1,11 @@
-/* null_step.h: what this rank sends in a step, counted without the other ranks: a strategy of its own steps over the
+/* null_step.h: counts what this rank sends in a step, without the other ranks: a second strategy steps over the
  * communicator of tools/null_comm.h. Include it after dtrain.h. */
 #ifndef NULL_STEP_H
 #define NULL_STEP_H
 
 #include "tools/null_comm.h"
 
-/* Take a step without samples, of so many micro-batches: this rank takes part in all collectives of the others. */
+/* Take a step of `micro` micro-batches without samples: this rank takes part in all collectives of the others. */
 static inline dtrain_result null_step_take(dtrain_strategy *s, uint32_t micro)
 {
     dtrain_result result = DTRAIN_OK;

@@ -105,7 +105,7 @@ typedef struct strategy_job {
     dtrain_tape *tape;
 } strategy_job;
 
-/* What all communicators of a strategy have done. */
+/* The sum of the counters of a strategy's communicators. */
 static inline dtrain_comm_info strategy_sent(const dtrain_strategy *strategy)
 {
     dtrain_strategy_info info;

@@ -326,7 +326,7 @@ static inline void test_run_beside(const char *name, void (*test)(void))
     test_beside_count++;
 }
 
-/* Runs the cases 0 to count - 1 of a test beside one another, each in a process of its own. */
+/* Runs the cases 0 to count - 1 of a test at the same time, each in a separate process. */
 static inline void test_cases(int count, void (*one)(int number))
 {
     int i, status;

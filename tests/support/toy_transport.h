@@ -1,8 +1,8 @@
 /* toy_transport.h: the smallest transport for a communicator of dtrain: ranks are threads of one process and read each
- * other's memory. It is written on dtrain.h alone. A real transport must, besides, survive a rank that ends while
+ * other's memory. It includes only dtrain.h. A real transport must, besides, survive a rank that ends while
  * others read its buffers.
  *
- * Every rank has a half of each communicator, which it alone writes. Collective s uses slot s % 2 W. */
+ * Every rank has a half of each communicator, and only it writes there. Collective s uses slot s % 2 W. */
 #ifndef TOY_TRANSPORT_H
 #define TOY_TRANSPORT_H
 #include "dtrain.h"

@@ -380,7 +380,7 @@ static dtrain_result field_keep(const field *f, const field_case *c, dtrain_stra
     return DTRAIN_OK;
 }
 
-/* In full force a step sends what a strategy of its own counts without the other ranks. */
+/* In full force a step sends what a second strategy counts without the other ranks. */
 static void check_counted(dtrain_world *world, const field_case *c, dtrain_strategy_desc desc,
                           const dtrain_comm_info *before, const dtrain_comm_info *after, int rank)
 {

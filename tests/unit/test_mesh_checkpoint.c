@@ -526,7 +526,7 @@ static void test_copies(void)
     }
 }
 
-/* Residuals go on exactly on the same layout, and are otherwise the mean over those who had the element. */
+/* On the same layout residuals continue exactly; on another each is the mean over the ranks that had the element. */
 static void test_compression(void)
 {
     static const struct {

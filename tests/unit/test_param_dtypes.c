@@ -1,7 +1,7 @@
 /* test_param_dtypes.c: parameters in fp32, bf16, fp16 and fp64. Random programs under every kind, 1 to 8
  * ranks, against a naive trainer in double that has the ranks' gradients and nothing of a strategy.
  *
- *     ./test_param_dtypes random      the random programs alone; DTRAIN_TEST_SEED=N begins with another one
+ *     ./test_param_dtypes random      only the random programs; DTRAIN_TEST_SEED=N begins with another one
  *
  * A rank's gradient depends on rank, step, micro-batch and on the value that it sees, which must have the bits of the
  * rounded master. It is written, or added, as grad_written says, in its own type. Seen to fail: a value that is not
@@ -277,7 +277,7 @@ static dtrain_result job_step(rank_job *job, int s)
     return dtrain_optimizer_step(job->optimizer, 0.05f, p->scale[s]);
 }
 
-/* Save, forget everything, and go on from the checkpoint under another kind. */
+/* Save, forget everything, and continue from the checkpoint under another kind. */
 static dtrain_result job_restart(rank_job *job)
 {
     dtrain_checkpoint_desc desc;

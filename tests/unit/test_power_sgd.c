@@ -1,5 +1,5 @@
 /* test_power_sgd.c: the hook of examples/power_sgd.c, beside PowerSGD of whole matrices in double, whose result
- * depends on the mean gradient alone.
+ * depends only on the mean gradient.
  *
  *     test_beside_double    2 to 8 ranks, factors of 1 to 4 columns, one bucket or one for each matrix; residuals are
  *                           what was not applied; all ranks apply the same bits

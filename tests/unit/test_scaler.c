@@ -1,4 +1,4 @@
-/* test_scaler.c: loss scaling: scales of torch.amp.GradScaler, overflows that one rank alone has, the
+/* test_scaler.c: loss scaling: scales of torch.amp.GradScaler, overflows on one rank only, the
  * trainer's skipped steps, fp16 training.
  * test_compile.sh runs it in a build with -ffast-math as well. */
 #include "train/trainer_internal.h"

@@ -18,8 +18,8 @@ static void show_link(const char *where, const probe_link *link)
            1e-9 * link->worst_bytes_per_second);
 }
 
-/* What the links are, and the collectives over the data axis so far, on rank 0, which alone tells; and the program that
- * trains over them. */
+/* The links and the number of collectives over the data axis so far, only on rank 0, which reports; and the program
+ * that trains over them. */
 static probe_info probed_links;
 static uint64_t probed_calls;
 static const run_program *probed_program;

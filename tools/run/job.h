@@ -38,7 +38,7 @@ typedef struct run_program {
                               dtrain_step_record *record);
     /* Before the first step, on every rank; rank 0 says what the run is. */
     dtrain_result (*start)(dtrain_world *world, const run_job *j);
-    dtrain_result (*finish)(dtrain_world *world, run_job *j); /* behind the summary; or NULL */
+    dtrain_result (*finish)(dtrain_world *world, run_job *j); /* after the summary; or NULL */
     void (*close)(run_job *j);
     int (*check_outputs)(
         void);      /* probe the files that finish will write, as checks.h does; or NULL */

@@ -7,7 +7,7 @@
  * flags), split.h (a global batch as micro-batches), checks.h (what is refused before a rank starts), layout.h (the
  * axes after a restart with fewer ranks) and launch.h (from switches to dtrain_launch).
  *
- * --dry-run, --tune and --probe-links are in tools/plan, which nothing here includes. */
+ * --dry-run, --tune and --probe-links are in tools/plan, which this folder does not include. */
 #ifndef RUN_H
 #define RUN_H
 

@@ -1,4 +1,4 @@
-/* simulate_comm.h: a virtual communicator: that of tools/null_comm.h, whose collectives take time. Include it behind
+/* simulate_comm.h: a virtual communicator: tools/null_comm.h's, with collectives that take time. Include it after
  * dtrain.h. */
 #ifndef SIMULATE_COMM_H
 #define SIMULATE_COMM_H
@@ -25,7 +25,7 @@ static dtrain_result sim_comm_new(dtrain_world *world, int size, int nodes, int 
     return null_group(world, sim_comm_ops(), sizeof(sim_comm), 0, 1, size, nodes, rank, out);
 }
 
-/* Return the rank to be of so many: one whose colors are not each other's, see null_split. */
+/* Return which of `size` ranks to simulate: one whose colors differ from each other, see null_split. */
 static int sim_rank(int size) { return size > 1; }
 
 static dtrain_result sim_create(dtrain_world *world, dtrain_comm **out)
