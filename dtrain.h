@@ -124,10 +124,10 @@
        src/strategy/layout.c                The layout: which parameters travel together, and which rank keeps which part of them
        src/strategy/memory.c                Memory of a layout
        src/strategy/reduce.c                How gradients become their mean: ready, bucket, steps, finish, publish
-       src/strategy/steps_internal.h        The steps of buckets, for strategy/steps.c, which makes the lists; and what their files share
+       src/strategy/steps_internal.h        The steps of buckets, for strategy/steps.c, which lists them; and functions that their files
        src/strategy/weights.c               Weights: the mean of a step over all its samples
        src/strategy/norm.c                  The norm of gradients
-       src/strategy/missing.c               What the end of a step does beside the gradients' reduction: missing gradients, buffers
+       src/strategy/missing.c               The end of a step: missing gradients are reported, buffers averaged
        src/strategy/units.c                 Units come and go: gather, release, and the walk back
        src/strategy/values.c                Whole values: shards that were updated are gathered, a whole parameter is read
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
@@ -142,7 +142,7 @@
        src/strategy/compare.c               Do all ranks have the same?
        src/strategy/settings.c              Settings: zeros become defaults, and fields that contradict each other are refused
        src/strategy/create.c                Making and destroying a strategy
-       src/strategy/query.c                 Queries: what a strategy is, what it updates, what it has sent
+       src/strategy/query.c                 Queries: a strategy's description, its shards, its traffic
        src/strategy/view.c                  Answers to the rooms above: see strategy/view_internal.h
        src/strategy/plan.c                  Planning, and AUTO
        src/optim/scaler.c                   Clipping, loss scaling
@@ -151,8 +151,8 @@
        src/optim/groups.c                   Parameter groups: defaults, membership, checks
        src/optim/muon.c                     Muon
        src/optim/schedule.c                 Learning rates
-       src/state/source_internal.h          What a trainer and a loader keep in a state, which knows no more of them
-       src/train/view_internal.h            What a monitor sees of a trainer
+       src/state/source_internal.h          The part of a trainer and of a loader that a state saves; a state knows no more of them
+       src/train/view_internal.h            The part of a trainer that a monitor reads
        src/state/state.c                    State: the list of what must survive
        src/state/box_internal.h             Boxes: which elements of a tensor a piece has, and what two pieces have in common
        src/state/state_internal.h           The structure of a state, for checkpoints
@@ -176,7 +176,7 @@
        src/parallel/exchange.c              Exchanges along the tensor axis
        src/parallel/exchange_internal.h     Exchanges along the tensor axis: of device memory, rows of n elements
        src/parallel/schedule.c              Making a schedule
-       src/parallel/schedule_internal.h     What the runner and the tape read of a schedule
+       src/parallel/schedule_internal.h     Functions of a schedule that the runner and the tape use
        src/parallel/runner.c                Running a schedule
        src/tape/tape.c                      Tape and tensors
        src/tape/tape_internal.h             The tape's structures
@@ -669,8 +669,8 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t i
  * kernel is finished, and has reported, when it returns.
  *
  * All matrices are row-major; "rows" of activations are tokens. Activations are F32, BF16 or F16 as
- * a dtype in the arguments says (0 = F32); arithmetic inside a kernel is fp32. Weights, statistics
- * and losses are fp32. Gradients of parameters are always fp32, gradients of activations have the
+ * a dtype in the arguments says (0 = F32); arithmetic inside a kernel is fp32. Weights, statistics,
+ * losses and gradients of parameters of these kernels are fp32, gradients of activations have the
  * dtype of the activation, and `accumulate` says whether a kernel adds to what is there (true) or
  * overwrites it (false: the old contents are not read and may be anything). */
 
@@ -960,7 +960,7 @@ typedef struct dtrain_launch_desc {
                               go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
                               batches keep to. 0 = none. Not in it: the process itself and scratch
                               of kernels */
-    uint32_t node_ranks;   /* so many consecutive ranks count as a host: a program on one machine
+    uint32_t node_ranks;   /* consecutive ranks that count as a host: a program on one machine
                             does what it would do on several. Divides the number of ranks; 0 = a
                             host is a host */
     uint32_t restarts;   /* how often in a row the run is started again after a failure, if it makes
@@ -1488,13 +1488,13 @@ typedef struct dtrain_param {
     int64_t init_count; /* elements that init is for, the first ones; 0 = all. Others are 0 */
     dtrain_cut cut;     /* how the tensor axis of a mesh divides it; zeroed = not */
     /* The type in which the host computes. 0 = F32: with value and grad. Others: with typed_value
-     * and typed_grad in place of value and grad, which the host leaves NULL. What is NULL the
-     * library owns; arrays of the host's own are device memory. Not for the tape, nor for
+     * and typed_grad in place of value and grad, which the host leaves NULL. Arrays that are NULL
+     * the library owns; arrays that the host gives are device memory. Not for the tape, nor for
      * DTRAIN_PARAM_BUFFER.
      *
      *     BF16, F16   sums, optimizers and their master copies are fp32; typed_value is the rounded
-     *                 copy. Where gradients are whole, those of several micro-batches add up in
-     *                 typed_grad, in its type, as in torch
+     *                 copy. Where gradients are whole, micro-batches add up in typed_grad, in its
+     *                 type, as in torch
      *     F64         everything is fp64 but rates, scales and weights of samples. For all
      *                 parameters of a strategy, or none; AdamW and SGD; without compression,
      *                 offload, mesh, param_dtype and reduce_dtype */
@@ -1784,7 +1784,7 @@ typedef struct dtrain_strategy_info {
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
     /* Sums over `comm` and the communicators that the strategy has split from it: the difference
      * over a step is what this rank has sent along the data axis. Calls of the host on `comm` are
-     * in it, too; its backend and world_ranks are those of `comm`. */
+     * in it, too; its backend and world_ranks describe `comm`. */
     dtrain_comm_info traffic;
     uint64_t state_bytes; /* residuals and what else compression keeps from step to step */
     uint64_t sync_count;  /* steps that were reduced */
@@ -1848,8 +1848,8 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
  *     hook                as a program wants it: strategy/hook.h; PowerSGD is examples/power_sgd.c
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
- *                         all-gather inside. With it reduce_dtype and top-k apply between nodes
- *                         alone; so does a hook that takes slices
+ *                         all-gather inside. With it reduce_dtype and top-k apply only between
+ *                         nodes; so does a hook that takes slices
  *
  *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
  *     reduce_dtype        x      x          x              x          x          x
@@ -1858,7 +1858,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  *
  * Error feedback: what this rank did not send stays in its residual, and is added to its next
  * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
- * Every rank has residuals of its own, and they belong to parameters, not to buckets; under
+ * Every rank has its own residuals, and they belong to parameters, not to buckets; under
  * hierarchical they are of the pieces of parameters that the rank sends. dtrain_state lists them
  * (DTRAIN_STATE_RESIDUAL), and checkpoints hold them. Loss scaling cannot be combined with it (a
  * residual is of yesterday's scale): use bf16. A NaN in a gradient is sent at once by top-k, and is
@@ -1931,8 +1931,8 @@ typedef struct dtrain_loss_scaler {
 } dtrain_loss_scaler;
 
 /* Adapt the scale, once a step, after the step was taken or skipped: an overflow halves it. The
- * scales are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as
- * there. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
+ * scales equal torch.amp.GradScaler's to the bit. A scale that would grow to infinity stays, as in
+ * torch. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
  * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
 
@@ -2089,7 +2089,7 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
     DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
     DTRAIN_STATE_HOST = 6,       /* added by the program */
-    DTRAIN_STATE_LION = 7,       /* Lion's momentum: no optimizer goes on with another's state */
+    DTRAIN_STATE_LION = 7,       /* Lion's momentum: no optimizer continues with another's state */
     DTRAIN_STATE_MUON = 8,       /* Muon's */
     DTRAIN_STATE_MISSED = 9,     /* of a parameter: in how many steps it was left out of updates */
     DTRAIN_STATE_SCALAR = 10,    /* "optimizer.step" and the like: one number, on all ranks */
@@ -3376,8 +3376,8 @@ typedef struct dtrain_metrics_desc {
     const char *config;      /* text for TensorBoard and the first JSON line, such as the
                                     configuration file; NULL = none */
     const char *hparams;     /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;      /* that a run that goes on will report: TensorBoard drops what
-                                     the run before has of it and of later ones; 0 = all */
+    int64_t first_step;      /* of a resumed run: TensorBoard drops what the earlier run
+                                     wrote for this step and later ones; 0 = all */
     double peak_flops;       /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned
@@ -3560,7 +3560,7 @@ typedef struct dtrain_op {
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
     uint32_t half;     /* dtrain_op_half: what this call of backward is to make */
     bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
-    bool planning;     /* no memory is behind addresses, on the plan device: forward is not called,
+    bool planning;     /* addresses have no memory, on the plan device: forward is not called,
                           backward asks for gradients as always, and reads and writes none */
     dtrain_tensor *inputs[DTRAIN_OP_INPUTS], *outputs[DTRAIN_OP_OUTPUTS];
     dtrain_param *params[DTRAIN_OP_PARAMS];
@@ -4370,10 +4370,10 @@ struct dtrain_comm_ops {
  * All functions are called by the thread of the rank, during its calls of the library; there is no
  * other thread. None may wait for another rank: what cannot be done now is tried again when the
  * function is called again. The engine owns communicators and works. A transport's own structs
- * begin with dtrain_comm and dtrain_transport_work, and it casts to them; its own fields are zero
- * at first, those of a work at the start of each operation. An error is reported by
- * comm->ops->fail, which fails the communicator on all ranks; after that only unmap and release are
- * called. tests/support/toy_transport.h is a complete one. */
+ * begin with dtrain_comm and dtrain_transport_work, and it casts to them. Its fields in a
+ * communicator are zero at first, its fields in a work at the start of each operation. An error is
+ * reported by comm->ops->fail, which fails the communicator on all ranks; after that only unmap and
+ * release are called. tests/support/toy_transport.h is a complete one. */
 
 #define DTRAIN_WINDOW 32u        /* W: collectives of one rank under way */
 #define DTRAIN_SMALL_BYTES 4096u /* of data that travel with a call, at most */
@@ -4427,14 +4427,14 @@ typedef struct dtrain_transport_ops {
      * the receiver with the data. */
     void (*show)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Return what another rank has shown as its collective number `sequence`, or NULL if it has not
-     * been heard yet. Asked for the last 2 W numbers: so many places are enough. With sequence 0:
-     * the call of the message that this rank receives next from that rank. */
+     * been heard yet. Only the last 2 W numbers are asked for: 2 W places are enough. With
+     * sequence 0: the call of the message that this rank receives next from that rank. */
     const dtrain_call *(*heard)(const dtrain_comm *comm, uint64_t sequence, int rank);
     /* Move an operation on; return true when it is done and its buffers are the host's again. A
      * collective is moved after all ranks have agreed about it, for the first time in the order of
-     * the sequence numbers; a small one has its result already, and dtrain_collective_result
-     * computes those of others. Messages between two ranks in one direction are moved one after the
-     * other; the receive buffer may be written once work->agreed is true. */
+     * the sequence numbers. A small collective has its result already; dtrain_collective_result
+     * computes the result of a larger one. Messages between two ranks in one direction are moved
+     * one after the other; the receive buffer may be written once work->agreed is true. */
     bool (*move)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Say whether an operation that is being moved waits for this rank: for error messages. */
     bool (*lags)(const dtrain_comm *comm, const dtrain_transport_work *work, int rank);
@@ -9678,7 +9678,7 @@ typedef enum dtrain__state {
     DTRAIN__MOVING = 2
 } dtrain__state;
 
-/* The engine's part of a work stands before the one that the transport sees. */
+/* The engine's part of a work precedes the part that the transport sees. */
 struct dtrain__work {
     dtrain__work *next;       /* in the queue, or among the idle */
     dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
@@ -10731,7 +10731,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     return result;
 }
 
-/* Join the halves of all ranks. A transport that shares no memory has no report of its own. */
+/* Join the halves of all ranks. Without shared memory failures are reported to the world. */
 static void dtrain__engine_join(dtrain__engine *comm, const int64_t *addresses)
 {
     void *report = comm->transport->join(&comm->base, addresses);
@@ -11629,7 +11629,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
  * started, each when its copy has ended. */
 
 struct dtrain__bounce {
-    dtrain_collective called; /* the program's buffers; those of work->op.what are in the image */
+    dtrain_collective
+        called; /* with the program's buffers; work->op.what has addresses in the image */
     dtrain_event *computed, *copied;
     char *image; /* page-locked, and mapped by the transport; it grows */
     size_t bytes;
@@ -12043,7 +12044,9 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
             continue;
         }
         if (!sends && !work->agreed) return false;
-        if (!sends) *dtrain__mpi_heard_at(comm, 0, what->root) = 0; /* the next one's is not here */
+        if (!sends)
+            *dtrain__mpi_heard_at(comm, 0, what->root) =
+                0; /* the next message's call has not arrived */
         if (own->round == 1 && !sends && work->small && what->count)
             memcpy(what->recv, record + 1, work->recv_bytes);
         if (at >= all) return true;
@@ -14394,7 +14397,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
  * Every file of the room includes it, and with it the interfaces of core, world, communicator and
  * device that they share. DDP is read in three files and shards in two more:
  *
- *     layout.c       the table of kinds; who keeps what, in which memory
+ *     layout.c       the table of kinds; buckets, shards and their owners
  *     reduce.c       from ready to publish, with the steps of DDP and of shards
  *     units.c        sharded values: gather, release, the walk back
  *     steps.c        the lists of steps; the only file that knows all of them
@@ -14402,7 +14405,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
  *
  * Beside that road, a file a topic:
  *
- *     params.c, stages.c      what the host registers; which part of it a rank of a pipeline has
+ *     params.c, stages.c      the host's parameters; the stages of a pipeline
  *     weights.c, norm.c       the mean over samples; the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
  *     ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
@@ -14410,7 +14413,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values
  *     query.c, view.c         answers to the host, to the rooms above
- *     plan.c                  what a strategy needs, before it is made */
+ *     plan.c                  memory that a strategy will need */
 
 /* ==== src/strategy/layout_internal.h ========================================================== */
 
@@ -14433,7 +14436,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
  * nothing of buckets, units and layouts. A parameter is named by its index in the array. None but
  * those that say so sends anything; all are cheap enough for once a parameter and step. */
 
-/* What compression keeps of a piece of a parameter from step to step, in memory of the device. */
+/* State of compression for a piece of a parameter, kept from step to step in device memory. */
 typedef struct dtrain__kept {
     const dtrain_param *param;
     int64_t offset, count; /* the piece: first element, elements */
@@ -14450,7 +14453,7 @@ DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_str
 DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
 /* Return where the number of reduced steps is, which a checkpoint saves and restores. */
 DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
-/* List what compression keeps; *count is 0 without compression. */
+/* List the state of compression; *count is 0 without compression. */
 DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
@@ -14672,7 +14675,7 @@ typedef struct dtrain__entry {
     bool lends_value; /* value points to memory of the library; destroy makes it NULL */
     bool lends_grad;  /* the same of grad, and of the arrays in another type: */
     bool lends_typed_value, lends_typed_grad;
-    bool here; /* its unit is in a stage of this rank */
+    bool here; /* its unit is in a stage that this rank has */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
     bool tied;        /* stages of other ranks have copies of it */
@@ -14700,10 +14703,10 @@ typedef struct dtrain__bucket {
     uint32_t first_param, last_param; /* range of indices that contains every member */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
-    const struct dtrain__step_list *steps; /* what its gradients go through: steps.c */
+    const struct dtrain__step_list *steps; /* from its gradients to their mean: steps.c */
     uint32_t step; /* how far they are: 0, the number of the step under way, or DTRAIN__REDUCED */
     dtrain_work **reduces, **gathers;      /* (works_per_bucket) collectives under way, or NULL */
-    struct dtrain__compressed *compressed; /* what compression keeps (steps_internal.h), or NULL */
+    struct dtrain__compressed *compressed; /* state of compression (steps_internal.h), or NULL */
     float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
     int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
     bool tensor_packed;
@@ -14745,7 +14748,7 @@ typedef struct dtrain__layout {
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__kind_row *kind;
-    /* What sums, shards and masters are: F32, or (parameters in fp64) F64. Counts and offsets of
+    /* Type of sums, shards and masters: F32, or (parameters in fp64) F64. Counts and offsets of
      * buckets are in words of 4 bytes: an element of F32 is one, of F64 two. */
     uint32_t dtype;
     int ranks, rank;             /* among those that share one copy of the model */
@@ -14784,6 +14787,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
                                                      const dtrain__groups *groups);
+DTRAIN__PRIVATE uint32_t dtrain__sums_dtype(const dtrain_param *params, size_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
                                                  int64_t first, int64_t count, void *value);
@@ -14839,8 +14843,8 @@ typedef struct dtrain__step_list {
                                     are multiplied by 1/N once; in fp16 and fp64 they are means */
 } dtrain__step_list;
 
-/* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
- * in the bounce buffers, those of an update in the optimizer's staging buffers. */
+/* Streams and events between a GPU and host memory. `arrived` is for gradients: in a
+ * backward they reach the bounce buffers, in an update the optimizer's staging buffers. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
     dtrain_stream *down, *up; /* copies to the host, and to the device */
@@ -14859,7 +14863,7 @@ struct dtrain_strategy {
     dtrain_comm *owned[DTRAIN__COMMS]; /* (owned_count) communicators of steps and gathers */
     size_t owned_count;
     dtrain_comm *tensor_comm;  /* of the tensor axis, for sums of whole parameters' gradients */
-    dtrain_comm *fetch[2];     /* those of gathers of values: one, or with several nodes two */
+    dtrain_comm *fetch[2];     /* gathers of values use one, or with several nodes two */
     dtrain_strategy_desc desc; /* resolved */
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
@@ -14934,7 +14938,6 @@ DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
 DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p);
 
 /* strategy/settings.c */
-DTRAIN__PRIVATE bool dtrain__is_wide(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
                                                  const dtrain_strategy_desc *desc);
 
@@ -15125,6 +15128,12 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
     if (p->cut.axis || (size_t)p->count == product) return DTRAIN_OK;
     return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
                               (long long)p->count, product);
+}
+
+/* Return the type of sums, shards and masters. All parameters are in fp64, or none. */
+DTRAIN__PRIVATE uint32_t dtrain__sums_dtype(const dtrain_param *params, size_t count)
+{
+    return count && params[0].dtype == DTRAIN_DTYPE_F64 ? DTRAIN_DTYPE_F64 : DTRAIN_DTYPE_F32;
 }
 
 /* Check a parameter's type, and that the host's arrays have it. */
@@ -15781,7 +15790,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->count = count;
     layout->desc = desc;
     layout->kind = dtrain__row_of(desc->kind);
-    if (count && params[0].dtype == DTRAIN_DTYPE_F64) layout->dtype = DTRAIN_DTYPE_F64;
+    layout->dtype = dtrain__sums_dtype(params, count);
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
     dtrain__lay_classes(layout, all);
@@ -15935,8 +15944,9 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
     else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
-/* Lay out the arrays of storage i in the host's type where the library owns them. Those of values
- * that are gathered come and go with the unit: in its slot, or what has arrived as param_dtype. */
+/* Lay out the arrays of storage i in the host's type where the library owns them. An array of
+ * gathered values comes and goes with the unit: in its slot, or as the values that arrive in
+ * param_dtype. */
 static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
 {
     const dtrain_param *p = &layout->params[i];
@@ -16029,7 +16039,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 
 /* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * DDP is the worked example: the numbers of the drawing are those of the sections below.
+ * DDP is the worked example: the sections below have the numbers of the drawing.
  *
  *       the tape or the host        on this rank                         among the ranks
  *
@@ -16049,27 +16059,28 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
  *
  * A bucket goes through its list of steps, which was made at create (steps.c). The list of DDP has
  * one, ALL_REDUCE; kinds that shard have REDUCE_SCATTER and KEEP. Both are at the end of this file;
- * a step of another feature is in a file of its own, which nothing here names. Values
- * that are sharded come and go in units.c.
+ * the step of another feature is in a separate file, and this file names none of them. Sharded
+ * values are gathered and released in units.c.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
  * 0, 1, 2, ..., whatever the order in which it calls ready, and starting one never waits. A bucket
  * that is complete early waits for those before it. A second step starts when the first is done, at
- * a moment that differs between ranks: so each step has a communicator of its own, on which all
+ * a moment that differs between ranks: so each step has a separate communicator, on which all
  * buckets go in their order.
  *
  * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
  * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
- * the order is another: HYBRID_SHARD and hierarchical have bits of their own.) */
+ * the order is another: HYBRID_SHARD and hierarchical have other bits.) */
 
 /* ==== src/strategy/steps_internal.h =========================================================== */
 
-/* The steps of buckets, for strategy/steps.c, which makes the lists; and what their files share */
+/* The steps of buckets, for strategy/steps.c, which lists them; and functions that their files
+ * share */
 
-/* What compression keeps of a bucket. */
+/* The state of compression for a bucket. */
 typedef struct dtrain__compressed {
     dtrain_hook_bucket hook;
-    size_t tensor_count; /* in hook.tensors, the dense ones behind the others */
+    size_t tensor_count; /* in hook.tensors, the dense ones after the others */
     int64_t dense_count; /* elements of dense tensors */
     float *packed;       /* (dense_count) of reduce_dtype */
     char label[48];      /* of its collectives in traces */
@@ -16154,8 +16165,8 @@ static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucke
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from an array of the host's own, or of its own type, into its bucket, or back.
- * One that lives in the bucket stays there. */
+/* Copy a gradient from the host's array, or from an array in the host's type, into its bucket, or
+ * back. A gradient that lives in the bucket stays there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
@@ -16281,8 +16292,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain_
 }
 
 /* Begin the steps of a bucket. In lockstep (strategy_internal.h) the buckets under way go one step
- * further first; those at their last collective do not: that would make what backward computes next
- * wait for it. */
+ * further first, except buckets at their last collective: backward would wait for it. */
 static dtrain_result dtrain__launch_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++) {
@@ -16329,8 +16339,8 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Wait until all buckets below `end` are reduced, one after another, while later ones go on; in
- * lockstep all of them step by step. */
+/* Wait until all buckets below `end` are reduced, one after another, while later ones continue;
+ * in lockstep all of them step by step. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -16382,10 +16392,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 /* Copy whole gradients back to the arrays of a host that has its own. */
 static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
 {
-    const dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_param *p = strategy->shards[i].param;
-        if (dtrain__shard_bucket(layout, p->state.index)) continue;
+        if (dtrain__shard_bucket(&strategy->layout, p->state.index)) continue;
         DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
     }
     return DTRAIN_OK;
@@ -16441,7 +16450,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 
 /* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
  * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
- * Then bring whole values to arrays of the host's own, or of its own type. */
+ * Then copy whole values to the host's arrays, and to arrays in the host's type. */
 static dtrain_result dtrain__publish_values(dtrain_strategy *strategy)
 {
     if (strategy->layout.shards.params) DTRAIN__TRY(dtrain__forget_units(strategy));
@@ -16609,8 +16618,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
  *
  * A full batch is the largest number of targets that a rank had in its first micro-batch, ignored
  * ones included. Where all micro-batches have as many and ignore none, every weight is 1 and
- * nothing is corrected: the bits are those of a mean of means. A weight is at most 1, so that no
- * sum overflows that would not overflow in a mean of means.
+ * nothing is corrected: the result has the bits of a mean of means. A weight is at most 1, so that
+ * no sum overflows that would not overflow in a mean of means.
  *
  * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
  * ranks: those of a tensor axis have the same samples, so that their weights count as often as
@@ -16859,7 +16868,7 @@ static int dtrain__weight_ranks(const dtrain__groups *groups)
     return dtrain_comm_size(groups->all) / groups->pipeline_ranks;
 }
 
-/* Write what this rank counts, and start the sum over the ranks. */
+/* Write this rank's counts, and start their sum over the ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
@@ -16929,8 +16938,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
 }
 
 /* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
- * gradient (dtrain__entry.absent). The host waits for the counts where this rank alone cannot know.
- * A step that is being recorded has the answers of the step before it. */
+ * gradient (dtrain__entry.absent). The host waits for the counts if this rank cannot know by
+ * itself. A step that is being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = 1 + strategy->param_count;
@@ -17108,7 +17117,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
 
 /* ==== src/strategy/missing.c ================================================================== */
 
-/* What the end of a step does beside the gradients' reduction: missing gradients, buffers */
+/* The end of a step: missing gradients are reported, buffers averaged */
 
 /* Report parameters for which ready was not called in this step, at most eight by name. A warning
  * names a parameter once; on a rank without samples nothing is missing. All buckets have been
@@ -17212,8 +17221,8 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 /* ---- Gather and release -----------------------------------------------------------------------*/
 
 /* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
- * backward comes to the next unit, and those of no unit in finish. If a rank launched a bucket as
- * soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
+ * backward comes to the next unit, and gradients without a unit in finish. If a rank launched a
+ * bucket as soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
@@ -17234,9 +17243,9 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due. A forward begins with the first unit and goes on to the next one or, to
- * recompute activations, to an earlier one. Backward goes to earlier units, and may step over some;
- * once it has begun, no unit behind the one that it has come to is due. */
+/* Check that a unit is due. A forward begins with the first unit and continues with the next one
+ * or, to recompute activations, to an earlier one. Backward goes to earlier units, and may step
+ * over some; once it has begun, no unit after the one that it has come to is due. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          dtrain_pass pass)
 {
@@ -17379,7 +17388,7 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
 
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
  * rank, whatever gradients a rank has or lacks: the gradients of the units after it are reduced,
- * its values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * its values gathered, the next unit's values fetched. So a rank may step over units, or end early:
  * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
  * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
@@ -17617,7 +17626,7 @@ DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry)
 }
 
 /* Copy whole values between memory of the strategy (the flat buckets of ZERO1 and SHARD_GRAD_OP,
- * masters) and arrays of the host's own, or of its own type. */
+ * masters) and the host's arrays, or arrays in the host's type. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -17723,8 +17732,8 @@ static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Read a parameter of which ranks of the tensor axis have parts, where it is here. Collective over
- * the mesh. */
+/* Read a parameter of which ranks of the tensor axis have parts, if this rank has one. Collective
+ * over the mesh. */
 static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
                                         float *host)
 {
@@ -17896,12 +17905,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
  *                                  > all-reduce <
  *     rank 1    head         g1 --'             '--> g0 + g1, and on along the data axis
  *
- * Each rank that uses it has a copy, and its gradient in a bucket of its own: the same elements in
- * the same shards on all of them, so that both copies take the same steps. TIE is the first step of
- * a bucket, and waits for its sum: tied buckets are the last ones, launched in finish, so there is
- * nothing left to compute meanwhile. It travels as fp32, whatever reduce_dtype says. On one rank,
- * where nothing has to travel, a tied gradient is added to as backward goes on: another order, and
- * other bits. */
+ * Each rank that uses it has a copy, and its gradient in a separate bucket: the same elements in
+ * the same shards on all of these ranks, so that both copies get the same updates. TIE is the first
+ * step of a bucket, and waits for its sum: tied buckets are the last ones, launched in finish, so
+ * there is nothing left to compute meanwhile. It travels as fp32, whatever reduce_dtype says. On
+ * one rank, where nothing has to travel, backward adds each use to a tied gradient when it comes to
+ * it: another order, and other bits. */
 
 /* TIE: a tied weight's gradient = its sum over the ranks that have a copy. */
 DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
@@ -17909,7 +17918,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrai
 {
     (void)step;
     if (!bucket->tied) return DTRAIN_OK;
-    if (!bucket->uses) /* all uses here are frozen ones */
+    if (!bucket->uses) /* all uses on this rank are frozen */
         DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,
                                                 (size_t)bucket->count * sizeof(float)));
     dtrain__label(strategy, bucket, "tied weight of bucket");
@@ -17937,7 +17946,7 @@ static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param 
     return users > 1;
 }
 
-/* Refuse what would treat copies of a weight in different ways. */
+/* Refuse settings that would treat copies of a weight in different ways. */
 static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
 {
     if (!strategy->desc.compression) return DTRAIN_OK;
@@ -18187,7 +18196,7 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Point the tensors at their gradients, and list what the hook keeps of them. */
+/* Point the tensors at their gradients, and list their residuals and velocities. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -18596,13 +18605,13 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
 /* The lists of steps
  *
  * The only file that knows all steps: at create it makes the lists that buckets go through, and the
- * communicators of the steps. A step that is not listed here does not exist. */
+ * communicators of the steps. A step that is not in these lists does not exist. */
 
-/* Ranks of the data axis that exchange something, as colors of a split: all, those of this rank's
- * node, those of other nodes that have the same place in theirs. */
+/* Ranks of the data axis that exchange something: all, the ranks of this rank's node, the ranks of
+ * all nodes that have this rank's place in their node. */
 typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
 
-/* Make a communicator of this strategy's own. The color alone says which ranks are meant, for
+/* Make a communicator that the strategy owns. The color alone says which ranks are meant, for
  * tools/null_comm.h: a place within the node is below the node's size, and the number of a node is
  * added to it. */
 static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
@@ -18627,7 +18636,7 @@ static void dtrain__step_add(dtrain__step_list *steps, dtrain__step_fn *begin, d
     if (comm) steps->collectives++;
 }
 
-/* Add a step with a communicator of its own. */
+/* Add a step with a new communicator. */
 static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_list *steps,
                                         dtrain__step_fn *begin, dtrain__step_fn *end,
                                         dtrain__among among)
@@ -18638,9 +18647,9 @@ static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_
     return DTRAIN_OK;
 }
 
-/* The steps that come before anything travels along the data axis. Where operations run in the
- * order of their start, TENSOR waits for its few bytes, so that the next step, which has many, goes
- * on under what backward computes next. */
+/* List the steps that come before the data axis is used. Where operations run in the order of their
+ * start, TENSOR waits for its few bytes, so that the next step, which sends many, overlaps with the
+ * rest of backward. */
 static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
 {
     const bool waits = strategy->groups.data->ops->launch_ordered;
@@ -18652,7 +18661,7 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
 
 /* Whole buckets:
  *
- *     one level    ALL_REDUCE, or what compression has
+ *     one level    ALL_REDUCE, or the rounds of compression
  *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
  * A step that is the first with many bytes shares the communicator of the data axis with gathers of
@@ -18733,13 +18742,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     dtrain_strategy_desc *desc = &strategy->desc;
     const int ranks = dtrain_comm_size(groups->data);
     const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
-    if (groups->sequence_parallel) /* before anything that a data axis may refuse alone */
+    if (groups->sequence_parallel) /* first: later calls can fail on one data axis only */
         DTRAIN__TRY(
             dtrain__own_comm(strategy, groups->tensor, DTRAIN__EVERYONE, &strategy->tensor_comm));
     DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
     dtrain__resolve_levels(desc, ranks);
     const bool nodes = desc->hierarchical && desc->node_size > 1 && (int)desc->node_size < ranks;
-    const bool means = desc->reduce_dtype == DTRAIN_DTYPE_F16 || dtrain__is_wide(strategy);
+    const bool means =
+        desc->reduce_dtype == DTRAIN_DTYPE_F16 ||
+        dtrain__sums_dtype(strategy->params, strategy->param_count) == DTRAIN_DTYPE_F64;
     if (replicas)
         DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &groups->copy));
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
@@ -18757,7 +18768,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     return dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &strategy->fetch[1]);
 }
 
-/* Give each bucket its list, and initialise what compression keeps. */
+/* Give each bucket its list, and list the state of compression. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -18771,7 +18782,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy)
     return how ? dtrain__compression_open(strategy) : DTRAIN_OK;
 }
 
-/* ---- What steps add to a layout ---------------------------------------------------------------*/
+/* ---- Memory of steps --------------------------------------------------------------------------*/
 
 /* Lay out all memory, that of its steps too. */
 DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
@@ -18972,7 +18983,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
         (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
 
-/* RETURN: copy what became of the result to the shard. */
+/* RETURN: copy the reduced result to the shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strategy,
                                                         dtrain__bucket *bucket,
                                                         const dtrain__step *step)
@@ -19121,8 +19132,8 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
  *     NODE_GATHER       both slices               |  both slices                 inside a node
  *
  * Sharded buckets end in a reduce-scatter of the slice, and their values are gathered in the same
- * two levels. HYBRID_SHARD has the first level alone for shards: REDUCE_SCATTER makes the sum over
- * a node, and REPLICAS adds up the nodes' shards. */
+ * two levels. HYBRID_SHARD shards on the first level only: REDUCE_SCATTER makes the sum over a
+ * node, and REPLICAS adds up the nodes' shards. */
 
 /* ---- Which ranks are a node -------------------------------------------------------------------*/
 
@@ -19275,7 +19286,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
 }
 
 /* Return the number of the last step that uses the buffer in which a bucket's gradients were made.
- * REPLICAS and what follows it do not where they work on the shard, unrounded. */
+ * REPLICAS and the steps after it do not if they work on the shard, unrounded. */
 DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket)
 {
@@ -19786,12 +19797,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
 }
 
-DTRAIN__PRIVATE bool dtrain__is_wide(const dtrain_strategy *strategy)
-{
-    return strategy->param_count && strategy->params[0].dtype == DTRAIN_DTYPE_F64;
-}
-
-/* Refuse what parameters in fp64 do not have. */
+/* Refuse settings that parameters in fp64 do not support. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
                                                  const dtrain_strategy_desc *desc)
 {
@@ -19801,7 +19807,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, siz
                        : desc->param_dtype != DTRAIN_DTYPE_F32  ? "param_dtype"
                        : desc->reduce_dtype != DTRAIN_DTYPE_F32 ? "reduce_dtype"
                                                                 : NULL;
-    if (!count || params[0].dtype != DTRAIN_DTYPE_F64 || !what) return DTRAIN_OK;
+    if (dtrain__sums_dtype(params, count) != DTRAIN_DTYPE_F64 || !what) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_strategy_create: the parameters are fp64, which has no %s: leave it "
                        "0, or make the parameters fp32, bf16 or fp16",
@@ -20022,10 +20028,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
                                      dtrain_comm_size(strategy->groups.data),
                                      dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
-    const size_t counted = 1 + count;
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    strategy->sums = (float *)dtrain__alloc(a, counted, sizeof *strategy->sums, "sums of weights");
+    strategy->sums =
+        (float *)dtrain__alloc(a, 1 + count, sizeof *strategy->sums, "sums of weights");
     if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
@@ -20096,7 +20102,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     return dtrain_strategy_publish(strategy);
 }
 
-/* Forget what the desc points to in memory of the caller, who may free it now. */
+/* Forget the desc's pointers to memory of the caller, who is now allowed to free it. */
 static void dtrain__forget_desc(dtrain_strategy *strategy)
 {
     strategy->desc.group_states = NULL;
@@ -20182,11 +20188,10 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
             dtrain_comm_free(strategy->groups.data, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
-    const size_t counted = 1 + count;
     if (strategy->sum_squares)
         dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
                          dtrain__sums_bytes(strategy));
-    dtrain__free(&a, strategy->sums, counted, sizeof *strategy->sums);
+    dtrain__free(&a, strategy->sums, 1 + count, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
                  DTRAIN__SQUARES * sizeof *strategy->gathered);
     dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);
@@ -20204,7 +20209,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 
 /* ==== src/strategy/query.c ==================================================================== */
 
-/* Queries: what a strategy is, what it updates, what it has sent */
+/* Queries: a strategy's description, its shards, its traffic */
 
 /* Fill in what dtrain_strategy_query answers, except the desc and what each step changes. */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
@@ -21788,11 +21793,11 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
     return (float)(low + (lr - low) * 0.5 * (1 + cos(3.14159265358979323846 * done)));
 }
 
-/* What one ring sees of the structures of another, whether or not that is compiled. */
+/* Structures of a ring that other rings read, also if that ring is left out. */
 
 /* ==== src/state/source_internal.h ============================================================= */
 
-/* What a trainer and a loader keep in a state, which knows no more of them. */
+/* The part of a trainer and of a loader that a state saves; a state knows no more of them. */
 
 /* A number of 4 or 8 bytes, the same on every rank; a float is taken by its bits. */
 typedef struct dtrain__scalar {
@@ -21822,7 +21827,7 @@ static inline dtrain__state_source *dtrain__source_of(void *object)
 
 /* ==== src/train/view_internal.h =============================================================== */
 
-/* What a monitor sees of a trainer. */
+/* The part of a trainer that a monitor reads. */
 
 /* The first member of a dtrain_trainer. */
 typedef struct dtrain__trainer_view {
@@ -21832,7 +21837,8 @@ typedef struct dtrain__trainer_view {
     const float *words; /* (ranks, word_count): of each rank its figures, then other words */
     size_t word_count;
     float *gpu; /* the figures from DTRAIN_FIGURE_GPU_UTILIZATION on, which the next step sends */
-    /* Tell what this rank holds, and what a plan of the loss predicts; an error is the plan's. */
+    /* Report the memory that this rank holds, and the memory that a plan of the loss predicts; an
+     * error is the plan's. */
     dtrain_result (*memory)(const dtrain_trainer *trainer, dtrain_memory *held,
                             dtrain_memory *planned);
 } dtrain__trainer_view;
@@ -26815,7 +26821,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void
 
 /* ==== src/parallel/schedule_internal.h ======================================================== */
 
-/* What the runner and the tape read of a schedule. */
+/* Functions of a schedule that the runner and the tape use. */
 
 #define DTRAIN__PASSES_MOST (1 << 22) /* of all ranks: ranks * chunks * micro-batches */
 
@@ -27845,7 +27851,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
                                                   const char *call);
 
 /* tape/stage.c: what the tape asks it, and what a pipeline calls */
-#define DTRAIN__REMOTE 64 /* the address of what has no memory here: aligned, and never read */
+#define DTRAIN__REMOTE 64 /* address of data that this rank does not have: aligned, never read */
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
@@ -32186,7 +32192,7 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  *
  *     unit           0        1        2        3
  *     stage          0        0        1        1
- *     rank 0      computes computes  remote   remote        x crosses: rank 0 sends it behind the
+ *     rank 0      computes computes  remote   remote        x crosses: rank 0 sends it after the
  *     rank 1      remote   remote  computes computes        pass, rank 1 finds it where its remote
  *                            x ------>                      would have been
  *
@@ -39047,7 +39053,7 @@ DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)
 }
 #endif
 
-/* ---- The device, and its kernels: those of layers belong to ring 3 ---------------------------*/
+/* ---- The device and its kernels; kernels of layers belong to ring 3 --------------------------*/
 
 /* ==== src/device/device.c ===================================================================== */
 
@@ -39193,7 +39199,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
  *
  * Addresses without memory: an allocation is a step of a counter that lives in device->state.
  * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
- * answer. Every value is zero: that is what copies to the host give. */
+ * answer. Every value is zero: copies to the host give zeros. */
 
 /* ==== src/device/cpu/cpu_internal.h =========================================================== */
 
@@ -45417,7 +45423,7 @@ DTRAIN__KERNEL(pool2d_backward)
  *
  * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
  * what rounding takes from a sum is kept, unless the mask hides: -1e4 in a whole row leaves the
- * weights of its scores as they are. Keys behind the length of the batch element are never read. */
+ * weights of its scores as they are. Keys beyond the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,

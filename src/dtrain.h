@@ -154,7 +154,7 @@ DTRAIN__COLD
 #include "optim/muon.c"
 #include "optim/schedule.c"
 
-/* What one ring sees of the structures of another, whether or not that is compiled. */
+/* Structures of a ring that other rings read, also if that ring is left out. */
 #include "state/source_internal.h"
 #include "train/view_internal.h"
 
@@ -230,7 +230,7 @@ DTRAIN__COLD
 #include "monitor/nvml.c"
 #endif
 
-/* ---- The device, and its kernels: those of layers belong to ring 3 ---------------------------*/
+/* ---- The device and its kernels; kernels of layers belong to ring 3 --------------------------*/
 
 #include "device/device.c"
 #include "device/plan.c"

@@ -84,10 +84,10 @@ struct dtrain_comm_ops {
  * All functions are called by the thread of the rank, during its calls of the library; there is no
  * other thread. None may wait for another rank: what cannot be done now is tried again when the
  * function is called again. The engine owns communicators and works. A transport's own structs
- * begin with dtrain_comm and dtrain_transport_work, and it casts to them; its own fields are zero
- * at first, those of a work at the start of each operation. An error is reported by
- * comm->ops->fail, which fails the communicator on all ranks; after that only unmap and release are
- * called. tests/support/toy_transport.h is a complete one. */
+ * begin with dtrain_comm and dtrain_transport_work, and it casts to them. Its fields in a
+ * communicator are zero at first, its fields in a work at the start of each operation. An error is
+ * reported by comm->ops->fail, which fails the communicator on all ranks; after that only unmap and
+ * release are called. tests/support/toy_transport.h is a complete one. */
 
 #define DTRAIN_WINDOW 32u        /* W: collectives of one rank under way */
 #define DTRAIN_SMALL_BYTES 4096u /* of data that travel with a call, at most */
@@ -141,14 +141,14 @@ typedef struct dtrain_transport_ops {
      * the receiver with the data. */
     void (*show)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Return what another rank has shown as its collective number `sequence`, or NULL if it has not
-     * been heard yet. Asked for the last 2 W numbers: so many places are enough. With sequence 0:
-     * the call of the message that this rank receives next from that rank. */
+     * been heard yet. Only the last 2 W numbers are asked for: 2 W places are enough. With
+     * sequence 0: the call of the message that this rank receives next from that rank. */
     const dtrain_call *(*heard)(const dtrain_comm *comm, uint64_t sequence, int rank);
     /* Move an operation on; return true when it is done and its buffers are the host's again. A
      * collective is moved after all ranks have agreed about it, for the first time in the order of
-     * the sequence numbers; a small one has its result already, and dtrain_collective_result
-     * computes those of others. Messages between two ranks in one direction are moved one after the
-     * other; the receive buffer may be written once work->agreed is true. */
+     * the sequence numbers. A small collective has its result already; dtrain_collective_result
+     * computes the result of a larger one. Messages between two ranks in one direction are moved
+     * one after the other; the receive buffer may be written once work->agreed is true. */
     bool (*move)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Say whether an operation that is being moved waits for this rank: for error messages. */
     bool (*lags)(const dtrain_comm *comm, const dtrain_transport_work *work, int rank);

@@ -680,7 +680,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     return result;
 }
 
-/* Join the halves of all ranks. A transport that shares no memory has no report of its own. */
+/* Join the halves of all ranks. Without shared memory failures are reported to the world. */
 static void dtrain__engine_join(dtrain__engine *comm, const int64_t *addresses)
 {
     void *report = comm->transport->join(&comm->base, addresses);

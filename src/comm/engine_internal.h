@@ -51,7 +51,7 @@ typedef enum dtrain__state {
     DTRAIN__MOVING = 2
 } dtrain__state;
 
-/* The engine's part of a work stands before the one that the transport sees. */
+/* The engine's part of a work precedes the part that the transport sees. */
 struct dtrain__work {
     dtrain__work *next;       /* in the queue, or among the idle */
     dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */

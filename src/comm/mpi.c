@@ -241,7 +241,9 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
             continue;
         }
         if (!sends && !work->agreed) return false;
-        if (!sends) *dtrain__mpi_heard_at(comm, 0, what->root) = 0; /* the next one's is not here */
+        if (!sends)
+            *dtrain__mpi_heard_at(comm, 0, what->root) =
+                0; /* the next message's call has not arrived */
         if (own->round == 1 && !sends && work->small && what->count)
             memcpy(what->recv, record + 1, work->recv_bytes);
         if (at >= all) return true;

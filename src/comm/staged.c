@@ -25,7 +25,8 @@
 #include "device/device_internal.h"
 
 struct dtrain__bounce {
-    dtrain_collective called; /* the program's buffers; those of work->op.what are in the image */
+    dtrain_collective
+        called; /* with the program's buffers; work->op.what has addresses in the image */
     dtrain_event *computed, *copied;
     char *image; /* page-locked, and mapped by the transport; it grows */
     size_t bytes;

@@ -10,8 +10,8 @@
  * kernel is finished, and has reported, when it returns.
  *
  * All matrices are row-major; "rows" of activations are tokens. Activations are F32, BF16 or F16 as
- * a dtype in the arguments says (0 = F32); arithmetic inside a kernel is fp32. Weights, statistics
- * and losses are fp32. Gradients of parameters are always fp32, gradients of activations have the
+ * a dtype in the arguments says (0 = F32); arithmetic inside a kernel is fp32. Weights, statistics,
+ * losses and gradients of parameters of these kernels are fp32, gradients of activations have the
  * dtype of the activation, and `accumulate` says whether a kernel adds to what is there (true) or
  * overwrites it (false: the old contents are not read and may be anything). */
 

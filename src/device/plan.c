@@ -2,7 +2,7 @@
  *
  * Addresses without memory: an allocation is a step of a counter that lives in device->state.
  * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
- * answer. Every value is zero: that is what copies to the host give. */
+ * answer. Every value is zero: copies to the host give zeros. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

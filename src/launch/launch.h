@@ -88,7 +88,7 @@ typedef struct dtrain_launch_desc {
                               go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
                               batches keep to. 0 = none. Not in it: the process itself and scratch
                               of kernels */
-    uint32_t node_ranks;   /* so many consecutive ranks count as a host: a program on one machine
+    uint32_t node_ranks;   /* consecutive ranks that count as a host: a program on one machine
                             does what it would do on several. Divides the number of ranks; 0 = a
                             host is a host */
     uint32_t restarts;   /* how often in a row the run is started again after a failure, if it makes

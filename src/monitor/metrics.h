@@ -173,8 +173,8 @@ typedef struct dtrain_metrics_desc {
     const char *config;      /* text for TensorBoard and the first JSON line, such as the
                                     configuration file; NULL = none */
     const char *hparams;     /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;      /* that a run that goes on will report: TensorBoard drops what
-                                     the run before has of it and of later ones; 0 = all */
+    int64_t first_step;      /* of a resumed run: TensorBoard drops what the earlier run
+                                     wrote for this step and later ones; 0 = all */
     double peak_flops;       /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned

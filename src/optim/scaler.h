@@ -32,8 +32,8 @@ typedef struct dtrain_loss_scaler {
 } dtrain_loss_scaler;
 
 /* Adapt the scale, once a step, after the step was taken or skipped: an overflow halves it. The
- * scales are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as
- * there. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
+ * scales equal torch.amp.GradScaler's to the bit. A scale that would grow to infinity stays, as in
+ * torch. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
  * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
 

@@ -1,4 +1,4 @@
-/* What the runner and the tape read of a schedule. */
+/* Functions of a schedule that the runner and the tape use. */
 
 #pragma once
 

@@ -1,4 +1,4 @@
-/* What a trainer and a loader keep in a state, which knows no more of them. */
+/* The part of a trainer and of a loader that a state saves; a state knows no more of them. */
 
 #pragma once
 

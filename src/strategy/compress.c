@@ -123,7 +123,7 @@ DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Point the tensors at their gradients, and list what the hook keeps of them. */
+/* Point the tensors at their gradients, and list their residuals and velocities. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

@@ -7,8 +7,8 @@
  *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
  *     hook                as a program wants it: strategy/hook.h; PowerSGD is examples/power_sgd.c
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
- *                         all-gather inside. With it reduce_dtype and top-k apply between nodes
- *                         alone; so does a hook that takes slices
+ *                         all-gather inside. With it reduce_dtype and top-k apply only between
+ *                         nodes; so does a hook that takes slices
  *
  *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
  *     reduce_dtype        x      x          x              x          x          x
@@ -17,7 +17,7 @@
  *
  * Error feedback: what this rank did not send stays in its residual, and is added to its next
  * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
- * Every rank has residuals of its own, and they belong to parameters, not to buckets; under
+ * Every rank has its own residuals, and they belong to parameters, not to buckets; under
  * hierarchical they are of the pieces of parameters that the rank sends. dtrain_state lists them
  * (DTRAIN_STATE_RESIDUAL), and checkpoints hold them. Loss scaling cannot be combined with it (a
  * residual is of yesterday's scale): use bf16. A NaN in a gradient is sent at once by top-k, and is

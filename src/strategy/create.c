@@ -189,10 +189,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
                                      dtrain_comm_size(strategy->groups.data),
                                      dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
-    const size_t counted = 1 + count;
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    strategy->sums = (float *)dtrain__alloc(a, counted, sizeof *strategy->sums, "sums of weights");
+    strategy->sums =
+        (float *)dtrain__alloc(a, 1 + count, sizeof *strategy->sums, "sums of weights");
     if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
@@ -263,7 +263,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     return dtrain_strategy_publish(strategy);
 }
 
-/* Forget what the desc points to in memory of the caller, who may free it now. */
+/* Forget the desc's pointers to memory of the caller, who is now allowed to free it. */
 static void dtrain__forget_desc(dtrain_strategy *strategy)
 {
     strategy->desc.group_states = NULL;
@@ -349,11 +349,10 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
             dtrain_comm_free(strategy->groups.data, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
-    const size_t counted = 1 + count;
     if (strategy->sum_squares)
         dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
                          dtrain__sums_bytes(strategy));
-    dtrain__free(&a, strategy->sums, counted, sizeof *strategy->sums);
+    dtrain__free(&a, strategy->sums, 1 + count, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
                  DTRAIN__SQUARES * sizeof *strategy->gathered);
     dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);

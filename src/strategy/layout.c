@@ -322,7 +322,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->count = count;
     layout->desc = desc;
     layout->kind = dtrain__row_of(desc->kind);
-    if (count && params[0].dtype == DTRAIN_DTYPE_F64) layout->dtype = DTRAIN_DTYPE_F64;
+    layout->dtype = dtrain__sums_dtype(params, count);
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
     dtrain__lay_classes(layout, all);

@@ -46,7 +46,7 @@ typedef struct dtrain__entry {
     bool lends_value; /* value points to memory of the library; destroy makes it NULL */
     bool lends_grad;  /* the same of grad, and of the arrays in another type: */
     bool lends_typed_value, lends_typed_grad;
-    bool here; /* its unit is in a stage of this rank */
+    bool here; /* its unit is in a stage that this rank has */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
     bool tied;        /* stages of other ranks have copies of it */
@@ -74,10 +74,10 @@ typedef struct dtrain__bucket {
     uint32_t first_param, last_param; /* range of indices that contains every member */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
-    const struct dtrain__step_list *steps; /* what its gradients go through: steps.c */
+    const struct dtrain__step_list *steps; /* from its gradients to their mean: steps.c */
     uint32_t step; /* how far they are: 0, the number of the step under way, or DTRAIN__REDUCED */
     dtrain_work **reduces, **gathers;      /* (works_per_bucket) collectives under way, or NULL */
-    struct dtrain__compressed *compressed; /* what compression keeps (steps_internal.h), or NULL */
+    struct dtrain__compressed *compressed; /* state of compression (steps_internal.h), or NULL */
     float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
     int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
     bool tensor_packed;
@@ -119,7 +119,7 @@ typedef struct dtrain__layout {
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__kind_row *kind;
-    /* What sums, shards and masters are: F32, or (parameters in fp64) F64. Counts and offsets of
+    /* Type of sums, shards and masters: F32, or (parameters in fp64) F64. Counts and offsets of
      * buckets are in words of 4 bytes: an element of F32 is one, of F64 two. */
     uint32_t dtype;
     int ranks, rank;             /* among those that share one copy of the model */
@@ -158,6 +158,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
                                                      const dtrain__groups *groups);
+DTRAIN__PRIVATE uint32_t dtrain__sums_dtype(const dtrain_param *params, size_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
                                                  int64_t first, int64_t count, void *value);

@@ -9,8 +9,8 @@
  *     NODE_GATHER       both slices               |  both slices                 inside a node
  *
  * Sharded buckets end in a reduce-scatter of the slice, and their values are gathered in the same
- * two levels. HYBRID_SHARD has the first level alone for shards: REDUCE_SCATTER makes the sum over
- * a node, and REPLICAS adds up the nodes' shards. */
+ * two levels. HYBRID_SHARD shards on the first level only: REDUCE_SCATTER makes the sum over a
+ * node, and REPLICAS adds up the nodes' shards. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -167,7 +167,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
 }
 
 /* Return the number of the last step that uses the buffer in which a bucket's gradients were made.
- * REPLICAS and what follows it do not where they work on the shard, unrounded. */
+ * REPLICAS and the steps after it do not if they work on the shard, unrounded. */
 DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket)
 {

@@ -86,8 +86,9 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
     else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
-/* Lay out the arrays of storage i in the host's type where the library owns them. Those of values
- * that are gathered come and go with the unit: in its slot, or what has arrived as param_dtype. */
+/* Lay out the arrays of storage i in the host's type where the library owns them. An array of
+ * gathered values comes and goes with the unit: in its slot, or as the values that arrive in
+ * param_dtype. */
 static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
 {
     const dtrain_param *p = &layout->params[i];

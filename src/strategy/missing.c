@@ -1,4 +1,4 @@
-/* What the end of a step does beside the gradients' reduction: missing gradients, buffers */
+/* The end of a step: missing gradients are reported, buffers averaged */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"

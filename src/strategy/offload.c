@@ -109,7 +109,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
         (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
 
-/* RETURN: copy what became of the result to the shard. */
+/* RETURN: copy the reduced result to the shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strategy,
                                                         dtrain__bucket *bucket,
                                                         const dtrain__step *step)

@@ -91,6 +91,12 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
                               (long long)p->count, product);
 }
 
+/* Return the type of sums, shards and masters. All parameters are in fp64, or none. */
+DTRAIN__PRIVATE uint32_t dtrain__sums_dtype(const dtrain_param *params, size_t count)
+{
+    return count && params[0].dtype == DTRAIN_DTYPE_F64 ? DTRAIN_DTYPE_F64 : DTRAIN_DTYPE_F32;
+}
+
 /* Check a parameter's type, and that the host's arrays have it. */
 static dtrain_result dtrain__check_dtype(const dtrain_param *p, size_t index)
 {

@@ -62,13 +62,13 @@ typedef struct dtrain_param {
     int64_t init_count; /* elements that init is for, the first ones; 0 = all. Others are 0 */
     dtrain_cut cut;     /* how the tensor axis of a mesh divides it; zeroed = not */
     /* The type in which the host computes. 0 = F32: with value and grad. Others: with typed_value
-     * and typed_grad in place of value and grad, which the host leaves NULL. What is NULL the
-     * library owns; arrays of the host's own are device memory. Not for the tape, nor for
+     * and typed_grad in place of value and grad, which the host leaves NULL. Arrays that are NULL
+     * the library owns; arrays that the host gives are device memory. Not for the tape, nor for
      * DTRAIN_PARAM_BUFFER.
      *
      *     BF16, F16   sums, optimizers and their master copies are fp32; typed_value is the rounded
-     *                 copy. Where gradients are whole, those of several micro-batches add up in
-     *                 typed_grad, in its type, as in torch
+     *                 copy. Where gradients are whole, micro-batches add up in typed_grad, in its
+     *                 type, as in torch
      *     F64         everything is fp64 but rates, scales and weights of samples. For all
      *                 parameters of a strategy, or none; AdamW and SGD; without compression,
      *                 offload, mesh, param_dtype and reduce_dtype */

@@ -1,4 +1,4 @@
-/* Queries: what a strategy is, what it updates, what it has sent */
+/* Queries: a strategy's description, its shards, its traffic */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"

@@ -1,6 +1,6 @@
 /* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * DDP is the worked example: the numbers of the drawing are those of the sections below.
+ * DDP is the worked example: the sections below have the numbers of the drawing.
  *
  *       the tape or the host        on this rank                         among the ranks
  *
@@ -20,18 +20,18 @@
  *
  * A bucket goes through its list of steps, which was made at create (steps.c). The list of DDP has
  * one, ALL_REDUCE; kinds that shard have REDUCE_SCATTER and KEEP. Both are at the end of this file;
- * a step of another feature is in a file of its own, which nothing here names. Values
- * that are sharded come and go in units.c.
+ * the step of another feature is in a separate file, and this file names none of them. Sharded
+ * values are gathered and released in units.c.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
  * 0, 1, 2, ..., whatever the order in which it calls ready, and starting one never waits. A bucket
  * that is complete early waits for those before it. A second step starts when the first is done, at
- * a moment that differs between ranks: so each step has a communicator of its own, on which all
+ * a moment that differs between ranks: so each step has a separate communicator, on which all
  * buckets go in their order.
  *
  * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
  * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
- * the order is another: HYBRID_SHARD and hierarchical have bits of their own.) */
+ * the order is another: HYBRID_SHARD and hierarchical have other bits.) */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -82,8 +82,8 @@ static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucke
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from an array of the host's own, or of its own type, into its bucket, or back.
- * One that lives in the bucket stays there. */
+/* Copy a gradient from the host's array, or from an array in the host's type, into its bucket, or
+ * back. A gradient that lives in the bucket stays there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
@@ -209,8 +209,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain_
 }
 
 /* Begin the steps of a bucket. In lockstep (strategy_internal.h) the buckets under way go one step
- * further first; those at their last collective do not: that would make what backward computes next
- * wait for it. */
+ * further first, except buckets at their last collective: backward would wait for it. */
 static dtrain_result dtrain__launch_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++) {
@@ -257,8 +256,8 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Wait until all buckets below `end` are reduced, one after another, while later ones go on; in
- * lockstep all of them step by step. */
+/* Wait until all buckets below `end` are reduced, one after another, while later ones continue;
+ * in lockstep all of them step by step. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -310,10 +309,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 /* Copy whole gradients back to the arrays of a host that has its own. */
 static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
 {
-    const dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_param *p = strategy->shards[i].param;
-        if (dtrain__shard_bucket(layout, p->state.index)) continue;
+        if (dtrain__shard_bucket(&strategy->layout, p->state.index)) continue;
         DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
     }
     return DTRAIN_OK;
@@ -369,7 +367,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 
 /* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
  * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
- * Then bring whole values to arrays of the host's own, or of its own type. */
+ * Then copy whole values to the host's arrays, and to arrays in the host's type. */
 static dtrain_result dtrain__publish_values(dtrain_strategy *strategy)
 {
     if (strategy->layout.shards.params) DTRAIN__TRY(dtrain__forget_units(strategy));

@@ -284,12 +284,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
 }
 
-DTRAIN__PRIVATE bool dtrain__is_wide(const dtrain_strategy *strategy)
-{
-    return strategy->param_count && strategy->params[0].dtype == DTRAIN_DTYPE_F64;
-}
-
-/* Refuse what parameters in fp64 do not have. */
+/* Refuse settings that parameters in fp64 do not support. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
                                                  const dtrain_strategy_desc *desc)
 {
@@ -299,7 +294,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, siz
                        : desc->param_dtype != DTRAIN_DTYPE_F32  ? "param_dtype"
                        : desc->reduce_dtype != DTRAIN_DTYPE_F32 ? "reduce_dtype"
                                                                 : NULL;
-    if (!count || params[0].dtype != DTRAIN_DTYPE_F64 || !what) return DTRAIN_OK;
+    if (dtrain__sums_dtype(params, count) != DTRAIN_DTYPE_F64 || !what) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_strategy_create: the parameters are fp64, which has no %s: leave it "
                        "0, or make the parameters fp32, bf16 or fp16",

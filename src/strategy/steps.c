@@ -1,17 +1,17 @@
 /* The lists of steps
  *
  * The only file that knows all steps: at create it makes the lists that buckets go through, and the
- * communicators of the steps. A step that is not listed here does not exist. */
+ * communicators of the steps. A step that is not in these lists does not exist. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
-/* Ranks of the data axis that exchange something, as colors of a split: all, those of this rank's
- * node, those of other nodes that have the same place in theirs. */
+/* Ranks of the data axis that exchange something: all, the ranks of this rank's node, the ranks of
+ * all nodes that have this rank's place in their node. */
 typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
 
-/* Make a communicator of this strategy's own. The color alone says which ranks are meant, for
+/* Make a communicator that the strategy owns. The color alone says which ranks are meant, for
  * tools/null_comm.h: a place within the node is below the node's size, and the number of a node is
  * added to it. */
 static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
@@ -36,7 +36,7 @@ static void dtrain__step_add(dtrain__step_list *steps, dtrain__step_fn *begin, d
     if (comm) steps->collectives++;
 }
 
-/* Add a step with a communicator of its own. */
+/* Add a step with a new communicator. */
 static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_list *steps,
                                         dtrain__step_fn *begin, dtrain__step_fn *end,
                                         dtrain__among among)
@@ -47,9 +47,9 @@ static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_
     return DTRAIN_OK;
 }
 
-/* The steps that come before anything travels along the data axis. Where operations run in the
- * order of their start, TENSOR waits for its few bytes, so that the next step, which has many, goes
- * on under what backward computes next. */
+/* List the steps that come before the data axis is used. Where operations run in the order of their
+ * start, TENSOR waits for its few bytes, so that the next step, which sends many, overlaps with the
+ * rest of backward. */
 static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
 {
     const bool waits = strategy->groups.data->ops->launch_ordered;
@@ -61,7 +61,7 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
 
 /* Whole buckets:
  *
- *     one level    ALL_REDUCE, or what compression has
+ *     one level    ALL_REDUCE, or the rounds of compression
  *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
  * A step that is the first with many bytes shares the communicator of the data axis with gathers of
@@ -142,13 +142,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     dtrain_strategy_desc *desc = &strategy->desc;
     const int ranks = dtrain_comm_size(groups->data);
     const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
-    if (groups->sequence_parallel) /* before anything that a data axis may refuse alone */
+    if (groups->sequence_parallel) /* first: later calls can fail on one data axis only */
         DTRAIN__TRY(
             dtrain__own_comm(strategy, groups->tensor, DTRAIN__EVERYONE, &strategy->tensor_comm));
     DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
     dtrain__resolve_levels(desc, ranks);
     const bool nodes = desc->hierarchical && desc->node_size > 1 && (int)desc->node_size < ranks;
-    const bool means = desc->reduce_dtype == DTRAIN_DTYPE_F16 || dtrain__is_wide(strategy);
+    const bool means =
+        desc->reduce_dtype == DTRAIN_DTYPE_F16 ||
+        dtrain__sums_dtype(strategy->params, strategy->param_count) == DTRAIN_DTYPE_F64;
     if (replicas)
         DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &groups->copy));
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
@@ -166,7 +168,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     return dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &strategy->fetch[1]);
 }
 
-/* Give each bucket its list, and initialise what compression keeps. */
+/* Give each bucket its list, and list the state of compression. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -180,7 +182,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy)
     return how ? dtrain__compression_open(strategy) : DTRAIN_OK;
 }
 
-/* ---- What steps add to a layout ---------------------------------------------------------------*/
+/* ---- Memory of steps --------------------------------------------------------------------------*/
 
 /* Lay out all memory, that of its steps too. */
 DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)

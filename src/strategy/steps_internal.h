@@ -1,13 +1,14 @@
-/* The steps of buckets, for strategy/steps.c, which makes the lists; and what their files share */
+/* The steps of buckets, for strategy/steps.c, which lists them; and functions that their files
+ * share */
 
 #pragma once
 
 #include "strategy/strategy_internal.h"
 
-/* What compression keeps of a bucket. */
+/* The state of compression for a bucket. */
 typedef struct dtrain__compressed {
     dtrain_hook_bucket hook;
-    size_t tensor_count; /* in hook.tensors, the dense ones behind the others */
+    size_t tensor_count; /* in hook.tensors, the dense ones after the others */
     int64_t dense_count; /* elements of dense tensors */
     float *packed;       /* (dense_count) of reduce_dtype */
     char label[48];      /* of its collectives in traces */

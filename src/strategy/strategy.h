@@ -287,7 +287,7 @@ typedef struct dtrain_strategy_info {
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
     /* Sums over `comm` and the communicators that the strategy has split from it: the difference
      * over a step is what this rank has sent along the data axis. Calls of the host on `comm` are
-     * in it, too; its backend and world_ranks are those of `comm`. */
+     * in it, too; its backend and world_ranks describe `comm`. */
     dtrain_comm_info traffic;
     uint64_t state_bytes; /* residuals and what else compression keeps from step to step */
     uint64_t sync_count;  /* steps that were reduced */

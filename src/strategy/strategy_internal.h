@@ -3,7 +3,7 @@
  * Every file of the room includes it, and with it the interfaces of core, world, communicator and
  * device that they share. DDP is read in three files and shards in two more:
  *
- *     layout.c       the table of kinds; who keeps what, in which memory
+ *     layout.c       the table of kinds; buckets, shards and their owners
  *     reduce.c       from ready to publish, with the steps of DDP and of shards
  *     units.c        sharded values: gather, release, the walk back
  *     steps.c        the lists of steps; the only file that knows all of them
@@ -11,7 +11,7 @@
  *
  * Beside that road, a file a topic:
  *
- *     params.c, stages.c      what the host registers; which part of it a rank of a pipeline has
+ *     params.c, stages.c      the host's parameters; the stages of a pipeline
  *     weights.c, norm.c       the mean over samples; the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
  *     ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
@@ -19,7 +19,7 @@
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values
  *     query.c, view.c         answers to the host, to the rooms above
- *     plan.c                  what a strategy needs, before it is made */
+ *     plan.c                  memory that a strategy will need */
 
 #pragma once
 
@@ -68,8 +68,8 @@ typedef struct dtrain__step_list {
                                     are multiplied by 1/N once; in fp16 and fp64 they are means */
 } dtrain__step_list;
 
-/* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
- * in the bounce buffers, those of an update in the optimizer's staging buffers. */
+/* Streams and events between a GPU and host memory. `arrived` is for gradients: in a
+ * backward they reach the bounce buffers, in an update the optimizer's staging buffers. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
     dtrain_stream *down, *up; /* copies to the host, and to the device */
@@ -88,7 +88,7 @@ struct dtrain_strategy {
     dtrain_comm *owned[DTRAIN__COMMS]; /* (owned_count) communicators of steps and gathers */
     size_t owned_count;
     dtrain_comm *tensor_comm;  /* of the tensor axis, for sums of whole parameters' gradients */
-    dtrain_comm *fetch[2];     /* those of gathers of values: one, or with several nodes two */
+    dtrain_comm *fetch[2];     /* gathers of values use one, or with several nodes two */
     dtrain_strategy_desc desc; /* resolved */
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
@@ -163,7 +163,6 @@ DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
 DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p);
 
 /* strategy/settings.c */
-DTRAIN__PRIVATE bool dtrain__is_wide(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
                                                  const dtrain_strategy_desc *desc);
 

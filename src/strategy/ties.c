@@ -4,12 +4,12 @@
  *                                  > all-reduce <
  *     rank 1    head         g1 --'             '--> g0 + g1, and on along the data axis
  *
- * Each rank that uses it has a copy, and its gradient in a bucket of its own: the same elements in
- * the same shards on all of them, so that both copies take the same steps. TIE is the first step of
- * a bucket, and waits for its sum: tied buckets are the last ones, launched in finish, so there is
- * nothing left to compute meanwhile. It travels as fp32, whatever reduce_dtype says. On one rank,
- * where nothing has to travel, a tied gradient is added to as backward goes on: another order, and
- * other bits. */
+ * Each rank that uses it has a copy, and its gradient in a separate bucket: the same elements in
+ * the same shards on all of these ranks, so that both copies get the same updates. TIE is the first
+ * step of a bucket, and waits for its sum: tied buckets are the last ones, launched in finish, so
+ * there is nothing left to compute meanwhile. It travels as fp32, whatever reduce_dtype says. On
+ * one rank, where nothing has to travel, backward adds each use to a tied gradient when it comes to
+ * it: another order, and other bits. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
@@ -22,7 +22,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrai
 {
     (void)step;
     if (!bucket->tied) return DTRAIN_OK;
-    if (!bucket->uses) /* all uses here are frozen ones */
+    if (!bucket->uses) /* all uses on this rank are frozen */
         DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,
                                                 (size_t)bucket->count * sizeof(float)));
     dtrain__label(strategy, bucket, "tied weight of bucket");
@@ -50,7 +50,7 @@ static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param 
     return users > 1;
 }
 
-/* Refuse what would treat copies of a weight in different ways. */
+/* Refuse settings that would treat copies of a weight in different ways. */
 static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
 {
     if (!strategy->desc.compression) return DTRAIN_OK;

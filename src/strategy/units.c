@@ -46,8 +46,8 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 /* ---- Gather and release -----------------------------------------------------------------------*/
 
 /* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
- * backward comes to the next unit, and those of no unit in finish. If a rank launched a bucket as
- * soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
+ * backward comes to the next unit, and gradients without a unit in finish. If a rank launched a
+ * bucket as soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
@@ -68,9 +68,9 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due. A forward begins with the first unit and goes on to the next one or, to
- * recompute activations, to an earlier one. Backward goes to earlier units, and may step over some;
- * once it has begun, no unit behind the one that it has come to is due. */
+/* Check that a unit is due. A forward begins with the first unit and continues with the next one
+ * or, to recompute activations, to an earlier one. Backward goes to earlier units, and may step
+ * over some; once it has begun, no unit after the one that it has come to is due. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          dtrain_pass pass)
 {
@@ -213,7 +213,7 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
 
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
  * rank, whatever gradients a rank has or lacks: the gradients of the units after it are reduced,
- * its values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * its values gathered, the next unit's values fetched. So a rank may step over units, or end early:
  * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
  * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)

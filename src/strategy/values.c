@@ -24,7 +24,7 @@ DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry)
 }
 
 /* Copy whole values between memory of the strategy (the flat buckets of ZERO1 and SHARD_GRAD_OP,
- * masters) and arrays of the host's own, or of its own type. */
+ * masters) and the host's arrays, or arrays in the host's type. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -130,8 +130,8 @@ static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Read a parameter of which ranks of the tensor axis have parts, where it is here. Collective over
- * the mesh. */
+/* Read a parameter of which ranks of the tensor axis have parts, if this rank has one. Collective
+ * over the mesh. */
 static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
                                         float *host)
 {

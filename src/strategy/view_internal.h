@@ -16,7 +16,7 @@
 #include "strategy/strategy.h"
 #include "device/device.h"
 
-/* What compression keeps of a piece of a parameter from step to step, in memory of the device. */
+/* State of compression for a piece of a parameter, kept from step to step in device memory. */
 typedef struct dtrain__kept {
     const dtrain_param *param;
     int64_t offset, count; /* the piece: first element, elements */
@@ -33,7 +33,7 @@ DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_str
 DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
 /* Return where the number of reduced steps is, which a checkpoint saves and restores. */
 DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
-/* List what compression keeps; *count is 0 without compression. */
+/* List the state of compression; *count is 0 without compression. */
 DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);

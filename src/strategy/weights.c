@@ -11,8 +11,8 @@
  *
  * A full batch is the largest number of targets that a rank had in its first micro-batch, ignored
  * ones included. Where all micro-batches have as many and ignore none, every weight is 1 and
- * nothing is corrected: the bits are those of a mean of means. A weight is at most 1, so that no
- * sum overflows that would not overflow in a mean of means.
+ * nothing is corrected: the result has the bits of a mean of means. A weight is at most 1, so that
+ * no sum overflows that would not overflow in a mean of means.
  *
  * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
  * ranks: those of a tensor axis have the same samples, so that their weights count as often as
@@ -264,7 +264,7 @@ static int dtrain__weight_ranks(const dtrain__groups *groups)
     return dtrain_comm_size(groups->all) / groups->pipeline_ranks;
 }
 
-/* Write what this rank counts, and start the sum over the ranks. */
+/* Write this rank's counts, and start their sum over the ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
@@ -334,8 +334,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
 }
 
 /* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
- * gradient (dtrain__entry.absent). The host waits for the counts where this rank alone cannot know.
- * A step that is being recorded has the answers of the step before it. */
+ * gradient (dtrain__entry.absent). The host waits for the counts if this rank cannot know by
+ * itself. A step that is being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = 1 + strategy->param_count;

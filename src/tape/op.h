@@ -70,7 +70,7 @@ typedef struct dtrain_op {
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
     uint32_t half;     /* dtrain_op_half: what this call of backward is to make */
     bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
-    bool planning;     /* no memory is behind addresses, on the plan device: forward is not called,
+    bool planning;     /* addresses have no memory, on the plan device: forward is not called,
                           backward asks for gradients as always, and reads and writes none */
     dtrain_tensor *inputs[DTRAIN_OP_INPUTS], *outputs[DTRAIN_OP_OUTPUTS];
     dtrain_param *params[DTRAIN_OP_PARAMS];

@@ -6,7 +6,7 @@
  *
  *     unit           0        1        2        3
  *     stage          0        0        1        1
- *     rank 0      computes computes  remote   remote        x crosses: rank 0 sends it behind the
+ *     rank 0      computes computes  remote   remote        x crosses: rank 0 sends it after the
  *     rank 1      remote   remote  computes computes        pass, rank 1 finds it where its remote
  *                            x ------>                      would have been
  *

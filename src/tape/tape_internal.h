@@ -352,7 +352,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
                                                   const char *call);
 
 /* tape/stage.c: what the tape asks it, and what a pipeline calls */
-#define DTRAIN__REMOTE 64 /* the address of what has no memory here: aligned, and never read */
+#define DTRAIN__REMOTE 64 /* address of data that this rank does not have: aligned, never read */
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);

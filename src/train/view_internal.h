@@ -1,4 +1,4 @@
-/* What a monitor sees of a trainer. */
+/* The part of a trainer that a monitor reads. */
 
 #pragma once
 
@@ -16,7 +16,8 @@ typedef struct dtrain__trainer_view {
     const float *words; /* (ranks, word_count): of each rank its figures, then other words */
     size_t word_count;
     float *gpu; /* the figures from DTRAIN_FIGURE_GPU_UTILIZATION on, which the next step sends */
-    /* Tell what this rank holds, and what a plan of the loss predicts; an error is the plan's. */
+    /* Report the memory that this rank holds, and the memory that a plan of the loss predicts; an
+     * error is the plan's. */
     dtrain_result (*memory)(const dtrain_trainer *trainer, dtrain_memory *held,
                             dtrain_memory *planned);
 } dtrain__trainer_view;

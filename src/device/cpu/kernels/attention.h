@@ -22,7 +22,7 @@
  *
  * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
  * what rounding takes from a sum is kept, unless the mask hides: -1e4 in a whole row leaves the
- * weights of its scores as they are. Keys behind the length of the batch element are never read. */
+ * weights of its scores as they are. Keys beyond the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
