@@ -2091,7 +2091,7 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_HOST = 6,       /* added by the program */
     DTRAIN_STATE_LION = 7,       /* Lion's momentum: no optimizer continues with another's state */
     DTRAIN_STATE_MUON = 8,       /* Muon's */
-    DTRAIN_STATE_MISSED = 9,     /* of a parameter: in how many steps it was left out of updates */
+    DTRAIN_STATE_STEPS = 9,      /* of a parameter: in how many steps it was updated */
     DTRAIN_STATE_SCALAR = 10,    /* "optimizer.step" and the like: one number, on all ranks */
     DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;
@@ -14532,8 +14532,8 @@ DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
 /* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
-/* Tell whether no rank had a gradient of it in the last step: it is left out of the update. */
-DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i);
+/* Tell whether a rank had a gradient of it in the last step: otherwise updates leave it out. */
+DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_t i);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
 /* Count the elements of all parts together; describe the part that this rank has. */
@@ -14686,7 +14686,6 @@ typedef struct dtrain__entry {
     /* memory of the library for the arrays in the host's type; NULL: fp32, or the host's own. In
      * units they are where dtrain__lay_typed says, while the unit is gathered. */
     void *typed_value, *typed_grad;
-    bool absent; /* as far as is known, no rank had a gradient of it in the last step */
 } dtrain__entry;
 
 typedef struct dtrain__bucket {
@@ -14898,8 +14897,6 @@ struct dtrain_strategy {
     bool several;          /* one backward covers several micro-batches (pipeline) */
     bool taped;            /* a tape was made for this strategy */
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
-    bool empty;            /* the last step had no samples */
-    bool unsure;           /* `empty` and `absent` are of this rank: the counts must be read */
     uint64_t sync_count;   /* steps that were reduced */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
@@ -14919,7 +14916,8 @@ struct dtrain_strategy {
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
-    float *counts, *sums; /* (1 + param_count) device memory; its copy on the host: weights.c */
+    float *counts, *sums; /* (1 + param_count) device memory; the host's copy: weights.c */
+    bool counts_due;      /* `sums` is of this rank alone, and must be read from `counts` */
     dtrain_work *counts_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
@@ -16631,8 +16629,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
  * others: the sum is rounded alike for any number of ranks.
  *
  * The counts stay in device memory, where the correction reads them. A rank with samples and all
- * gradients knows without it that the step has samples and that no gradient is absent; on other
- * ranks the host waits for the counts and reads them. */
+ * gradients knows that no sum is zero; on other ranks the host waits for the counts and reads
+ * them. */
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
@@ -16838,34 +16836,26 @@ static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first,
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Note which storages had no gradient on this rank in this step, by none of their entries. */
-static void dtrain__note_absent(dtrain_strategy *strategy)
+/* Set the sums to what this rank adds: its weights and, for each parameter, 1 if it has a gradient.
+ * An alias counts with its storage, and stages of other ranks speak for their parameters. If this
+ * rank adds a zero that others may fill, the sums have to be read (counts_due). */
+static void dtrain__counts_note(dtrain_strategy *strategy)
 {
-    dtrain__entry *entries = strategy->layout.entries;
     const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
-    strategy->empty = strategy->weights == 0;
-    strategy->unsure = strategy->empty;
+    float *has = strategy->sums + 1;
+    strategy->sums[0] = strategy->weights;
+    strategy->counts_due = strategy->weights == 0;
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        const bool frozen = (p->flags & DTRAIN_PARAM_FROZEN) != 0; /* for this step */
-        entries[i].absent = (skips || frozen) && entries[i].trainable && p->state.storage == p;
+        const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* for this step */
+        const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
+        has[i] = dtrain__has_memory(p) && !(may_lack && updated);
     }
     for (size_t i = 0; i < strategy->param_count; i++)
-        if (entries[i].seen) entries[strategy->params[i].state.storage->state.index].absent = false;
+        if (strategy->layout.entries[i].seen)
+            has[strategy->params[i].state.storage->state.index] = 1;
     for (size_t i = 0; i < strategy->param_count; i++)
-        if (entries[i].absent) strategy->unsure = true;
-}
-
-/* Return what this rank adds for a parameter; stages of other ranks speak for their own. */
-static float dtrain__counts_of(const dtrain_strategy *strategy, size_t i)
-{
-    return strategy->layout.entries[i].absent || !dtrain__has_memory(&strategy->params[i]) ? 0 : 1;
-}
-
-/* Count the ranks whose weights are summed up. */
-static int dtrain__weight_ranks(const dtrain__groups *groups)
-{
-    return dtrain_comm_size(groups->all) / groups->pipeline_ranks;
+        if (has[i] == 0 && dtrain__has_memory(&strategy->params[i])) strategy->counts_due = true;
 }
 
 /* Write this rank's counts, and start their sum over the ranks. */
@@ -16877,18 +16867,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
         DTRAIN__TRY(ops->copy(strategy->device, strategy->counts, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
-        dtrain__note_absent(strategy);
+        dtrain__counts_note(strategy);
         DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)
         DTRAIN__TRY(ops->zero(strategy->device, strategy->counts, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
-        strategy->unsure = false;
+        strategy->counts_due = false;
         return DTRAIN_OK;
     }
     for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
-        const float has = dtrain__counts_of(strategy, i - 1);
-        for (end = i + 1; end < count && dtrain__counts_of(strategy, end - 1) == has;) end++;
+        const bool has = strategy->sums[i] > 0;
+        for (end = i + 1; end < count && (strategy->sums[end] > 0) == has;) end++;
         DTRAIN__TRY(dtrain__counts_set(strategy, i, end - i, has));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
@@ -16899,9 +16889,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 /* Copy the counts to strategy->sums; the host waits. */
 static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
 {
-    const size_t count = 1 + strategy->param_count;
+    strategy->counts_due = false;
     return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->counts,
-                                       count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
+                                       (1 + strategy->param_count) * sizeof(float),
+                                       DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
 /* Wait for the counts, and make reduced gradients the mean over all samples: multiply them by the
@@ -16910,8 +16901,9 @@ static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
 DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const int ranks = dtrain_comm_size(strategy->groups.all);
-    const float passes = (float)dtrain__weight_ranks(&strategy->groups) * (float)strategy->passes;
+    const dtrain__groups *groups = &strategy->groups;
+    const int ranks = dtrain_comm_size(groups->all), weighing = ranks / groups->pipeline_ranks;
+    const float passes = (float)weighing * (float)strategy->passes;
     dtrain_work *work = strategy->counts_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
@@ -16919,7 +16911,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
     correct.dtype = (dtrain_dtype)layout->dtype;
     strategy->counts_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
-    strategy->sums[0] = strategy->weights;
     if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__counts_read(strategy));
     else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->counts;
     if (!correct.divisor) {
@@ -16937,21 +16928,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
- * gradient (dtrain__entry.absent). The host waits for the counts if this rank cannot know by
- * itself. A step that is being recorded has the answers of the step before it. */
+/* Complete the sums of the last step, and tell whether it had no samples (*empty). A step that is
+ * being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
-    const size_t count = 1 + strategy->param_count;
-    if (strategy->unsure && !strategy->device_weight) {
+    if (strategy->counts_due && !strategy->device_weight)
         DTRAIN__TRY(dtrain__counts_read(strategy));
-        strategy->unsure = false;
-        strategy->empty = strategy->sums[0] == 0;
-        for (size_t i = 1; i < count; i++)
-            if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
-    }
-    *empty = strategy->empty;
+    *empty = strategy->sums[0] == 0;
     return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_t i)
+{
+    return strategy->sums[1 + i] > 0;
 }
 
 /* ==== src/strategy/norm.c ===================================================================== */
@@ -20033,6 +20022,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     strategy->sums =
         (float *)dtrain__alloc(a, 1 + count, sizeof *strategy->sums, "sums of weights");
     if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i <= count; i++) strategy->sums[i] = 1; /* a first update needs no finish */
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
     if (!strategy->works) return DTRAIN_ERROR_MEMORY;
@@ -20368,11 +20358,6 @@ DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, i
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
 {
     return !strategy->layout.owners && !strategy->layout.entries[i].whole;
-}
-
-DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i)
-{
-    return strategy->layout.entries[i].absent;
 }
 
 DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy)
@@ -20804,7 +20789,8 @@ struct dtrain_optimizer {
     uint64_t step_count;
     bool compared;      /* all ranks have the same hyper-parameters */
     size_t param_count; /* the strategy's */
-    int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
+    uint64_t *updates; /* (param_count) steps in which a rank had a gradient of the parameter: as in
+                           torch each parameter has its count */
 };
 
 /* optim/scaler.c */
@@ -20964,26 +20950,24 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
 
 /* ---- The numbers of a step --------------------------------------------------------------------*/
 
-/* Count a step, and for each parameter whether it was left out of it. */
+/* Count a step, and for each parameter of which a rank had a gradient its update. */
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
-    for (size_t i = 0; i < optimizer->param_count; i++) /* unsigned: a file can hold INT64_MAX */
-        optimizer->missed[i] = (int64_t)((uint64_t)optimizer->missed[i] +
-                                         dtrain__had_no_gradient(optimizer->strategy, i));
+    for (size_t i = 0; i < optimizer->param_count; i++)
+        optimizer->updates[i] += dtrain__has_gradient(optimizer->strategy, i);
 }
 
-/* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it. */
+/* Tell whether tensor `at` is left out of this step. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
-    return dtrain__had_no_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
+    return !dtrain__has_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
 }
 
-/* Count the updates that tensor `at` has had. As in torch each parameter has a count of its own. */
+/* Count the updates that tensor `at` has had. */
 static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
 {
-    return optimizer->step_count -
-           (uint64_t)optimizer->missed[optimizer->sources[at]->param->state.index];
+    return optimizer->updates[optimizer->sources[at]->param->state.index];
 }
 
 /* Compute the numbers of a step, for tensors of a group that have had `updates`. */
@@ -21322,9 +21306,9 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
         a, count, sizeof *optimizer->tensors, "an optimizer");
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
                                                               "shards of an optimizer");
-    optimizer->missed = (int64_t *)dtrain__alloc(
-        a, optimizer->param_count, sizeof *optimizer->missed, "updates of an optimizer");
-    if (!optimizer->tensors || !optimizer->sources || !optimizer->missed)
+    optimizer->updates = (uint64_t *)dtrain__alloc(
+        a, optimizer->param_count, sizeof *optimizer->updates, "updates of an optimizer");
+    if (!optimizer->tensors || !optimizer->sources || !optimizer->updates)
         return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
         const size_t bytes = optimizer->block_bytes;
@@ -21389,7 +21373,8 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
-    dtrain__free(&allocator, optimizer->missed, optimizer->param_count, sizeof *optimizer->missed);
+    dtrain__free(&allocator, optimizer->updates, optimizer->param_count,
+                 sizeof *optimizer->updates);
     dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
                  sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
@@ -21928,7 +21913,7 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
         "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity",
-        "host",  "lion",    "muon",       "missed",   "scalar"};
+        "host",  "lion",    "muon",       "steps",    "scalar"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -22008,7 +21993,7 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
 }
 
 /* The classes of tensors that parameters have, in the order of the list. */
-enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_MISSED };
+enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_STEPS };
 
 /* Return the kind of a parameter's first or second optimizer state; KINDS: there is none. */
 static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, int class_)
@@ -22033,9 +22018,9 @@ static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param
               : !optimizer || !dtrain__has_state(state->desc.strategy, index))
         return DTRAIN_OK;
     if (!dtrain__has_memory(p)) return DTRAIN_OK; /* stages of other ranks list it */
-    if (class_ == DTRAIN__CLASS_MISSED)
-        return dtrain__state_append(state, DTRAIN_STATE_MISSED, p->name, DTRAIN_DTYPE_I64, one,
-                                    &optimizer->missed[index])
+    if (class_ == DTRAIN__CLASS_STEPS)
+        return dtrain__state_append(state, DTRAIN_STATE_STEPS, p->name, DTRAIN_DTYPE_I64, one,
+                                    &optimizer->updates[index])
                    ? DTRAIN_OK
                    : DTRAIN_ERROR_MEMORY;
     const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
@@ -22054,7 +22039,7 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
 {
     size_t count;
     const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
-    for (int class_ = DTRAIN__CLASS_VALUE; class_ <= DTRAIN__CLASS_MISSED; class_++)
+    for (int class_ = DTRAIN__CLASS_VALUE; class_ <= DTRAIN__CLASS_STEPS; class_++)
         for (size_t i = 0; i < count; i++)
             DTRAIN__TRY(dtrain__state_param(state, &params[i], i, class_));
     return DTRAIN_OK;
@@ -24086,7 +24071,7 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
-    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_MISSED;
+    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_STEPS;
 }
 
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
@@ -24140,7 +24125,7 @@ static void dtrain__note_left_out(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
-    quiet[DTRAIN_STATE_MISSED] = quiet[DTRAIN_STATE_VELOCITY] = true;
+    quiet[DTRAIN_STATE_STEPS] = quiet[DTRAIN_STATE_VELOCITY] = true;
     quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
     for (size_t i = 0; i < m->tensor_count; i++)
         if (load->wanted[i]) quiet[m->tensors[i].tensor.kind] = true;

@@ -51,7 +51,8 @@ struct dtrain_optimizer {
     uint64_t step_count;
     bool compared;      /* all ranks have the same hyper-parameters */
     size_t param_count; /* the strategy's */
-    int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
+    uint64_t *updates; /* (param_count) steps in which a rank had a gradient of the parameter: as in
+                           torch each parameter has its count */
 };
 
 /* optim/scaler.c */

@@ -50,26 +50,24 @@
 
 /* ---- The numbers of a step --------------------------------------------------------------------*/
 
-/* Count a step, and for each parameter whether it was left out of it. */
+/* Count a step, and for each parameter of which a rank had a gradient its update. */
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
-    for (size_t i = 0; i < optimizer->param_count; i++) /* unsigned: a file can hold INT64_MAX */
-        optimizer->missed[i] = (int64_t)((uint64_t)optimizer->missed[i] +
-                                         dtrain__had_no_gradient(optimizer->strategy, i));
+    for (size_t i = 0; i < optimizer->param_count; i++)
+        optimizer->updates[i] += dtrain__has_gradient(optimizer->strategy, i);
 }
 
-/* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it. */
+/* Tell whether tensor `at` is left out of this step. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
-    return dtrain__had_no_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
+    return !dtrain__has_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
 }
 
-/* Count the updates that tensor `at` has had. As in torch each parameter has a count of its own. */
+/* Count the updates that tensor `at` has had. */
 static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
 {
-    return optimizer->step_count -
-           (uint64_t)optimizer->missed[optimizer->sources[at]->param->state.index];
+    return optimizer->updates[optimizer->sources[at]->param->state.index];
 }
 
 /* Compute the numbers of a step, for tensors of a group that have had `updates`. */
@@ -408,9 +406,9 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
         a, count, sizeof *optimizer->tensors, "an optimizer");
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
                                                               "shards of an optimizer");
-    optimizer->missed = (int64_t *)dtrain__alloc(
-        a, optimizer->param_count, sizeof *optimizer->missed, "updates of an optimizer");
-    if (!optimizer->tensors || !optimizer->sources || !optimizer->missed)
+    optimizer->updates = (uint64_t *)dtrain__alloc(
+        a, optimizer->param_count, sizeof *optimizer->updates, "updates of an optimizer");
+    if (!optimizer->tensors || !optimizer->sources || !optimizer->updates)
         return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
         const size_t bytes = optimizer->block_bytes;
@@ -475,7 +473,8 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
-    dtrain__free(&allocator, optimizer->missed, optimizer->param_count, sizeof *optimizer->missed);
+    dtrain__free(&allocator, optimizer->updates, optimizer->param_count,
+                 sizeof *optimizer->updates);
     dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
                  sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,

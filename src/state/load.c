@@ -62,7 +62,7 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
-    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_MISSED;
+    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_STEPS;
 }
 
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
@@ -116,7 +116,7 @@ static void dtrain__note_left_out(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
-    quiet[DTRAIN_STATE_MISSED] = quiet[DTRAIN_STATE_VELOCITY] = true;
+    quiet[DTRAIN_STATE_STEPS] = quiet[DTRAIN_STATE_VELOCITY] = true;
     quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
     for (size_t i = 0; i < m->tensor_count; i++)
         if (load->wanted[i]) quiet[m->tensors[i].tensor.kind] = true;

@@ -31,7 +31,7 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
         "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity",
-        "host",  "lion",    "muon",       "missed",   "scalar"};
+        "host",  "lion",    "muon",       "steps",    "scalar"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -111,7 +111,7 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
 }
 
 /* The classes of tensors that parameters have, in the order of the list. */
-enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_MISSED };
+enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_STEPS };
 
 /* Return the kind of a parameter's first or second optimizer state; KINDS: there is none. */
 static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, int class_)
@@ -136,9 +136,9 @@ static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param
               : !optimizer || !dtrain__has_state(state->desc.strategy, index))
         return DTRAIN_OK;
     if (!dtrain__has_memory(p)) return DTRAIN_OK; /* stages of other ranks list it */
-    if (class_ == DTRAIN__CLASS_MISSED)
-        return dtrain__state_append(state, DTRAIN_STATE_MISSED, p->name, DTRAIN_DTYPE_I64, one,
-                                    &optimizer->missed[index])
+    if (class_ == DTRAIN__CLASS_STEPS)
+        return dtrain__state_append(state, DTRAIN_STATE_STEPS, p->name, DTRAIN_DTYPE_I64, one,
+                                    &optimizer->updates[index])
                    ? DTRAIN_OK
                    : DTRAIN_ERROR_MEMORY;
     const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
@@ -157,7 +157,7 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
 {
     size_t count;
     const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
-    for (int class_ = DTRAIN__CLASS_VALUE; class_ <= DTRAIN__CLASS_MISSED; class_++)
+    for (int class_ = DTRAIN__CLASS_VALUE; class_ <= DTRAIN__CLASS_STEPS; class_++)
         for (size_t i = 0; i < count; i++)
             DTRAIN__TRY(dtrain__state_param(state, &params[i], i, class_));
     return DTRAIN_OK;

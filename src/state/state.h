@@ -35,7 +35,7 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_HOST = 6,       /* added by the program */
     DTRAIN_STATE_LION = 7,       /* Lion's momentum: no optimizer continues with another's state */
     DTRAIN_STATE_MUON = 8,       /* Muon's */
-    DTRAIN_STATE_MISSED = 9,     /* of a parameter: in how many steps it was left out of updates */
+    DTRAIN_STATE_STEPS = 9,      /* of a parameter: in how many steps it was updated */
     DTRAIN_STATE_SCALAR = 10,    /* "optimizer.step" and the like: one number, on all ranks */
     DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;

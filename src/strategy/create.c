@@ -194,6 +194,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     strategy->sums =
         (float *)dtrain__alloc(a, 1 + count, sizeof *strategy->sums, "sums of weights");
     if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i <= count; i++) strategy->sums[i] = 1; /* a first update needs no finish */
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
     if (!strategy->works) return DTRAIN_ERROR_MEMORY;

@@ -57,7 +57,6 @@ typedef struct dtrain__entry {
     /* memory of the library for the arrays in the host's type; NULL: fp32, or the host's own. In
      * units they are where dtrain__lay_typed says, while the unit is gathered. */
     void *typed_value, *typed_grad;
-    bool absent; /* as far as is known, no rank had a gradient of it in the last step */
 } dtrain__entry;
 
 typedef struct dtrain__bucket {

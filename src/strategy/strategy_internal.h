@@ -123,8 +123,6 @@ struct dtrain_strategy {
     bool several;          /* one backward covers several micro-batches (pipeline) */
     bool taped;            /* a tape was made for this strategy */
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
-    bool empty;            /* the last step had no samples */
-    bool unsure;           /* `empty` and `absent` are of this rank: the counts must be read */
     uint64_t sync_count;   /* steps that were reduced */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
@@ -144,7 +142,8 @@ struct dtrain_strategy {
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
-    float *counts, *sums; /* (1 + param_count) device memory; its copy on the host: weights.c */
+    float *counts, *sums; /* (1 + param_count) device memory; the host's copy: weights.c */
+    bool counts_due;      /* `sums` is of this rank alone, and must be read from `counts` */
     dtrain_work *counts_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;

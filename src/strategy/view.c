@@ -66,11 +66,6 @@ DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i
     return !strategy->layout.owners && !strategy->layout.entries[i].whole;
 }
 
-DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i)
-{
-    return strategy->layout.entries[i].absent;
-}
-
 DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy)
 {
     return &strategy->layout;

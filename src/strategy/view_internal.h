@@ -112,8 +112,8 @@ DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
 /* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
-/* Tell whether no rank had a gradient of it in the last step: it is left out of the update. */
-DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i);
+/* Tell whether a rank had a gradient of it in the last step: otherwise updates leave it out. */
+DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_t i);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
 /* Count the elements of all parts together; describe the part that this rank has. */

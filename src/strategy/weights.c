@@ -24,8 +24,8 @@
  * others: the sum is rounded alike for any number of ranks.
  *
  * The counts stay in device memory, where the correction reads them. A rank with samples and all
- * gradients knows without it that the step has samples and that no gradient is absent; on other
- * ranks the host waits for the counts and reads them. */
+ * gradients knows that no sum is zero; on other ranks the host waits for the counts and reads
+ * them. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -234,34 +234,26 @@ static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first,
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Note which storages had no gradient on this rank in this step, by none of their entries. */
-static void dtrain__note_absent(dtrain_strategy *strategy)
+/* Set the sums to what this rank adds: its weights and, for each parameter, 1 if it has a gradient.
+ * An alias counts with its storage, and stages of other ranks speak for their parameters. If this
+ * rank adds a zero that others may fill, the sums have to be read (counts_due). */
+static void dtrain__counts_note(dtrain_strategy *strategy)
 {
-    dtrain__entry *entries = strategy->layout.entries;
     const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
-    strategy->empty = strategy->weights == 0;
-    strategy->unsure = strategy->empty;
+    float *has = strategy->sums + 1;
+    strategy->sums[0] = strategy->weights;
+    strategy->counts_due = strategy->weights == 0;
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        const bool frozen = (p->flags & DTRAIN_PARAM_FROZEN) != 0; /* for this step */
-        entries[i].absent = (skips || frozen) && entries[i].trainable && p->state.storage == p;
+        const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* for this step */
+        const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
+        has[i] = dtrain__has_memory(p) && !(may_lack && updated);
     }
     for (size_t i = 0; i < strategy->param_count; i++)
-        if (entries[i].seen) entries[strategy->params[i].state.storage->state.index].absent = false;
+        if (strategy->layout.entries[i].seen)
+            has[strategy->params[i].state.storage->state.index] = 1;
     for (size_t i = 0; i < strategy->param_count; i++)
-        if (entries[i].absent) strategy->unsure = true;
-}
-
-/* Return what this rank adds for a parameter; stages of other ranks speak for their own. */
-static float dtrain__counts_of(const dtrain_strategy *strategy, size_t i)
-{
-    return strategy->layout.entries[i].absent || !dtrain__has_memory(&strategy->params[i]) ? 0 : 1;
-}
-
-/* Count the ranks whose weights are summed up. */
-static int dtrain__weight_ranks(const dtrain__groups *groups)
-{
-    return dtrain_comm_size(groups->all) / groups->pipeline_ranks;
+        if (has[i] == 0 && dtrain__has_memory(&strategy->params[i])) strategy->counts_due = true;
 }
 
 /* Write this rank's counts, and start their sum over the ranks. */
@@ -273,18 +265,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
         DTRAIN__TRY(ops->copy(strategy->device, strategy->counts, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
-        dtrain__note_absent(strategy);
+        dtrain__counts_note(strategy);
         DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)
         DTRAIN__TRY(ops->zero(strategy->device, strategy->counts, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
-        strategy->unsure = false;
+        strategy->counts_due = false;
         return DTRAIN_OK;
     }
     for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
-        const float has = dtrain__counts_of(strategy, i - 1);
-        for (end = i + 1; end < count && dtrain__counts_of(strategy, end - 1) == has;) end++;
+        const bool has = strategy->sums[i] > 0;
+        for (end = i + 1; end < count && (strategy->sums[end] > 0) == has;) end++;
         DTRAIN__TRY(dtrain__counts_set(strategy, i, end - i, has));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
@@ -295,9 +287,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 /* Copy the counts to strategy->sums; the host waits. */
 static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
 {
-    const size_t count = 1 + strategy->param_count;
+    strategy->counts_due = false;
     return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->counts,
-                                       count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
+                                       (1 + strategy->param_count) * sizeof(float),
+                                       DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
 /* Wait for the counts, and make reduced gradients the mean over all samples: multiply them by the
@@ -306,8 +299,9 @@ static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
 DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const int ranks = dtrain_comm_size(strategy->groups.all);
-    const float passes = (float)dtrain__weight_ranks(&strategy->groups) * (float)strategy->passes;
+    const dtrain__groups *groups = &strategy->groups;
+    const int ranks = dtrain_comm_size(groups->all), weighing = ranks / groups->pipeline_ranks;
+    const float passes = (float)weighing * (float)strategy->passes;
     dtrain_work *work = strategy->counts_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
@@ -315,7 +309,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
     correct.dtype = (dtrain_dtype)layout->dtype;
     strategy->counts_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
-    strategy->sums[0] = strategy->weights;
     if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__counts_read(strategy));
     else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->counts;
     if (!correct.divisor) {
@@ -333,19 +326,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
- * gradient (dtrain__entry.absent). The host waits for the counts if this rank cannot know by
- * itself. A step that is being recorded has the answers of the step before it. */
+/* Complete the sums of the last step, and tell whether it had no samples (*empty). A step that is
+ * being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
-    const size_t count = 1 + strategy->param_count;
-    if (strategy->unsure && !strategy->device_weight) {
+    if (strategy->counts_due && !strategy->device_weight)
         DTRAIN__TRY(dtrain__counts_read(strategy));
-        strategy->unsure = false;
-        strategy->empty = strategy->sums[0] == 0;
-        for (size_t i = 1; i < count; i++)
-            if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
-    }
-    *empty = strategy->empty;
+    *empty = strategy->sums[0] == 0;
     return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_t i)
+{
+    return strategy->sums[1 + i] > 0;
 }

@@ -233,7 +233,7 @@ static dtrain_result meet_list(const rank_of *s)
     for (size_t i = 0; i < count; i++) {
         const dtrain_state_tensor *t = &tensors[i];
         const dtrain_piece *piece = &t->piece;
-        if (t->own || t->kind == DTRAIN_STATE_MISSED || t->kind == DTRAIN_STATE_SCALAR) continue;
+        if (t->own || t->kind == DTRAIN_STATE_STEPS || t->kind == DTRAIN_STATE_SCALAR) continue;
         for (int64_t k = 0; k < piece->count; k++) {
             int64_t rest = piece->offset + k, element = 0, stride = 1;
             for (int d = 3; d >= 0; d--) {
