@@ -133,6 +133,7 @@
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
        src/strategy/ties.c                  The sum over the stages that a weight is tied between
        src/strategy/tensor.c                The sum over the tensor axis, under sequence parallelism
+       src/strategy/wire.c                  What travels: gradients rounded to reduce_dtype, and shards of whole tensors
        src/strategy/compress.c              Gradient compression: the steps that carry a hook
        src/strategy/topk.c                  Top-k: a hook that selects the largest elements, all-gathers them and adds them up
        src/strategy/steps.c                 The lists of steps
@@ -14408,7 +14409,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
  *     params.c, stages.c      the host's parameters; the stages of a pipeline
  *     weights.c, norm.c       the mean over samples; the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
- *     ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
+ *     wire.c, ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
  *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values
@@ -14773,6 +14774,11 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: the rank that keeps a storage */
     int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
     size_t bucket_count, unit_count;
+    /* Buckets that may be launched in a backward. Those of weights that stages of other ranks have
+     * too come last and wait for finish: a stage that began their sum in the middle of a schedule
+     * would, where collectives run in the order of their start, wait for a stage that waits for a
+     * message from it. */
+    size_t untied;
     dtrain__unit shared; /* the buckets of parameters that several units use */
     dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
@@ -14827,7 +14833,7 @@ struct dtrain__step {
     dtrain_comm *comm;
 };
 
-#define DTRAIN__STEPS 8  /* the most steps of a list ... */
+#define DTRAIN__STEPS 10 /* the most steps of a list ... */
 #define DTRAIN__COMMS 12 /* ... and communicators of two lists and of gathers */
 
 /* dtrain__bucket.step: 0 before the first step, the number of the step under way, or this. */
@@ -15019,6 +15025,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
 
 /* strategy/query.c */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy);
+
+/* strategy/wire.c */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_owners(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, char *whole,
+                                                    dtrain_dtype dtype);
 
 /* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
@@ -15735,6 +15746,7 @@ static void dtrain__lay_out(dtrain__layout *layout)
         dtrain__lay_unit(layout, &layout->shared, DTRAIN__NONE);
     } else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
+    layout->untied = layout->bucket_count;
     dtrain__lay_ties(layout);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
@@ -16085,24 +16097,28 @@ typedef struct dtrain__compressed {
 } dtrain__compressed;
 
 /* In reduce.c: */
-DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
-    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__keep_begin;
+DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__reduce_scatter_begin,
+    dtrain__keep_begin;
 /* In the files of their features: */
-DTRAIN__PRIVATE dtrain__step_fn dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
+DTRAIN__PRIVATE dtrain__step_fn dtrain__round_begin, dtrain__widen_begin,
+    dtrain__reduce_owners_begin, dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
     dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__scale_begin,
     dtrain__replicas_begin, dtrain__replicas_end, dtrain__round_1_begin, dtrain__round_1_end,
     dtrain__round_2_begin, dtrain__round_2_end, dtrain__host_put_begin, dtrain__host_get_begin,
     dtrain__host_return_begin;
 
 /* strategy/reduce.c */
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                float *x, int64_t first, int64_t count);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 const dtrain__step *step, float *x, int64_t first,
-                                                 int64_t count);
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
                                              const dtrain__bucket *bucket);
+
+/* strategy/wire.c */
+DTRAIN__PRIVATE void *dtrain__wire(const dtrain__bucket *bucket, int64_t first);
+DTRAIN__PRIVATE void *dtrain__wire_end(const dtrain_strategy *strategy,
+                                       const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_dtype dtrain__wire_dtype(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__wire_convert(dtrain_strategy *strategy,
+                                                   const dtrain__bucket *bucket, float *x,
+                                                   int64_t first, int64_t count, bool back);
 
 /* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
@@ -16178,17 +16194,6 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
     return dtrain__convert(strategy, storage->count, array, storage->dtype, inside, dtype);
 }
 
-/* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
- * have too come last and wait for finish: a stage that began their sum in the middle of a schedule
- * would, where collectives run in the order of their start, wait for a stage that waits for a
- * message from it. */
-static size_t dtrain__untied(const dtrain__layout *layout)
-{
-    size_t count = layout->bucket_count;
-    while (count > 0 && layout->buckets[count - 1].tied) count--;
-    return count;
-}
-
 /* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
  * that share it is marked; then every bucket that is complete may be launched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
@@ -16203,7 +16208,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
-        DTRAIN__TRY(dtrain__launch_buckets(strategy, dtrain__untied(layout)));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->untied));
     return dtrain__progress(strategy);
 }
 
@@ -16289,27 +16294,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain_
     return dtrain__begin_next(strategy, bucket);
 }
 
-/* Begin the steps of a bucket. In lockstep (strategy_internal.h) the buckets under way go one step
- * further first, except buckets at their last collective: backward would wait for it. */
-static dtrain_result dtrain__launch_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++) {
-        dtrain__bucket *before = &strategy->layout.buckets[b];
-        if (before->step != DTRAIN__REDUCED && dtrain__has_next(strategy, before))
-            DTRAIN__TRY(dtrain__advance(strategy, before));
-    }
-    bucket->step = 0;
-    return dtrain__begin_next(strategy, bucket);
-}
-
-/* Launch buckets below `end` in their order, up to the first that is not complete. */
+/* Launch buckets below `end` in their order, up to the first that is not complete. In lockstep
+ * (strategy_internal.h) the buckets under way go one step further first, except buckets at their
+ * last collective: backward would wait for it. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
+    dtrain__bucket *buckets = strategy->layout.buckets;
     for (; strategy->launched < end; strategy->launched++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
+        dtrain__bucket *bucket = &buckets[strategy->launched];
         if (bucket->pending) break;
         bucket->step = DTRAIN__REDUCED;
-        if (dtrain__travels(strategy, bucket)) DTRAIN__TRY(dtrain__launch_bucket(strategy, bucket));
+        if (!dtrain__travels(strategy, bucket)) continue;
+        for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++)
+            if (buckets[b].step != DTRAIN__REDUCED && dtrain__has_next(strategy, &buckets[b]))
+                DTRAIN__TRY(dtrain__advance(strategy, &buckets[b]));
+        bucket->step = 0;
+        DTRAIN__TRY(dtrain__begin_next(strategy, bucket));
     }
     return DTRAIN_OK;
 }
@@ -16356,32 +16356,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Finish --------------------------------------------------------------------------------*/
 
-/* Complete a bucket in which not all gradients were marked: one that an earlier micro-batch or
- * another use has written counts as it is, any other one is zero. */
-static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    dtrain__layout *layout = &strategy->layout;
-    const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
-    bucket->pending = 0;
-    for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
-        const dtrain__entry *entry = &layout->entries[i];
-        const dtrain_param *p = &strategy->params[i];
-        if (!entry->pending || entry->bucket != bucket) continue;
-        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
-        else
-            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
-                                                    (size_t)dtrain__words(layout, p->count) *
-                                                        sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
 /* Complete and launch the buckets below `end`, one by one: two buckets may share a buffer, which
- * may be zeroed for the second only after the first has been launched. */
+ * may be zeroed for the second only after the first has been launched. Of gradients that were not
+ * marked one that an earlier micro-batch or another use has written counts as it is, any other one
+ * is zero. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
+    dtrain__layout *layout = &strategy->layout;
     while (strategy->launched < end) {
-        DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
+        dtrain__bucket *bucket = &layout->buckets[strategy->launched];
+        const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
+        bucket->pending = 0;
+        for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
+            const dtrain__entry *entry = &layout->entries[i];
+            const dtrain_param *p = &strategy->params[i];
+            const size_t bytes = (size_t)dtrain__words(layout, p->count) * sizeof(float);
+            if (!entry->pending || entry->bucket != bucket) continue;
+            DTRAIN__TRY(p->state.grad_written
+                            ? dtrain__move_grad(strategy, p, false)
+                            : strategy->device->ops->zero(strategy->device,
+                                                          bucket->grads + entry->offset, bytes));
+        }
         DTRAIN__TRY(dtrain__launch_buckets(strategy, end));
     }
     return DTRAIN_OK;
@@ -16423,25 +16418,21 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     return dtrain__average_buffers(strategy);
 }
 
-static dtrain_result dtrain__finish(dtrain_strategy *strategy)
-{
-    const bool last = !strategy->more;
-    dtrain_result missing = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__end_backward(strategy, &missing)));
-    if (missing == DTRAIN_OK && last) strategy->sync_count++;
-    dtrain__rewind(strategy, last);
-    return missing;
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
     dtrain_world *world = strategy->world;
+    const bool last = !strategy->more;
+    dtrain_result missing = DTRAIN_OK;
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
-    const dtrain_result result = dtrain__finish(strategy);
+    const dtrain_result result =
+        dtrain__strategy_keep(strategy, dtrain__end_backward(strategy, &missing));
     dtrain__span_end(world, span);
-    return result;
+    DTRAIN__TRY(result);
+    if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    dtrain__rewind(strategy, last);
+    return missing;
 }
 
 /* ---- 4. Publish -------------------------------------------------------------------------------*/
@@ -16449,93 +16440,39 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 /* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
  * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
  * Then copy whole values to the host's arrays, and to arrays in the host's type. */
-static dtrain_result dtrain__publish_values(dtrain_strategy *strategy)
-{
-    if (strategy->layout.shards.params) DTRAIN__TRY(dtrain__forget_units(strategy));
-    else if (strategy->layout.shards.state) DTRAIN__TRY(dtrain__gather_shards(strategy));
-    return dtrain__copy_host_values(strategy, true);
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
+    const dtrain__classes *shards = &strategy->layout.shards;
+    dtrain_result result = DTRAIN_OK;
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
-    return dtrain__strategy_keep(strategy, dtrain__publish_values(strategy));
+    if (shards->params) result = dtrain__forget_units(strategy);
+    else if (shards->state) result = dtrain__gather_shards(strategy);
+    if (result == DTRAIN_OK) result = dtrain__copy_host_values(strategy, true);
+    return dtrain__strategy_keep(strategy, result);
 }
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/
 
-/* Tell whether gradients travel rounded, in low_grads. */
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
-{
-    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
-}
-
-/* Return the type in which gradients travel. */
-static dtrain_dtype dtrain__wire_dtype(const dtrain_strategy *strategy)
-{
-    const bool low = dtrain__reduces_low(strategy);
-    return (dtrain_dtype)(low ? strategy->desc.reduce_dtype : strategy->layout.dtype);
-}
-
-/* Set *wire to x (count elements of the bucket, from `first` on) as reduce_dtype. */
-static dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket, float *x,
-                                     int64_t first, int64_t count, void **wire)
-{
-    *wire = x;
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
-                           strategy->desc.reduce_dtype);
-}
-
-/* Set x (count elements of the bucket, from `first` on) to what has arrived. */
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                float *x, int64_t first, int64_t count)
-{
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
-                           x, DTRAIN_DTYPE_F32);
-}
-
-/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 const dtrain__step *step, float *x, int64_t first,
-                                                 int64_t count)
-{
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire,
-                             (size_t)dtrain__elements(&strategy->layout, count),
-                             dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
-}
-
 /* ALL_REDUCE: the gradients of a bucket (with several nodes this rank's slice of them) = their
- * mean. */
+ * mean. What travels are the gradients, or their rounded copy (wire.c). */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket,
                                                        const dtrain__step *step)
 {
-    return dtrain__reduce_all(strategy, bucket, step, bucket->grads + bucket->slice_first,
-                              bucket->slice_first, bucket->slice_count);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
-{
-    (void)step;
-    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->slice_first,
-                             bucket->slice_first, bucket->slice_count);
+    void *wire = dtrain__wire(bucket, bucket->slice_first);
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_reduce(step->comm, wire, wire,
+                             (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                             dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 /* ---- The steps of shards
  *
- *     gradients --(reduce_dtype)--> wire -> REDUCE_SCATTER -> result -> KEEP -> shard
+ *     gradients -> REDUCE_SCATTER -> result -> KEEP -> shard
  *
  * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
  * shard in host memory, is received in this rank's part of the buffer in which the gradients were
- * made; from there it is added to the shard, or copied (steps/offload.c). */
+ * made; from there it is added to the shard, or copied (offload.c). */
 
 /* Return the address where the fp32 result of this backward is received. */
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
@@ -16546,42 +16483,16 @@ DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
     return bucket->grad_shard;
 }
 
-/* REDUCE_SCATTER: each rank receives the mean of its shard; with ZERO3, where shards have different
- * lengths, by one reduce an owner. */
+/* REDUCE_SCATTER: each rank receives the mean of its shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
                                                            dtrain__bucket *bucket,
                                                            const dtrain__step *step)
 {
-    const dtrain_dtype dtype = dtrain__wire_dtype(strategy);
-    const size_t word = dtrain__reduces_low(strategy) ? sizeof(uint16_t) : sizeof(float);
-    void *wire, *own = dtrain__reduce_result(strategy, bucket);
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
-                                bucket->slice_first, bucket->slice_count, &wire));
-    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
-    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
-    if (!bucket->cuts)
-        return dtrain_reduce_scatter(
-            step->comm, wire, own, (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
-            dtype, bucket->steps->op, bucket->reduces);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(step->comm, (char *)wire + (size_t)first * word,
-                                  r == strategy->layout.rank ? own : NULL,
-                                  (size_t)dtrain__elements(&strategy->layout, count), dtype,
-                                  bucket->steps->op, r, &bucket->reduces[r]));
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket,
-                                                         const dtrain__step *step)
-{
-    (void)step;
-    return dtrain__from_wire(strategy, bucket, dtrain__reduce_result(strategy, bucket),
-                             bucket->shard_first, bucket->shard_count);
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_reduce_scatter(step->comm, dtrain__wire(bucket, bucket->slice_first),
+                                 dtrain__wire_end(strategy, bucket),
+                                 (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
+                                 dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 /* KEEP: add the result of a later micro-batch to the shard. */
@@ -16590,14 +16501,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
 {
     const float *result = dtrain__reduce_result(strategy, bucket);
     const dtrain_dtype dtype = (dtrain_dtype)strategy->layout.dtype;
-    const dtrain_add_args add = {dtrain__elements(&strategy->layout, bucket->shard_count),
-                                 bucket->grad_shard,
-                                 result,
-                                 bucket->grad_shard,
-                                 dtype,
+    const int64_t count = dtrain__elements(&strategy->layout, bucket->shard_count);
+    const dtrain_add_args add = {count, bucket->grad_shard, result, bucket->grad_shard, dtype,
                                  dtype};
     (void)step;
-    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    if (result == bucket->grad_shard || count == 0) return DTRAIN_OK;
     return strategy->device->ops->add(strategy->device, &add);
 }
 
@@ -17508,8 +17416,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
- * owner broadcasts its own. With several nodes it takes two collectives: this one gathers this
+/* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this one gathers this
  * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
  *
  * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
@@ -17535,20 +17442,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
         shard = own;
     }
-    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
-    if (!bucket->cuts)
-        return dtrain_all_gather(
-            strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
-            (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
-    for (int r = 0; r < layout->ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        dtrain__label(strategy, bucket, "values of bucket");
-        DTRAIN__TRY(dtrain_broadcast(strategy->fetch[0], whole + (size_t)first * unit,
-                                     (size_t)dtrain__elements(layout, count), wire, r,
-                                     &bucket->gathers[r]));
-    }
-    return DTRAIN_OK;
+    if (bucket->cuts) return dtrain__gather_owners(strategy, bucket, whole, wire);
+    dtrain__label(strategy, bucket, "values of bucket");
+    return dtrain_all_gather(
+        strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
+        (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
 }
 
 /* With several nodes, wait for the first collective and start the second one. */
@@ -18062,6 +17960,107 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtra
     return bucket->tensor_packed ? dtrain__tensor_pack(strategy, bucket, true) : DTRAIN_OK;
 }
 
+/* ==== src/strategy/wire.c ===================================================================== */
+
+/* What travels: gradients rounded to reduce_dtype, and shards of whole tensors
+ *
+ *     gradients -> ROUND -> wire -> ALL_REDUCE or REDUCE_SCATTER -> wire -> WIDEN -> fp32
+ *
+ * The wire is the rounded copy of a bucket's gradients (dtrain__bucket.low_grads), and in fp32 the
+ * gradients themselves, without these two steps. Sums are taken in fp32 either way.
+ *
+ * Shards of ZERO3 are lists of whole tensors, of different lengths: REDUCE_OWNERS makes one reduce
+ * an owner in place of a reduce-scatter, and values are broadcast, an owner each. */
+
+/* Return where element `first` of a bucket travels. */
+DTRAIN__PRIVATE void *dtrain__wire(const dtrain__bucket *bucket, int64_t first)
+{
+    if (bucket->low_grads) return bucket->low_grads + first;
+    return bucket->grads + first;
+}
+
+/* Return where this rank's shard arrives. */
+DTRAIN__PRIVATE void *dtrain__wire_end(const dtrain_strategy *strategy,
+                                       const dtrain__bucket *bucket)
+{
+    if (bucket->low_grads) return bucket->low_grads + bucket->shard_first;
+    return dtrain__reduce_result(strategy, bucket);
+}
+
+DTRAIN__PRIVATE dtrain_dtype dtrain__wire_dtype(const dtrain_strategy *strategy)
+{
+    const uint32_t dtype = strategy->desc.reduce_dtype;
+    return (dtrain_dtype)(dtype != DTRAIN_DTYPE_F32 ? dtype : strategy->layout.dtype);
+}
+
+/* Round x (count elements of the bucket, from `first` on) to the wire; or, `back`, the way back. */
+DTRAIN__PRIVATE dtrain_result dtrain__wire_convert(dtrain_strategy *strategy,
+                                                   const dtrain__bucket *bucket, float *x,
+                                                   int64_t first, int64_t count, bool back)
+{
+    const uint32_t dtype = strategy->desc.reduce_dtype;
+    uint16_t *wire = bucket->low_grads + first;
+    if (!bucket->low_grads) return DTRAIN_OK;
+    if (back) return dtrain__convert(strategy, count, wire, dtype, x, DTRAIN_DTYPE_F32);
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, wire, dtype);
+}
+
+/* ROUND: this rank's slice of the gradients to the wire. */
+DTRAIN__PRIVATE dtrain_result dtrain__round_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  const dtrain__step *step)
+{
+    (void)step;
+    return dtrain__wire_convert(strategy, bucket, bucket->grads + bucket->slice_first,
+                                bucket->slice_first, bucket->slice_count, false);
+}
+
+/* WIDEN: what has arrived back to fp32: this rank's shard, or a whole slice. */
+DTRAIN__PRIVATE dtrain_result dtrain__widen_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  const dtrain__step *step)
+{
+    (void)step;
+    if (bucket->sharded)
+        return dtrain__wire_convert(strategy, bucket, dtrain__reduce_result(strategy, bucket),
+                                    bucket->shard_first, bucket->shard_count, true);
+    return dtrain__wire_convert(strategy, bucket, bucket->grads + bucket->slice_first,
+                                bucket->slice_first, bucket->slice_count, true);
+}
+
+/* REDUCE_OWNERS: each owner receives the mean of its tensors. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_owners_begin(dtrain_strategy *strategy,
+                                                          dtrain__bucket *bucket,
+                                                          const dtrain__step *step)
+{
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        dtrain__label(strategy, bucket, "bucket");
+        DTRAIN__TRY(
+            dtrain_reduce(step->comm, dtrain__wire(bucket, first),
+                          r == strategy->layout.rank ? dtrain__wire_end(strategy, bucket) : NULL,
+                          (size_t)dtrain__elements(&strategy->layout, count),
+                          dtrain__wire_dtype(strategy), bucket->steps->op, r, &bucket->reduces[r]));
+    }
+    return DTRAIN_OK;
+}
+
+/* Start the broadcasts of a bucket's values, each from its owner; `whole` has elements of dtype. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_owners(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, char *whole,
+                                                    dtrain_dtype dtype)
+{
+    const size_t word = dtype == DTRAIN_DTYPE_F64 ? sizeof(float) : dtrain_dtype_bytes(dtype);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        dtrain__label(strategy, bucket, "values of bucket");
+        DTRAIN__TRY(dtrain_broadcast(strategy->fetch[0], whole + (size_t)first * word,
+                                     (size_t)dtrain__elements(&strategy->layout, count), dtype, r,
+                                     &bucket->gathers[r]));
+    }
+    return DTRAIN_OK;
+}
+
 /* ==== src/strategy/compress.c ================================================================= */
 
 /* Gradient compression: the steps that carry a hook
@@ -18275,7 +18274,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
                                                     const dtrain__step *step)
 {
     const dtrain__compressed *c = bucket->compressed;
-    if (!dtrain__compresses(strategy)) return dtrain__all_reduce_begin(strategy, bucket, step);
+    if (!dtrain__compresses(strategy)) {
+        DTRAIN__TRY(dtrain__round_begin(strategy, bucket, step));
+        return dtrain__all_reduce_begin(strategy, bucket, step);
+    }
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
     DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
     if (c->dense_count == 0) return DTRAIN_OK;
@@ -18288,7 +18290,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtr
                                                   const dtrain__step *step)
 {
     if (!dtrain__compresses(strategy)) {
-        DTRAIN__TRY(dtrain__all_reduce_end(strategy, bucket, step));
+        DTRAIN__TRY(dtrain__widen_begin(strategy, bucket, step));
         return dtrain__scale_begin(strategy, bucket, step);
     }
     DTRAIN__TRY(dtrain__hook_end(strategy, bucket, 0));
@@ -18650,9 +18652,10 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
 
 /* Whole buckets:
  *
- *     one level    ALL_REDUCE, or the rounds of compression
+ *     one level    ROUND, ALL_REDUCE, WIDEN; or the rounds of compression
  *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
+ * ROUND and WIDEN are there with a reduce_dtype, here and below.
  * A step that is the first with many bytes shares the communicator of the data axis with gathers of
  * values: ranks start both in the same order. */
 static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
@@ -18660,17 +18663,20 @@ static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
     dtrain__step_list *steps = &strategy->whole;
     const dtrain_compression_desc *how = strategy->desc.compression;
     const bool compressed = how != NULL;
+    const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !compressed;
     dtrain__step_fn *const begin = compressed ? dtrain__round_1_begin : dtrain__all_reduce_begin;
-    dtrain__step_fn *const end = compressed ? dtrain__round_1_end : dtrain__all_reduce_end;
+    dtrain__step_fn *const end = compressed ? dtrain__round_1_end : NULL;
     const dtrain__among among = nodes ? DTRAIN__ACROSS : DTRAIN__EVERYONE;
     dtrain__list_model(strategy, steps);
     if (dtrain_comm_size(strategy->groups.data) == 1) return DTRAIN_OK;
     if (nodes)
         DTRAIN__TRY(
             dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
+    if (rounds) dtrain__step_add(steps, dtrain__round_begin, NULL, NULL);
     if (nodes || strategy->tensor_comm)
         DTRAIN__TRY(dtrain__step_among(strategy, steps, begin, end, among));
     else dtrain__step_add(steps, begin, end, strategy->groups.data);
+    if (rounds) dtrain__step_add(steps, dtrain__widen_begin, NULL, NULL);
     if (compressed && dtrain__hook_of(how)->rounds == 2)
         DTRAIN__TRY(
             dtrain__step_among(strategy, steps, dtrain__round_2_begin, dtrain__round_2_end, among));
@@ -18686,7 +18692,8 @@ static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
  *     replicas     REDUCE_SCATTER, REPLICAS, KEEP; or (SHARD_EVERY) REDUCE_SCATTER, KEEP, and in
  *                  the last micro-batch REPLICAS
  *
- * With shards in host memory KEEP is PUT, and REPLICAS of these GET, REPLICAS, RETURN. */
+ * With shards in host memory KEEP is PUT, and REPLICAS of these GET, REPLICAS, RETURN. With ZERO3
+ * REDUCE_SCATTER is REDUCE_OWNERS. */
 static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
 {
     dtrain__step_list *steps = &strategy->sharded;
@@ -18695,19 +18702,21 @@ static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
     const bool on_host = (strategy->desc.offload & DTRAIN_OFFLOAD_GRADS) != 0;
     dtrain__step_fn *const keep = on_host ? dtrain__host_put_begin : dtrain__keep_begin;
     const bool alone = dtrain_comm_size(strategy->groups.data) == 1;
+    const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !alone;
+    dtrain__step_fn *const reduce =
+        strategy->kind->owners ? dtrain__reduce_owners_begin : dtrain__reduce_scatter_begin;
     dtrain__list_model(strategy, steps);
     if (nodes)
         DTRAIN__TRY(
             dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
+    if (rounds) dtrain__step_add(steps, dtrain__round_begin, NULL, NULL);
     if (nodes || (strategy->tensor_comm && !alone))
-        DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__reduce_scatter_begin,
-                                       dtrain__reduce_scatter_end,
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, reduce, NULL,
                                        nodes      ? DTRAIN__ACROSS
                                        : replicas ? DTRAIN__NODE
                                                   : DTRAIN__EVERYONE));
-    else if (!alone)
-        dtrain__step_add(steps, dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end,
-                         strategy->groups.copy);
+    else if (!alone) dtrain__step_add(steps, reduce, NULL, strategy->groups.copy);
+    if (rounds) dtrain__step_add(steps, dtrain__widen_begin, NULL, NULL);
     if (nodes) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
     if (replicas && !at_last && !alone)
         DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__replicas_begin,
@@ -19261,8 +19270,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
                                                      dtrain__bucket *bucket,
                                                      const dtrain__step *step)
 {
-    return dtrain__reduce_all(strategy, bucket, step, dtrain__replica_sum(strategy, bucket),
-                              bucket->shard_first, bucket->shard_count);
+    float *sum = dtrain__replica_sum(strategy, bucket);
+    void *wire = bucket->low_grads ? dtrain__wire(bucket, bucket->shard_first) : sum;
+    DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
+                                     bucket->shard_count, false));
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_reduce(step->comm, wire, wire,
+                             (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
+                             dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
@@ -19270,7 +19285,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
 {
     float *sum = dtrain__replica_sum(strategy, bucket);
     (void)step;
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count));
+    DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
+                                     bucket->shard_count, true));
     return dtrain__scale(strategy, bucket, sum, bucket->shard_count);
 }
 
@@ -19281,7 +19297,7 @@ DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
 {
     const dtrain__step_list *steps = bucket->steps;
     for (uint32_t i = 0; i < steps->count; i++)
-        if (steps->list[i].begin == dtrain__replicas_begin && !dtrain__reduces_low(strategy) &&
+        if (steps->list[i].begin == dtrain__replicas_begin && !bucket->low_grads &&
             dtrain__replica_sum(strategy, bucket) == bucket->grad_shard)
             return i;
     return DTRAIN__REDUCED;

@@ -136,6 +136,7 @@ DTRAIN__COLD
 #include "strategy/calls.c"
 #include "strategy/ties.c"
 #include "strategy/tensor.c"
+#include "strategy/wire.c"
 #include "strategy/compress.c"
 #include "strategy/topk.c"
 #include "strategy/steps.c"

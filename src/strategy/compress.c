@@ -213,7 +213,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
                                                     const dtrain__step *step)
 {
     const dtrain__compressed *c = bucket->compressed;
-    if (!dtrain__compresses(strategy)) return dtrain__all_reduce_begin(strategy, bucket, step);
+    if (!dtrain__compresses(strategy)) {
+        DTRAIN__TRY(dtrain__round_begin(strategy, bucket, step));
+        return dtrain__all_reduce_begin(strategy, bucket, step);
+    }
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
     DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
     if (c->dense_count == 0) return DTRAIN_OK;
@@ -226,7 +229,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtr
                                                   const dtrain__step *step)
 {
     if (!dtrain__compresses(strategy)) {
-        DTRAIN__TRY(dtrain__all_reduce_end(strategy, bucket, step));
+        DTRAIN__TRY(dtrain__widen_begin(strategy, bucket, step));
         return dtrain__scale_begin(strategy, bucket, step);
     }
     DTRAIN__TRY(dtrain__hook_end(strategy, bucket, 0));

@@ -269,6 +269,7 @@ static void dtrain__lay_out(dtrain__layout *layout)
         dtrain__lay_unit(layout, &layout->shared, DTRAIN__NONE);
     } else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
+    layout->untied = layout->bucket_count;
     dtrain__lay_ties(layout);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];

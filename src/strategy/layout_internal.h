@@ -144,6 +144,11 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: the rank that keeps a storage */
     int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
     size_t bucket_count, unit_count;
+    /* Buckets that may be launched in a backward. Those of weights that stages of other ranks have
+     * too come last and wait for finish: a stage that began their sum in the middle of a schedule
+     * would, where collectives run in the order of their start, wait for a stage that waits for a
+     * message from it. */
+    size_t untied;
     dtrain__unit shared; /* the buckets of parameters that several units use */
     dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */

@@ -153,8 +153,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
                                                      dtrain__bucket *bucket,
                                                      const dtrain__step *step)
 {
-    return dtrain__reduce_all(strategy, bucket, step, dtrain__replica_sum(strategy, bucket),
-                              bucket->shard_first, bucket->shard_count);
+    float *sum = dtrain__replica_sum(strategy, bucket);
+    void *wire = bucket->low_grads ? dtrain__wire(bucket, bucket->shard_first) : sum;
+    DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
+                                     bucket->shard_count, false));
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_reduce(step->comm, wire, wire,
+                             (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
+                             dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
@@ -162,7 +168,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
 {
     float *sum = dtrain__replica_sum(strategy, bucket);
     (void)step;
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count));
+    DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
+                                     bucket->shard_count, true));
     return dtrain__scale(strategy, bucket, sum, bucket->shard_count);
 }
 
@@ -173,7 +180,7 @@ DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
 {
     const dtrain__step_list *steps = bucket->steps;
     for (uint32_t i = 0; i < steps->count; i++)
-        if (steps->list[i].begin == dtrain__replicas_begin && !dtrain__reduces_low(strategy) &&
+        if (steps->list[i].begin == dtrain__replicas_begin && !bucket->low_grads &&
             dtrain__replica_sum(strategy, bucket) == bucket->grad_shard)
             return i;
     return DTRAIN__REDUCED;

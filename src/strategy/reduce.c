@@ -97,17 +97,6 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
     return dtrain__convert(strategy, storage->count, array, storage->dtype, inside, dtype);
 }
 
-/* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
- * have too come last and wait for finish: a stage that began their sum in the middle of a schedule
- * would, where collectives run in the order of their start, wait for a stage that waits for a
- * message from it. */
-static size_t dtrain__untied(const dtrain__layout *layout)
-{
-    size_t count = layout->bucket_count;
-    while (count > 0 && layout->buckets[count - 1].tied) count--;
-    return count;
-}
-
 /* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
  * that share it is marked; then every bucket that is complete may be launched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
@@ -122,7 +111,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
-        DTRAIN__TRY(dtrain__launch_buckets(strategy, dtrain__untied(layout)));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->untied));
     return dtrain__progress(strategy);
 }
 
@@ -208,27 +197,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain_
     return dtrain__begin_next(strategy, bucket);
 }
 
-/* Begin the steps of a bucket. In lockstep (strategy_internal.h) the buckets under way go one step
- * further first, except buckets at their last collective: backward would wait for it. */
-static dtrain_result dtrain__launch_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++) {
-        dtrain__bucket *before = &strategy->layout.buckets[b];
-        if (before->step != DTRAIN__REDUCED && dtrain__has_next(strategy, before))
-            DTRAIN__TRY(dtrain__advance(strategy, before));
-    }
-    bucket->step = 0;
-    return dtrain__begin_next(strategy, bucket);
-}
-
-/* Launch buckets below `end` in their order, up to the first that is not complete. */
+/* Launch buckets below `end` in their order, up to the first that is not complete. In lockstep
+ * (strategy_internal.h) the buckets under way go one step further first, except buckets at their
+ * last collective: backward would wait for it. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
+    dtrain__bucket *buckets = strategy->layout.buckets;
     for (; strategy->launched < end; strategy->launched++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
+        dtrain__bucket *bucket = &buckets[strategy->launched];
         if (bucket->pending) break;
         bucket->step = DTRAIN__REDUCED;
-        if (dtrain__travels(strategy, bucket)) DTRAIN__TRY(dtrain__launch_bucket(strategy, bucket));
+        if (!dtrain__travels(strategy, bucket)) continue;
+        for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++)
+            if (buckets[b].step != DTRAIN__REDUCED && dtrain__has_next(strategy, &buckets[b]))
+                DTRAIN__TRY(dtrain__advance(strategy, &buckets[b]));
+        bucket->step = 0;
+        DTRAIN__TRY(dtrain__begin_next(strategy, bucket));
     }
     return DTRAIN_OK;
 }
@@ -275,32 +259,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Finish --------------------------------------------------------------------------------*/
 
-/* Complete a bucket in which not all gradients were marked: one that an earlier micro-batch or
- * another use has written counts as it is, any other one is zero. */
-static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    dtrain__layout *layout = &strategy->layout;
-    const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
-    bucket->pending = 0;
-    for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
-        const dtrain__entry *entry = &layout->entries[i];
-        const dtrain_param *p = &strategy->params[i];
-        if (!entry->pending || entry->bucket != bucket) continue;
-        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
-        else
-            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
-                                                    (size_t)dtrain__words(layout, p->count) *
-                                                        sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
 /* Complete and launch the buckets below `end`, one by one: two buckets may share a buffer, which
- * may be zeroed for the second only after the first has been launched. */
+ * may be zeroed for the second only after the first has been launched. Of gradients that were not
+ * marked one that an earlier micro-batch or another use has written counts as it is, any other one
+ * is zero. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
+    dtrain__layout *layout = &strategy->layout;
     while (strategy->launched < end) {
-        DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
+        dtrain__bucket *bucket = &layout->buckets[strategy->launched];
+        const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
+        bucket->pending = 0;
+        for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
+            const dtrain__entry *entry = &layout->entries[i];
+            const dtrain_param *p = &strategy->params[i];
+            const size_t bytes = (size_t)dtrain__words(layout, p->count) * sizeof(float);
+            if (!entry->pending || entry->bucket != bucket) continue;
+            DTRAIN__TRY(p->state.grad_written
+                            ? dtrain__move_grad(strategy, p, false)
+                            : strategy->device->ops->zero(strategy->device,
+                                                          bucket->grads + entry->offset, bytes));
+        }
         DTRAIN__TRY(dtrain__launch_buckets(strategy, end));
     }
     return DTRAIN_OK;
@@ -342,25 +321,21 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     return dtrain__average_buffers(strategy);
 }
 
-static dtrain_result dtrain__finish(dtrain_strategy *strategy)
-{
-    const bool last = !strategy->more;
-    dtrain_result missing = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__end_backward(strategy, &missing)));
-    if (missing == DTRAIN_OK && last) strategy->sync_count++;
-    dtrain__rewind(strategy, last);
-    return missing;
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
     dtrain_world *world = strategy->world;
+    const bool last = !strategy->more;
+    dtrain_result missing = DTRAIN_OK;
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
-    const dtrain_result result = dtrain__finish(strategy);
+    const dtrain_result result =
+        dtrain__strategy_keep(strategy, dtrain__end_backward(strategy, &missing));
     dtrain__span_end(world, span);
-    return result;
+    DTRAIN__TRY(result);
+    if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    dtrain__rewind(strategy, last);
+    return missing;
 }
 
 /* ---- 4. Publish -------------------------------------------------------------------------------*/
@@ -368,93 +343,39 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 /* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
  * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
  * Then copy whole values to the host's arrays, and to arrays in the host's type. */
-static dtrain_result dtrain__publish_values(dtrain_strategy *strategy)
-{
-    if (strategy->layout.shards.params) DTRAIN__TRY(dtrain__forget_units(strategy));
-    else if (strategy->layout.shards.state) DTRAIN__TRY(dtrain__gather_shards(strategy));
-    return dtrain__copy_host_values(strategy, true);
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
+    const dtrain__classes *shards = &strategy->layout.shards;
+    dtrain_result result = DTRAIN_OK;
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
-    return dtrain__strategy_keep(strategy, dtrain__publish_values(strategy));
+    if (shards->params) result = dtrain__forget_units(strategy);
+    else if (shards->state) result = dtrain__gather_shards(strategy);
+    if (result == DTRAIN_OK) result = dtrain__copy_host_values(strategy, true);
+    return dtrain__strategy_keep(strategy, result);
 }
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/
 
-/* Tell whether gradients travel rounded, in low_grads. */
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
-{
-    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
-}
-
-/* Return the type in which gradients travel. */
-static dtrain_dtype dtrain__wire_dtype(const dtrain_strategy *strategy)
-{
-    const bool low = dtrain__reduces_low(strategy);
-    return (dtrain_dtype)(low ? strategy->desc.reduce_dtype : strategy->layout.dtype);
-}
-
-/* Set *wire to x (count elements of the bucket, from `first` on) as reduce_dtype. */
-static dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket, float *x,
-                                     int64_t first, int64_t count, void **wire)
-{
-    *wire = x;
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
-                           strategy->desc.reduce_dtype);
-}
-
-/* Set x (count elements of the bucket, from `first` on) to what has arrived. */
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                float *x, int64_t first, int64_t count)
-{
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
-                           x, DTRAIN_DTYPE_F32);
-}
-
-/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 const dtrain__step *step, float *x, int64_t first,
-                                                 int64_t count)
-{
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire,
-                             (size_t)dtrain__elements(&strategy->layout, count),
-                             dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
-}
-
 /* ALL_REDUCE: the gradients of a bucket (with several nodes this rank's slice of them) = their
- * mean. */
+ * mean. What travels are the gradients, or their rounded copy (wire.c). */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket,
                                                        const dtrain__step *step)
 {
-    return dtrain__reduce_all(strategy, bucket, step, bucket->grads + bucket->slice_first,
-                              bucket->slice_first, bucket->slice_count);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
-{
-    (void)step;
-    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->slice_first,
-                             bucket->slice_first, bucket->slice_count);
+    void *wire = dtrain__wire(bucket, bucket->slice_first);
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_reduce(step->comm, wire, wire,
+                             (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                             dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 /* ---- The steps of shards
  *
- *     gradients --(reduce_dtype)--> wire -> REDUCE_SCATTER -> result -> KEEP -> shard
+ *     gradients -> REDUCE_SCATTER -> result -> KEEP -> shard
  *
  * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
  * shard in host memory, is received in this rank's part of the buffer in which the gradients were
- * made; from there it is added to the shard, or copied (steps/offload.c). */
+ * made; from there it is added to the shard, or copied (offload.c). */
 
 /* Return the address where the fp32 result of this backward is received. */
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
@@ -465,42 +386,16 @@ DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
     return bucket->grad_shard;
 }
 
-/* REDUCE_SCATTER: each rank receives the mean of its shard; with ZERO3, where shards have different
- * lengths, by one reduce an owner. */
+/* REDUCE_SCATTER: each rank receives the mean of its shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
                                                            dtrain__bucket *bucket,
                                                            const dtrain__step *step)
 {
-    const dtrain_dtype dtype = dtrain__wire_dtype(strategy);
-    const size_t word = dtrain__reduces_low(strategy) ? sizeof(uint16_t) : sizeof(float);
-    void *wire, *own = dtrain__reduce_result(strategy, bucket);
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
-                                bucket->slice_first, bucket->slice_count, &wire));
-    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
-    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
-    if (!bucket->cuts)
-        return dtrain_reduce_scatter(
-            step->comm, wire, own, (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
-            dtype, bucket->steps->op, bucket->reduces);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(step->comm, (char *)wire + (size_t)first * word,
-                                  r == strategy->layout.rank ? own : NULL,
-                                  (size_t)dtrain__elements(&strategy->layout, count), dtype,
-                                  bucket->steps->op, r, &bucket->reduces[r]));
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket,
-                                                         const dtrain__step *step)
-{
-    (void)step;
-    return dtrain__from_wire(strategy, bucket, dtrain__reduce_result(strategy, bucket),
-                             bucket->shard_first, bucket->shard_count);
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_reduce_scatter(step->comm, dtrain__wire(bucket, bucket->slice_first),
+                                 dtrain__wire_end(strategy, bucket),
+                                 (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
+                                 dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 /* KEEP: add the result of a later micro-batch to the shard. */
@@ -509,13 +404,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
 {
     const float *result = dtrain__reduce_result(strategy, bucket);
     const dtrain_dtype dtype = (dtrain_dtype)strategy->layout.dtype;
-    const dtrain_add_args add = {dtrain__elements(&strategy->layout, bucket->shard_count),
-                                 bucket->grad_shard,
-                                 result,
-                                 bucket->grad_shard,
-                                 dtype,
+    const int64_t count = dtrain__elements(&strategy->layout, bucket->shard_count);
+    const dtrain_add_args add = {count, bucket->grad_shard, result, bucket->grad_shard, dtype,
                                  dtype};
     (void)step;
-    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    if (result == bucket->grad_shard || count == 0) return DTRAIN_OK;
     return strategy->device->ops->add(strategy->device, &add);
 }

@@ -61,9 +61,10 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
 
 /* Whole buckets:
  *
- *     one level    ALL_REDUCE, or the rounds of compression
+ *     one level    ROUND, ALL_REDUCE, WIDEN; or the rounds of compression
  *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
+ * ROUND and WIDEN are there with a reduce_dtype, here and below.
  * A step that is the first with many bytes shares the communicator of the data axis with gathers of
  * values: ranks start both in the same order. */
 static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
@@ -71,17 +72,20 @@ static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
     dtrain__step_list *steps = &strategy->whole;
     const dtrain_compression_desc *how = strategy->desc.compression;
     const bool compressed = how != NULL;
+    const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !compressed;
     dtrain__step_fn *const begin = compressed ? dtrain__round_1_begin : dtrain__all_reduce_begin;
-    dtrain__step_fn *const end = compressed ? dtrain__round_1_end : dtrain__all_reduce_end;
+    dtrain__step_fn *const end = compressed ? dtrain__round_1_end : NULL;
     const dtrain__among among = nodes ? DTRAIN__ACROSS : DTRAIN__EVERYONE;
     dtrain__list_model(strategy, steps);
     if (dtrain_comm_size(strategy->groups.data) == 1) return DTRAIN_OK;
     if (nodes)
         DTRAIN__TRY(
             dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
+    if (rounds) dtrain__step_add(steps, dtrain__round_begin, NULL, NULL);
     if (nodes || strategy->tensor_comm)
         DTRAIN__TRY(dtrain__step_among(strategy, steps, begin, end, among));
     else dtrain__step_add(steps, begin, end, strategy->groups.data);
+    if (rounds) dtrain__step_add(steps, dtrain__widen_begin, NULL, NULL);
     if (compressed && dtrain__hook_of(how)->rounds == 2)
         DTRAIN__TRY(
             dtrain__step_among(strategy, steps, dtrain__round_2_begin, dtrain__round_2_end, among));
@@ -97,7 +101,8 @@ static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
  *     replicas     REDUCE_SCATTER, REPLICAS, KEEP; or (SHARD_EVERY) REDUCE_SCATTER, KEEP, and in
  *                  the last micro-batch REPLICAS
  *
- * With shards in host memory KEEP is PUT, and REPLICAS of these GET, REPLICAS, RETURN. */
+ * With shards in host memory KEEP is PUT, and REPLICAS of these GET, REPLICAS, RETURN. With ZERO3
+ * REDUCE_SCATTER is REDUCE_OWNERS. */
 static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
 {
     dtrain__step_list *steps = &strategy->sharded;
@@ -106,19 +111,21 @@ static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
     const bool on_host = (strategy->desc.offload & DTRAIN_OFFLOAD_GRADS) != 0;
     dtrain__step_fn *const keep = on_host ? dtrain__host_put_begin : dtrain__keep_begin;
     const bool alone = dtrain_comm_size(strategy->groups.data) == 1;
+    const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !alone;
+    dtrain__step_fn *const reduce =
+        strategy->kind->owners ? dtrain__reduce_owners_begin : dtrain__reduce_scatter_begin;
     dtrain__list_model(strategy, steps);
     if (nodes)
         DTRAIN__TRY(
             dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
+    if (rounds) dtrain__step_add(steps, dtrain__round_begin, NULL, NULL);
     if (nodes || (strategy->tensor_comm && !alone))
-        DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__reduce_scatter_begin,
-                                       dtrain__reduce_scatter_end,
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, reduce, NULL,
                                        nodes      ? DTRAIN__ACROSS
                                        : replicas ? DTRAIN__NODE
                                                   : DTRAIN__EVERYONE));
-    else if (!alone)
-        dtrain__step_add(steps, dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end,
-                         strategy->groups.copy);
+    else if (!alone) dtrain__step_add(steps, reduce, NULL, strategy->groups.copy);
+    if (rounds) dtrain__step_add(steps, dtrain__widen_begin, NULL, NULL);
     if (nodes) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
     if (replicas && !at_last && !alone)
         DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__replicas_begin,

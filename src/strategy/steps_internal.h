@@ -15,24 +15,28 @@ typedef struct dtrain__compressed {
 } dtrain__compressed;
 
 /* In reduce.c: */
-DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
-    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__keep_begin;
+DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__reduce_scatter_begin,
+    dtrain__keep_begin;
 /* In the files of their features: */
-DTRAIN__PRIVATE dtrain__step_fn dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
+DTRAIN__PRIVATE dtrain__step_fn dtrain__round_begin, dtrain__widen_begin,
+    dtrain__reduce_owners_begin, dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
     dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__scale_begin,
     dtrain__replicas_begin, dtrain__replicas_end, dtrain__round_1_begin, dtrain__round_1_end,
     dtrain__round_2_begin, dtrain__round_2_end, dtrain__host_put_begin, dtrain__host_get_begin,
     dtrain__host_return_begin;
 
 /* strategy/reduce.c */
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                float *x, int64_t first, int64_t count);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 const dtrain__step *step, float *x, int64_t first,
-                                                 int64_t count);
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
                                              const dtrain__bucket *bucket);
+
+/* strategy/wire.c */
+DTRAIN__PRIVATE void *dtrain__wire(const dtrain__bucket *bucket, int64_t first);
+DTRAIN__PRIVATE void *dtrain__wire_end(const dtrain_strategy *strategy,
+                                       const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_dtype dtrain__wire_dtype(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__wire_convert(dtrain_strategy *strategy,
+                                                   const dtrain__bucket *bucket, float *x,
+                                                   int64_t first, int64_t count, bool back);
 
 /* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,

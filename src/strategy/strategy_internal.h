@@ -14,7 +14,7 @@
  *     params.c, stages.c      the host's parameters; the stages of a pipeline
  *     weights.c, norm.c       the mean over samples; the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
- *     ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
+ *     wire.c, ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
  *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values
@@ -53,7 +53,7 @@ struct dtrain__step {
     dtrain_comm *comm;
 };
 
-#define DTRAIN__STEPS 8  /* the most steps of a list ... */
+#define DTRAIN__STEPS 10 /* the most steps of a list ... */
 #define DTRAIN__COMMS 12 /* ... and communicators of two lists and of gathers */
 
 /* dtrain__bucket.step: 0 before the first step, the number of the step under way, or this. */
@@ -245,6 +245,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
 
 /* strategy/query.c */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy);
+
+/* strategy/wire.c */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_owners(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, char *whole,
+                                                    dtrain_dtype dtype);
 
 /* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,

@@ -344,8 +344,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
- * owner broadcasts its own. With several nodes it takes two collectives: this one gathers this
+/* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this one gathers this
  * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
  *
  * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
@@ -371,20 +370,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
         shard = own;
     }
-    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
-    if (!bucket->cuts)
-        return dtrain_all_gather(
-            strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
-            (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
-    for (int r = 0; r < layout->ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        dtrain__label(strategy, bucket, "values of bucket");
-        DTRAIN__TRY(dtrain_broadcast(strategy->fetch[0], whole + (size_t)first * unit,
-                                     (size_t)dtrain__elements(layout, count), wire, r,
-                                     &bucket->gathers[r]));
-    }
-    return DTRAIN_OK;
+    if (bucket->cuts) return dtrain__gather_owners(strategy, bucket, whole, wire);
+    dtrain__label(strategy, bucket, "values of bucket");
+    return dtrain_all_gather(
+        strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
+        (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
 }
 
 /* With several nodes, wait for the first collective and start the second one. */
