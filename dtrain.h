@@ -46,6 +46,7 @@
        src/parallel/pipeline.h              Pipelines: schedules as data, and their runner
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
+       src/strategy/query.h                 Questions to a strategy
        src/strategy/memory.h                Memory
        src/strategy/compression.h           Gradient compression and hierarchy
        src/optim/scaler.h                   Loss scaling and clipping
@@ -1771,6 +1772,12 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 
 /* Bring updated shards to where the next forward reads them. Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
+
+/* ==== src/strategy/query.h ==================================================================== */
+
+/* Questions to a strategy
+ *
+ * What it is and holds, the whole value of a parameter, and whether all ranks have the same. */
 
 typedef struct dtrain_strategy_info {
     dtrain_strategy_desc desc; /* as resolved: kind is never AUTO; compression is the strategy's */
@@ -14844,7 +14851,10 @@ typedef struct dtrain__step_list {
     dtrain__step list[DTRAIN__STEPS];
     uint32_t count, early_count; /* steps in a step's last backward, and in those before it */
     uint32_t collectives;        /* steps that have a communicator */
-    dtrain_reduce_op op;         /* SUM where two collectives in a row make the mean, as sums that
+    /* Waits until what steps have queued has left the buffers, and with `over`, at the end of a
+     * backward, until it is where it belongs; or NULL. */
+    dtrain_result (*settle)(dtrain_strategy *strategy, bool over);
+    dtrain_reduce_op op; /* SUM where two collectives in a row make the mean, as sums that
                                     are multiplied by 1/N once; in fp16 and fp64 they are means */
 } dtrain__step_list;
 
@@ -14922,6 +14932,7 @@ struct dtrain_strategy {
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
+    size_t sums_bytes;    /* of both */
     float *counts, *sums; /* (1 + param_count) device memory; the host's copy: weights.c */
     bool counts_due;      /* `sums` is of this rank alone, and must be read from `counts` */
     dtrain_work *counts_work;
@@ -14937,9 +14948,6 @@ struct dtrain_strategy {
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
 DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage);
 DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
-
-/* strategy/create.c */
-DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p);
 
 /* strategy/settings.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
@@ -14983,6 +14991,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compre
 DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout);
 
 /* strategy/steps.c */
+DTRAIN__PRIVATE dtrain_result dtrain__settle_steps(dtrain_strategy *strategy, bool over);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout);
@@ -15041,8 +15050,7 @@ DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
 
 /* strategy/offload.c */
-DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy, bool over);
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
@@ -15547,17 +15555,6 @@ static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
     return (dtrain__whole_count(p) + ranks - 1) / ranks;
 }
 
-/* Return the index of a unit; a new one gets the next. */
-static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
-{
-    for (size_t i = layout->unit_count; i-- > 0;)
-        if (layout->units[i].id == id) return (uint32_t)i;
-    dtrain__unit *unit = &layout->units[layout->unit_count];
-    unit->id = id;
-    unit->own_memory = layout->desc->keep_after_forward;
-    return (uint32_t)layout->unit_count++;
-}
-
 /* Fill in the unit of each storage (NONE: several use it) and what is trainable: a frozen storage
  * freezes its aliases; a frozen alias only gives up its own contribution. */
 static void dtrain__lay_units(dtrain__layout *layout)
@@ -15566,7 +15563,12 @@ static void dtrain__lay_units(dtrain__layout *layout)
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
-        const uint32_t unit = dtrain__unit_index(layout, p->unit);
+        uint32_t unit = (uint32_t)layout->unit_count; /* a new one, unless it is found */
+        for (uint32_t u = 0; u < layout->unit_count; u++)
+            if (layout->units[u].id == p->unit) unit = u;
+        if (unit == layout->unit_count) layout->unit_count++;
+        layout->units[unit].id = p->unit;
+        layout->units[unit].own_memory = layout->desc->keep_after_forward;
         entry->trainable =
             dtrain__has_memory(p) && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
         entry->here = !p->state.remote;
@@ -15727,13 +15729,6 @@ static void dtrain__lay_ties(dtrain__layout *layout)
     }
 }
 
-/* Make the buckets of a unit whose gradients are sharded: of trainable and of frozen tensors. */
-static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_t index)
-{
-    unit->trainable = dtrain__lay_bucket(layout, index, true);
-    if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, index, false);
-}
-
 /* Fill entries, buckets and units, which are zero. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
@@ -15741,9 +15736,15 @@ static void dtrain__lay_out(dtrain__layout *layout)
     dtrain__lay_units(layout);
     if (layout->owners) dtrain__lay_owners(layout, layout->cuts); /* not yet filled */
     if (layout->kind->shards.grads) {
-        for (size_t u = layout->unit_count; u-- > 0;)
-            dtrain__lay_unit(layout, &layout->units[u], (uint32_t)u);
-        dtrain__lay_unit(layout, &layout->shared, DTRAIN__NONE);
+        for (size_t u = layout->unit_count; u-- > 0;) {
+            dtrain__unit *unit = &layout->units[u];
+            unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
+            if (layout->shards.params)
+                unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
+        }
+        layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
+        if (layout->shards.params)
+            layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
     } else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
     layout->untied = layout->bucket_count;
@@ -15761,28 +15762,6 @@ static void dtrain__lay_out(dtrain__layout *layout)
         storage->uses++;
         bucket->uses++;
     }
-}
-
-/* Decide what is really sharded, and among how many of `all` ranks. On one rank nothing is, unless
- * its shard is in host memory. Gradients that are reduced in the last micro-batch alone (LAST) are
- * whole until then. */
-static void dtrain__lay_classes(dtrain__layout *layout, int all)
-{
-    const dtrain_strategy_desc *desc = layout->desc;
-    const dtrain__classes *kind = &layout->kind->shards;
-    const int size = (int)desc->node_size;
-    const bool nodes = desc->hierarchical && size > 1 && size < all;
-    layout->all = all;
-    layout->ranks = !kind->state ? 1 : layout->kind->replicas && size ? size : all;
-    layout->node_ranks = nodes ? size : 1;
-    layout->slice_ranks = all / layout->node_ranks;
-    layout->compression = all > 1 ? desc->compression : NULL;
-    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
-    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
-    layout->shards.params = kind->params && (layout->ranks > 1 || layout->values_on_host);
-    layout->shards.grads = kind->grads && (layout->ranks > 1 || layout->grads_on_host) &&
-                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
-    layout->shards.state = layout->ranks > 1 || layout->shards.params || layout->shards.grads;
 }
 
 /* Make the tables of a layout; dtrain__layout_free frees them, also after an error. The memory is
@@ -15803,7 +15782,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->dtype = dtrain__sums_dtype(params, count);
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
-    dtrain__lay_classes(layout, all);
+    /* What is really sharded, and among how many ranks? On one rank nothing is, unless its shard is
+     * in host memory. Gradients that are reduced in the last micro-batch alone (LAST) are whole
+     * until then. */
+    const dtrain__classes *kind = &layout->kind->shards;
+    const int size = (int)desc->node_size;
+    layout->all = all;
+    layout->ranks = !kind->state ? 1 : layout->kind->replicas && size ? size : all;
+    layout->node_ranks = desc->hierarchical && size > 1 && size < all ? size : 1;
+    layout->slice_ranks = all / layout->node_ranks;
+    layout->compression = all > 1 ? desc->compression : NULL;
+    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
+    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
+    layout->shards.params = kind->params && (layout->ranks > 1 || layout->values_on_host);
+    layout->shards.grads = kind->grads && (layout->ranks > 1 || layout->grads_on_host) &&
+                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
+    layout->shards.state = layout->ranks > 1 || layout->shards.params || layout->shards.grads;
     const size_t cuts = (size_t)layout->ranks + 1;
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
@@ -16382,17 +16376,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* Copy whole gradients back to the arrays of a host that has its own. */
-static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_param *p = strategy->shards[i].param;
-        if (dtrain__shard_bucket(&strategy->layout, p->state.index)) continue;
-        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
-    }
-    return DTRAIN_OK;
-}
-
 /* End a backward. The order of these calls matters. Ranks exchange which gradients are missing
  * after each has walked the units that its backward has stepped over and launched all buckets, and
  * an error for a missing one is returned after all buckets were waited for. So a step that fails
@@ -16410,10 +16393,14 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     if (last) DTRAIN__TRY(dtrain__counts_start(strategy));
     if (last) *missing = dtrain__report_missing(strategy);
     DTRAIN__TRY(dtrain__reduce_until(strategy, all));
-    DTRAIN__TRY(dtrain__host_settle(strategy));
+    DTRAIN__TRY(dtrain__settle_steps(strategy, true));
     if (!last) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__counts_end(strategy));
-    DTRAIN__TRY(dtrain__return_grads(strategy));
+    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole: back to the host's arrays */
+        const dtrain_param *p = strategy->shards[i].param;
+        if (!dtrain__shard_bucket(&strategy->layout, p->state.index))
+            DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
+    }
     DTRAIN__TRY(dtrain__settle_gathers(strategy));
     return dtrain__average_buffers(strategy);
 }
@@ -17140,37 +17127,6 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due. A forward begins with the first unit and continues with the next one
- * or, to recompute activations, to an earlier one. Backward goes to earlier units, and may step
- * over some; once it has begun, no unit after the one that it has come to is due. */
-static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
-                                         dtrain_pass pass)
-{
-    const dtrain__unit *units = strategy->layout.units;
-    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
-    const char *const call = "dtrain_strategy_gather";
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
-    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
-                           (int)pass);
-    if (at > strategy->backward)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "%s: unit %u is not due: this backward has come to unit %u, which is "
-            "registered before it; %s",
-            call, id, units[strategy->backward].id,
-            pass == DTRAIN_PASS_BACKWARD
-                ? "call dtrain_strategy_finish between two"
-                : "to make activations of more than two units again, gather the last "
-                  "of them for backward before");
-    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
-                       "order in which their first parameters are registered",
-                       call, id, units[due].id, due ? "" : ", the first");
-}
-
 /* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
  * parameters stays until publish. */
 static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
@@ -17193,22 +17149,41 @@ static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown
     dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
 }
 
-/* Tell whether a forward recomputes activations: inside a backward, or, on a rank whose backward
- * has stepped over all units so far, where it goes back to another unit than the first. */
-static bool dtrain__recomputes(const dtrain_strategy *strategy, uint32_t at)
+/* Check that a unit is due. A forward begins with the first unit and continues with the next one
+ * or, to recompute activations, to an earlier one. Backward goes to earlier units, and may step
+ * over some; once it has begun, no unit after the one that it has come to is due. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
+                                         bool backward)
 {
-    if (strategy->backward != DTRAIN__NONE) return true;
-    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t due = strategy->position == DTRAIN__NONE ? 0 : strategy->position + 1;
+    if (at > strategy->backward)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_gather: unit %u is not due: this backward has come to unit %u, which "
+            "is registered before it; %s",
+            id, units[strategy->backward].id,
+            backward ? "call dtrain_strategy_finish between two"
+                     : "to make activations of more than two units again, gather the last "
+                       "of them for backward before");
+    if (backward || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "dtrain_strategy_gather: unit %u is not due; due is unit %u%s. Forward "
+                       "gathers units in the order in which their first parameters are registered",
+                       id, units[due].id, due ? "" : ", the first");
 }
 
-/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. */
-static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
+/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. A
+ * forward recomputes activations inside a backward, or, on a rank whose backward has stepped over
+ * all units so far, where it goes back to another unit than the first. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
-    if (pass == DTRAIN_PASS_BACKWARD) {
+    if (backward) {
         DTRAIN__TRY(dtrain__walk_back(strategy, at));
         strategy->entered = true;
     } else {
-        if (!strategy->entered && dtrain__recomputes(strategy, at))
+        const bool earlier = at && strategy->position != DTRAIN__NONE && at < strategy->position;
+        if (!strategy->entered && (earlier || strategy->backward != DTRAIN__NONE))
             DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
@@ -17219,11 +17194,19 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtra
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
                                                 dtrain_pass pass)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    const char *const call = "dtrain_strategy_gather";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
     const uint32_t at = dtrain__find_unit(strategy, unit);
-    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call,
+                           unit);
+    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
+                           (int)pass);
+    const bool backward = pass == DTRAIN_PASS_BACKWARD;
+    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, backward));
     if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, backward));
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
@@ -17245,42 +17228,25 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  * goes to the unit after the first one that this forward gathers: both are in their slots then. A
  * forward of more than two units needs the last of them to be gathered for backward before. */
 
-/* Wait until the gradients of bucket b have left the buffer in which they were made. */
-static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
-{
-    dtrain__bucket *buckets = strategy->layout.buckets;
-    const uint32_t last = dtrain__buffer_steps(strategy, &buckets[b]);
-    if (last == DTRAIN__REDUCED) {
-        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
-        return dtrain__host_vacate(strategy);
-    }
-    for (size_t i = strategy->oldest; i <= b; i++)
-        while (buckets[i].step <= last) DTRAIN__TRY(dtrain__advance(strategy, &buckets[i]));
-    return DTRAIN_OK;
-}
-
 /* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
  * later in the model, have left it. A unit without gradients needs no buffer. */
 static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     const dtrain__unit *units = strategy->layout.units;
+    dtrain__bucket *buckets = strategy->layout.buckets;
     const uint32_t before = strategy->in_buffer[unit & 1];
     if (!strategy->layout.shards.grads || !units[unit].trainable) return DTRAIN_OK;
     strategy->in_buffer[unit & 1] = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_buffer(strategy,
-                                 (size_t)(units[before].trainable - strategy->layout.buckets));
-}
-
-/* Complete and launch the gradients of units from `first` on, whose backward is over. */
-static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    size_t end = strategy->launched;
-    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
-           layout->buckets[end].unit >= first)
-        end++;
-    return dtrain__close_buckets(strategy, end);
+    const size_t b = (size_t)(units[before].trainable - buckets);
+    const uint32_t last = dtrain__buffer_steps(strategy, &buckets[b]);
+    if (last == DTRAIN__REDUCED) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return dtrain__settle_steps(strategy, false);
+    }
+    for (size_t i = strategy->oldest; i <= b; i++)
+        while (buckets[i].step <= last) DTRAIN__TRY(dtrain__advance(strategy, &buckets[i]));
+    return DTRAIN_OK;
 }
 
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
@@ -17290,14 +17256,19 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
  * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
+    const dtrain__layout *layout = &strategy->layout;
     uint32_t at = strategy->backward;
     if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    if (at == DTRAIN__NONE) at = (uint32_t)layout->unit_count;
     else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
     strategy->entered = false;
     while (at > to) {
+        size_t over = strategy->launched; /* buckets of units whose backward is over */
+        while (over < layout->bucket_count && layout->buckets[over].unit != DTRAIN__NONE &&
+               layout->buckets[over].unit >= at)
+            over++;
         at--;
-        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
+        DTRAIN__TRY(dtrain__close_buckets(strategy, over));
         DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
         strategy->backward = at;
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* of 0: UINT32_MAX, no unit */
@@ -17314,35 +17285,28 @@ DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t 
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
-/* Round the values of a bucket for hosts that compute in another type; as param_dtype they have
- * arrived so. */
-static dtrain_result dtrain__round_values(dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &strategy->layout.entries[i];
-        if (p->state.storage != p || entry->bucket != bucket) continue;
-        if (p->dtype == strategy->layout.dtype || p->dtype == strategy->desc.param_dtype) continue;
-        DTRAIN__TRY(dtrain__convert(strategy, p->count, bucket->values + entry->offset,
-                                    DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
-    }
-    return DTRAIN_OK;
-}
-
-/* COMING -> HERE: wait for the collectives, and convert what travelled rounded. */
+/* COMING -> HERE: wait for the collectives, and convert: what travelled rounded to fp32, and for
+ * hosts that compute in another type than it travelled as to that. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     dtrain__bucket *const buckets[] = {unit->trainable, unit->frozen};
     if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
-    for (int i = 0; i < 2; i++) {
-        dtrain__bucket *bucket = buckets[i];
+    for (int b = 0; b < 2; b++) {
+        dtrain__bucket *bucket = buckets[b];
         if (!bucket) continue;
         DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
         if (dtype != DTRAIN_DTYPE_F32)
             DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
                                         bucket->values, DTRAIN_DTYPE_F32));
-        DTRAIN__TRY(dtrain__round_values(strategy, bucket));
+        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+            const dtrain_param *p = &strategy->params[i];
+            const dtrain__entry *entry = &strategy->layout.entries[i];
+            if (p->state.storage != p || entry->bucket != bucket) continue;
+            if (p->dtype == strategy->layout.dtype || p->dtype == dtype) continue;
+            DTRAIN__TRY(dtrain__convert(strategy, p->count, bucket->values + entry->offset,
+                                        DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
+        }
     }
     unit->state = DTRAIN__UNIT_HERE;
     return DTRAIN_OK;
@@ -17416,8 +17380,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this one gathers this
- * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
+/* Return where the values of a bucket are whole, as dtype. */
+static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dtype)
+{
+    return dtype != DTRAIN_DTYPE_F32 ? (char *)bucket->low_values : (char *)bucket->values;
+}
+
+/* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this
+ * one gathers this rank's slice from the other nodes, dtrain__gather_inside the slices of this
+ * node.
  *
  * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
  * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
@@ -17427,11 +17398,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const size_t unit = dtrain_dtype_bytes(dtype); /* of a word */
+    const size_t word = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->fetch[1] != NULL;
-    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
-    char *own = whole + (size_t)bucket->shard_first * unit;
     const dtrain_dtype wire = low ? dtype : (dtrain_dtype)layout->dtype;
+    char *whole = dtrain__whole_values(bucket, dtype);
+    char *own = whole + (size_t)bucket->shard_first * word;
     const void *shard = bucket->value_shard;
     if (bucket->value_on_host) {
         DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
@@ -17445,7 +17416,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
     if (bucket->cuts) return dtrain__gather_owners(strategy, bucket, whole, wire);
     dtrain__label(strategy, bucket, "values of bucket");
     return dtrain_all_gather(
-        strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
+        strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * word : 0),
         (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
 }
 
@@ -17453,15 +17424,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
 DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
                                                     dtrain__bucket *bucket, dtrain_dtype dtype)
 {
-    const bool low = dtype != DTRAIN_DTYPE_F32;
-    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    const dtrain__layout *layout = &strategy->layout;
+    char *whole = dtrain__whole_values(bucket, dtype);
     if (!strategy->fetch[1]) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
     dtrain__label(strategy, bucket, "values of bucket");
-    return dtrain_all_gather(strategy->fetch[1],
-                             whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
-                             (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
-                             low ? dtype : (dtrain_dtype)strategy->layout.dtype, bucket->gathers);
+    return dtrain_all_gather(
+        strategy->fetch[1], whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
+        (size_t)dtrain__elements(layout, bucket->slice_count),
+        dtype != DTRAIN_DTYPE_F32 ? dtype : (dtrain_dtype)layout->dtype, bucket->gathers);
 }
 
 /* Wait until a bucket's values, as dtype, have been gathered. */
@@ -18705,6 +18676,7 @@ static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
     const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !alone;
     dtrain__step_fn *const reduce =
         strategy->kind->owners ? dtrain__reduce_owners_begin : dtrain__reduce_scatter_begin;
+    steps->settle = on_host ? dtrain__host_settle : NULL;
     dtrain__list_model(strategy, steps);
     if (nodes)
         DTRAIN__TRY(
@@ -18764,6 +18736,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     if (!nodes || !sharded) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__ACROSS, &strategy->fetch[0]));
     return dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &strategy->fetch[1]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__settle_steps(dtrain_strategy *strategy, bool over)
+{
+    return strategy->sharded.settle ? strategy->sharded.settle(strategy, over) : DTRAIN_OK;
 }
 
 /* Give each bucket its list, and list the state of compression. */
@@ -18878,8 +18855,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
 /* Offload: shards in host memory
  *
  * PUT, GET and RETURN are steps of sharded buckets (steps.c): they copy a gradient shard to and
- * from host memory. host_vacate and host_settle wait for copies to it; host_bring copies a value
- * shard to the device.
+ * from host memory. host_settle waits for copies to it; host_bring copies a value shard to the
+ * device.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | put shard of 2       | put shard of 1 ...
@@ -18887,7 +18864,7 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
  *     up                                                                        | new values
  *
  * A copy to the host is queued behind the kernels queued so far, and later kernels wait for it
- * before they overwrite the buffer that it reads (vacate). The shard of a later micro-batch arrives
+ * before they overwrite the buffer that it reads (settle). The shard of a later micro-batch arrives
  * in one of two bounce buffers, and is added when that buffer is needed again, or at the end of the
  * backward (settle). */
 
@@ -18991,23 +18968,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strateg
     return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket), false);
 }
 
-/* Make kernels queued from now on wait until the copies queued so far have read their buffers. */
-DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
-{
-    if (!strategy->layout.grads_on_host) return DTRAIN_OK;
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
-}
-
-/* End a backward: make all buffers free and, after the last one of a step, wait until the shards
- * are complete. */
-DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
+/* Make kernels queued from now on wait until the copies queued so far have read their buffers. At
+ * the end of a backward first make all buffers free and, after the last one of a step, wait until
+ * the shards are complete. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy, bool over)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
-    if (!strategy->layout.grads_on_host) return DTRAIN_OK;
-    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
-    DTRAIN__TRY(dtrain__host_vacate(strategy));
-    if (strategy->more) return DTRAIN_OK;
+    for (uint32_t i = 0; i < 2 && over; i++) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
+    DTRAIN__TRY(dtrain__stream_follow(strategy, NULL, offload->down));
+    if (!over || strategy->more) return DTRAIN_OK;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
     return dtrain__event_await(strategy, offload->arrived[0]);
 }
@@ -19855,25 +19825,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strate
  *
  * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
 
-/* Put units into stages, and note which parameters are of those of this rank. */
-static dtrain_result dtrain__strategy_stages(dtrain_strategy *strategy)
-{
-    const dtrain_allocator *a = &strategy->allocator;
-    const size_t count = strategy->param_count;
-    dtrain_strategy_desc *desc = &strategy->desc;
-    strategy->ties =
-        (dtrain_comm **)dtrain__alloc(a, count, sizeof *strategy->ties, "ties between stages");
-    if (!strategy->ties) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__stage_map_make(&strategy->stages, a, strategy->params, count,
-                                       desc->pipeline, &strategy->groups));
-    if (desc->pipeline) {
-        strategy->pipeline = *desc->pipeline;
-        desc->pipeline = &strategy->pipeline;
-    }
-    dtrain__stage_params(&strategy->stages, strategy->params, count);
-    return DTRAIN_OK;
-}
-
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
  * a strategy; the caller destroys it after an error. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
@@ -19910,10 +19861,17 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                                  DTRAIN__SQUARES * sizeof *strategy->gathered, "gathered hashes");
     strategy->hashes =
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
-    if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
+    strategy->ties = (dtrain_comm **)dtrain__alloc(allocator, count, sizeof *strategy->ties,
+                                                   "ties between stages");
+    if (!strategy->gathered || !strategy->hashes || !strategy->ties) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
     DTRAIN__TRY(dtrain__check_wide(params, count, &strategy->desc));
-    return dtrain__strategy_stages(strategy);
+    DTRAIN__TRY(dtrain__stage_map_make(&strategy->stages, allocator, params, count,
+                                       strategy->desc.pipeline, groups));
+    if (strategy->desc.pipeline) strategy->pipeline = *strategy->desc.pipeline;
+    if (strategy->desc.pipeline) strategy->desc.pipeline = &strategy->pipeline;
+    dtrain__stage_params(&strategy->stages, params, count);
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
@@ -19998,19 +19956,6 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* Return how many sums of squares there is memory for: this rank's, and those of its model. */
-static size_t dtrain__squares_most(const dtrain_strategy *strategy)
-{
-    return DTRAIN__SQUARES * (1 + (size_t)dtrain_comm_size(strategy->groups.model));
-}
-
-/* Return the size of the memory in which ranks add up: sums of squares, counts of samples. */
-static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
-{
-    const size_t squares = dtrain__squares_most(strategy);
-    return squares * sizeof(double) + (1 + strategy->param_count) * sizeof(float);
-}
-
 /* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
  * end has an address inside it. */
 static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
@@ -20058,9 +20003,13 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
+    /* where ranks add up: squares of this rank and of those of its model, then counts */
+    const size_t squares = 1 + (size_t)dtrain_comm_size(strategy->groups.model);
+    strategy->sums_bytes =
+        squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->counts;
+    DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, strategy->sums_bytes, &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->counts = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
+    strategy->counts = (float *)(void *)(strategy->sum_squares + squares * DTRAIN__SQUARES);
     dtrain__steps_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__steps_open(strategy));
@@ -20104,17 +20053,11 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
     DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__share_host_values(strategy)));
-    dtrain__fill_info(strategy);
-    return dtrain_strategy_publish(strategy);
-}
-
-/* Forget the desc's pointers to memory of the caller, who is now allowed to free it. */
-static void dtrain__forget_desc(dtrain_strategy *strategy)
-{
-    strategy->desc.group_states = NULL;
+    strategy->desc.group_states = NULL; /* the caller's memory, which may be freed from now on */
     strategy->desc.group_count = 0;
     strategy->pipeline.units = NULL;
-    strategy->info.desc = strategy->desc;
+    dtrain__fill_info(strategy);
+    return dtrain_strategy_publish(strategy);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
@@ -20130,13 +20073,9 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
     result = dtrain__compare_settings(out ? *out : NULL, &groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
-    if (!out) return result;
-    if (result == DTRAIN_OK) {
-        dtrain__forget_desc(*out);
-        return DTRAIN_OK;
-    }
-    dtrain_strategy_destroy(*out);
-    *out = NULL;
+    if (result == DTRAIN_OK) return DTRAIN_OK;
+    if (out) dtrain_strategy_destroy(*out);
+    if (out) *out = NULL;
     return result;
 }
 
@@ -20166,15 +20105,6 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
     if (before[0]) (void)dtrain__set_last_error(code, before);
 }
 
-/* Set the pointers of a parameter to memory of the library to NULL. */
-DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p)
-{
-    if (entry->lends_value) p->value = NULL;
-    if (entry->lends_grad) p->grad = NULL;
-    if (entry->lends_typed_value) p->typed_value = NULL;
-    if (entry->lends_typed_grad) p->typed_grad = NULL;
-}
-
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 {
     if (!strategy) return;
@@ -20183,8 +20113,14 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = strategy->device;
     if (strategy->works) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; layout->entries && i < count; i++)
-        dtrain__take_back(&layout->entries[i], &strategy->params[i]);
+    for (size_t i = 0; layout->entries && i < count; i++) { /* the params point at it no longer */
+        const dtrain__entry *entry = &layout->entries[i];
+        dtrain_param *p = &strategy->params[i];
+        if (entry->lends_value) p->value = NULL;
+        if (entry->lends_grad) p->grad = NULL;
+        if (entry->lends_typed_value) p->typed_value = NULL;
+        if (entry->lends_typed_grad) p->typed_grad = NULL;
+    }
     dtrain__offload_close(strategy);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = dtrain__block_bytes(layout, block);
@@ -20195,8 +20131,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
         else device->ops->free(device, layout->memory[block], bytes);
     }
     if (strategy->sum_squares)
-        dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
-                         dtrain__sums_bytes(strategy));
+        dtrain_comm_free(strategy->groups.data, strategy->sum_squares, strategy->sums_bytes);
     dtrain__free(&a, strategy->sums, 1 + count, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
                  DTRAIN__SQUARES * sizeof *strategy->gathered);
@@ -20217,11 +20152,12 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 
 /* Queries: a strategy's description, its shards, its traffic */
 
-/* Fill in what dtrain_strategy_query answers, except the desc and what each step changes. */
+/* Fill in what dtrain_strategy_query answers, except what each step changes. */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain_strategy_info *info = &strategy->info;
+    info->desc = strategy->desc;
     info->name = strategy->kind->name;
     info->comm = strategy->groups.data;
     info->param_count = strategy->param_count;

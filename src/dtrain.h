@@ -30,6 +30,7 @@ extern "C" {
 #include "parallel/pipeline.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
+#include "strategy/query.h"
 #include "strategy/memory.h"
 #include "strategy/compression.h"
 #include "optim/scaler.h"

@@ -6,6 +6,7 @@
 #include "core/json_internal.h"
 #include "core/result.h"
 #include "world/world.h"
+#include "strategy/query.h"
 #include "train/view_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"

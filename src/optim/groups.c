@@ -12,6 +12,7 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "strategy/params.h"
+#include "strategy/query.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "optim/optim_internal.h"

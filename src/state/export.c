@@ -12,6 +12,7 @@
 #include "core/result.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "strategy/query.h"
 #include "strategy/view_internal.h"
 #include "state/export.h"
 #include "state/export_internal.h"

@@ -36,6 +36,7 @@
 #include "core/result.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "strategy/query.h"
 #include "strategy/view_internal.h"
 #include "state/box_internal.h"
 #include "state/checkpoint_internal.h"

@@ -11,25 +11,6 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Put units into stages, and note which parameters are of those of this rank. */
-static dtrain_result dtrain__strategy_stages(dtrain_strategy *strategy)
-{
-    const dtrain_allocator *a = &strategy->allocator;
-    const size_t count = strategy->param_count;
-    dtrain_strategy_desc *desc = &strategy->desc;
-    strategy->ties =
-        (dtrain_comm **)dtrain__alloc(a, count, sizeof *strategy->ties, "ties between stages");
-    if (!strategy->ties) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__stage_map_make(&strategy->stages, a, strategy->params, count,
-                                       desc->pipeline, &strategy->groups));
-    if (desc->pipeline) {
-        strategy->pipeline = *desc->pipeline;
-        desc->pipeline = &strategy->pipeline;
-    }
-    dtrain__stage_params(&strategy->stages, strategy->params, count);
-    return DTRAIN_OK;
-}
-
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
  * a strategy; the caller destroys it after an error. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
@@ -66,10 +47,17 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                                  DTRAIN__SQUARES * sizeof *strategy->gathered, "gathered hashes");
     strategy->hashes =
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
-    if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
+    strategy->ties = (dtrain_comm **)dtrain__alloc(allocator, count, sizeof *strategy->ties,
+                                                   "ties between stages");
+    if (!strategy->gathered || !strategy->hashes || !strategy->ties) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
     DTRAIN__TRY(dtrain__check_wide(params, count, &strategy->desc));
-    return dtrain__strategy_stages(strategy);
+    DTRAIN__TRY(dtrain__stage_map_make(&strategy->stages, allocator, params, count,
+                                       strategy->desc.pipeline, groups));
+    if (strategy->desc.pipeline) strategy->pipeline = *strategy->desc.pipeline;
+    if (strategy->desc.pipeline) strategy->desc.pipeline = &strategy->pipeline;
+    dtrain__stage_params(&strategy->stages, params, count);
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
@@ -154,19 +142,6 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* Return how many sums of squares there is memory for: this rank's, and those of its model. */
-static size_t dtrain__squares_most(const dtrain_strategy *strategy)
-{
-    return DTRAIN__SQUARES * (1 + (size_t)dtrain_comm_size(strategy->groups.model));
-}
-
-/* Return the size of the memory in which ranks add up: sums of squares, counts of samples. */
-static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
-{
-    const size_t squares = dtrain__squares_most(strategy);
-    return squares * sizeof(double) + (1 + strategy->param_count) * sizeof(float);
-}
-
 /* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
  * end has an address inside it. */
 static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
@@ -214,9 +189,13 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
+    /* where ranks add up: squares of this rank and of those of its model, then counts */
+    const size_t squares = 1 + (size_t)dtrain_comm_size(strategy->groups.model);
+    strategy->sums_bytes =
+        squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->counts;
+    DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, strategy->sums_bytes, &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->counts = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
+    strategy->counts = (float *)(void *)(strategy->sum_squares + squares * DTRAIN__SQUARES);
     dtrain__steps_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__steps_open(strategy));
@@ -260,17 +239,11 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
     DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__share_host_values(strategy)));
-    dtrain__fill_info(strategy);
-    return dtrain_strategy_publish(strategy);
-}
-
-/* Forget the desc's pointers to memory of the caller, who is now allowed to free it. */
-static void dtrain__forget_desc(dtrain_strategy *strategy)
-{
-    strategy->desc.group_states = NULL;
+    strategy->desc.group_states = NULL; /* the caller's memory, which may be freed from now on */
     strategy->desc.group_count = 0;
     strategy->pipeline.units = NULL;
-    strategy->info.desc = strategy->desc;
+    dtrain__fill_info(strategy);
+    return dtrain_strategy_publish(strategy);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
@@ -286,13 +259,9 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
     result = dtrain__compare_settings(out ? *out : NULL, &groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
-    if (!out) return result;
-    if (result == DTRAIN_OK) {
-        dtrain__forget_desc(*out);
-        return DTRAIN_OK;
-    }
-    dtrain_strategy_destroy(*out);
-    *out = NULL;
+    if (result == DTRAIN_OK) return DTRAIN_OK;
+    if (out) dtrain_strategy_destroy(*out);
+    if (out) *out = NULL;
     return result;
 }
 
@@ -322,15 +291,6 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
     if (before[0]) (void)dtrain__set_last_error(code, before);
 }
 
-/* Set the pointers of a parameter to memory of the library to NULL. */
-DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p)
-{
-    if (entry->lends_value) p->value = NULL;
-    if (entry->lends_grad) p->grad = NULL;
-    if (entry->lends_typed_value) p->typed_value = NULL;
-    if (entry->lends_typed_grad) p->typed_grad = NULL;
-}
-
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 {
     if (!strategy) return;
@@ -339,8 +299,14 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = strategy->device;
     if (strategy->works) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; layout->entries && i < count; i++)
-        dtrain__take_back(&layout->entries[i], &strategy->params[i]);
+    for (size_t i = 0; layout->entries && i < count; i++) { /* the params point at it no longer */
+        const dtrain__entry *entry = &layout->entries[i];
+        dtrain_param *p = &strategy->params[i];
+        if (entry->lends_value) p->value = NULL;
+        if (entry->lends_grad) p->grad = NULL;
+        if (entry->lends_typed_value) p->typed_value = NULL;
+        if (entry->lends_typed_grad) p->typed_grad = NULL;
+    }
     dtrain__offload_close(strategy);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = dtrain__block_bytes(layout, block);
@@ -351,8 +317,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
         else device->ops->free(device, layout->memory[block], bytes);
     }
     if (strategy->sum_squares)
-        dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
-                         dtrain__sums_bytes(strategy));
+        dtrain_comm_free(strategy->groups.data, strategy->sum_squares, strategy->sums_bytes);
     dtrain__free(&a, strategy->sums, 1 + count, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
                  DTRAIN__SQUARES * sizeof *strategy->gathered);

@@ -70,17 +70,6 @@ static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
     return (dtrain__whole_count(p) + ranks - 1) / ranks;
 }
 
-/* Return the index of a unit; a new one gets the next. */
-static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
-{
-    for (size_t i = layout->unit_count; i-- > 0;)
-        if (layout->units[i].id == id) return (uint32_t)i;
-    dtrain__unit *unit = &layout->units[layout->unit_count];
-    unit->id = id;
-    unit->own_memory = layout->desc->keep_after_forward;
-    return (uint32_t)layout->unit_count++;
-}
-
 /* Fill in the unit of each storage (NONE: several use it) and what is trainable: a frozen storage
  * freezes its aliases; a frozen alias only gives up its own contribution. */
 static void dtrain__lay_units(dtrain__layout *layout)
@@ -89,7 +78,12 @@ static void dtrain__lay_units(dtrain__layout *layout)
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
-        const uint32_t unit = dtrain__unit_index(layout, p->unit);
+        uint32_t unit = (uint32_t)layout->unit_count; /* a new one, unless it is found */
+        for (uint32_t u = 0; u < layout->unit_count; u++)
+            if (layout->units[u].id == p->unit) unit = u;
+        if (unit == layout->unit_count) layout->unit_count++;
+        layout->units[unit].id = p->unit;
+        layout->units[unit].own_memory = layout->desc->keep_after_forward;
         entry->trainable =
             dtrain__has_memory(p) && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
         entry->here = !p->state.remote;
@@ -250,13 +244,6 @@ static void dtrain__lay_ties(dtrain__layout *layout)
     }
 }
 
-/* Make the buckets of a unit whose gradients are sharded: of trainable and of frozen tensors. */
-static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_t index)
-{
-    unit->trainable = dtrain__lay_bucket(layout, index, true);
-    if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, index, false);
-}
-
 /* Fill entries, buckets and units, which are zero. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
@@ -264,9 +251,15 @@ static void dtrain__lay_out(dtrain__layout *layout)
     dtrain__lay_units(layout);
     if (layout->owners) dtrain__lay_owners(layout, layout->cuts); /* not yet filled */
     if (layout->kind->shards.grads) {
-        for (size_t u = layout->unit_count; u-- > 0;)
-            dtrain__lay_unit(layout, &layout->units[u], (uint32_t)u);
-        dtrain__lay_unit(layout, &layout->shared, DTRAIN__NONE);
+        for (size_t u = layout->unit_count; u-- > 0;) {
+            dtrain__unit *unit = &layout->units[u];
+            unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
+            if (layout->shards.params)
+                unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
+        }
+        layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
+        if (layout->shards.params)
+            layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
     } else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
     layout->untied = layout->bucket_count;
@@ -284,28 +277,6 @@ static void dtrain__lay_out(dtrain__layout *layout)
         storage->uses++;
         bucket->uses++;
     }
-}
-
-/* Decide what is really sharded, and among how many of `all` ranks. On one rank nothing is, unless
- * its shard is in host memory. Gradients that are reduced in the last micro-batch alone (LAST) are
- * whole until then. */
-static void dtrain__lay_classes(dtrain__layout *layout, int all)
-{
-    const dtrain_strategy_desc *desc = layout->desc;
-    const dtrain__classes *kind = &layout->kind->shards;
-    const int size = (int)desc->node_size;
-    const bool nodes = desc->hierarchical && size > 1 && size < all;
-    layout->all = all;
-    layout->ranks = !kind->state ? 1 : layout->kind->replicas && size ? size : all;
-    layout->node_ranks = nodes ? size : 1;
-    layout->slice_ranks = all / layout->node_ranks;
-    layout->compression = all > 1 ? desc->compression : NULL;
-    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
-    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
-    layout->shards.params = kind->params && (layout->ranks > 1 || layout->values_on_host);
-    layout->shards.grads = kind->grads && (layout->ranks > 1 || layout->grads_on_host) &&
-                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
-    layout->shards.state = layout->ranks > 1 || layout->shards.params || layout->shards.grads;
 }
 
 /* Make the tables of a layout; dtrain__layout_free frees them, also after an error. The memory is
@@ -326,7 +297,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->dtype = dtrain__sums_dtype(params, count);
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
-    dtrain__lay_classes(layout, all);
+    /* What is really sharded, and among how many ranks? On one rank nothing is, unless its shard is
+     * in host memory. Gradients that are reduced in the last micro-batch alone (LAST) are whole
+     * until then. */
+    const dtrain__classes *kind = &layout->kind->shards;
+    const int size = (int)desc->node_size;
+    layout->all = all;
+    layout->ranks = !kind->state ? 1 : layout->kind->replicas && size ? size : all;
+    layout->node_ranks = desc->hierarchical && size > 1 && size < all ? size : 1;
+    layout->slice_ranks = all / layout->node_ranks;
+    layout->compression = all > 1 ? desc->compression : NULL;
+    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
+    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
+    layout->shards.params = kind->params && (layout->ranks > 1 || layout->values_on_host);
+    layout->shards.grads = kind->grads && (layout->ranks > 1 || layout->grads_on_host) &&
+                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
+    layout->shards.state = layout->ranks > 1 || layout->shards.params || layout->shards.grads;
     const size_t cuts = (size_t)layout->ranks + 1;
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");

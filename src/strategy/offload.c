@@ -1,8 +1,8 @@
 /* Offload: shards in host memory
  *
  * PUT, GET and RETURN are steps of sharded buckets (steps.c): they copy a gradient shard to and
- * from host memory. host_vacate and host_settle wait for copies to it; host_bring copies a value
- * shard to the device.
+ * from host memory. host_settle waits for copies to it; host_bring copies a value shard to the
+ * device.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | put shard of 2       | put shard of 1 ...
@@ -10,7 +10,7 @@
  *     up                                                                        | new values
  *
  * A copy to the host is queued behind the kernels queued so far, and later kernels wait for it
- * before they overwrite the buffer that it reads (vacate). The shard of a later micro-batch arrives
+ * before they overwrite the buffer that it reads (settle). The shard of a later micro-batch arrives
  * in one of two bounce buffers, and is added when that buffer is needed again, or at the end of the
  * backward (settle). */
 
@@ -119,23 +119,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strateg
     return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket), false);
 }
 
-/* Make kernels queued from now on wait until the copies queued so far have read their buffers. */
-DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
-{
-    if (!strategy->layout.grads_on_host) return DTRAIN_OK;
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
-}
-
-/* End a backward: make all buffers free and, after the last one of a step, wait until the shards
- * are complete. */
-DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
+/* Make kernels queued from now on wait until the copies queued so far have read their buffers. At
+ * the end of a backward first make all buffers free and, after the last one of a step, wait until
+ * the shards are complete. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy, bool over)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
-    if (!strategy->layout.grads_on_host) return DTRAIN_OK;
-    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
-    DTRAIN__TRY(dtrain__host_vacate(strategy));
-    if (strategy->more) return DTRAIN_OK;
+    for (uint32_t i = 0; i < 2 && over; i++) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
+    DTRAIN__TRY(dtrain__stream_follow(strategy, NULL, offload->down));
+    if (!over || strategy->more) return DTRAIN_OK;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
     return dtrain__event_await(strategy, offload->arrived[0]);
 }

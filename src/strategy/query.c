@@ -3,11 +3,12 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Fill in what dtrain_strategy_query answers, except the desc and what each step changes. */
+/* Fill in what dtrain_strategy_query answers, except what each step changes. */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain_strategy_info *info = &strategy->info;
+    info->desc = strategy->desc;
     info->name = strategy->kind->name;
     info->comm = strategy->groups.data;
     info->param_count = strategy->param_count;

@@ -285,17 +285,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* Copy whole gradients back to the arrays of a host that has its own. */
-static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_param *p = strategy->shards[i].param;
-        if (dtrain__shard_bucket(&strategy->layout, p->state.index)) continue;
-        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
-    }
-    return DTRAIN_OK;
-}
-
 /* End a backward. The order of these calls matters. Ranks exchange which gradients are missing
  * after each has walked the units that its backward has stepped over and launched all buckets, and
  * an error for a missing one is returned after all buckets were waited for. So a step that fails
@@ -313,10 +302,14 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     if (last) DTRAIN__TRY(dtrain__counts_start(strategy));
     if (last) *missing = dtrain__report_missing(strategy);
     DTRAIN__TRY(dtrain__reduce_until(strategy, all));
-    DTRAIN__TRY(dtrain__host_settle(strategy));
+    DTRAIN__TRY(dtrain__settle_steps(strategy, true));
     if (!last) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__counts_end(strategy));
-    DTRAIN__TRY(dtrain__return_grads(strategy));
+    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole: back to the host's arrays */
+        const dtrain_param *p = strategy->shards[i].param;
+        if (!dtrain__shard_bucket(&strategy->layout, p->state.index))
+            DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
+    }
     DTRAIN__TRY(dtrain__settle_gathers(strategy));
     return dtrain__average_buffers(strategy);
 }

@@ -114,6 +114,7 @@ static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
     const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !alone;
     dtrain__step_fn *const reduce =
         strategy->kind->owners ? dtrain__reduce_owners_begin : dtrain__reduce_scatter_begin;
+    steps->settle = on_host ? dtrain__host_settle : NULL;
     dtrain__list_model(strategy, steps);
     if (nodes)
         DTRAIN__TRY(
@@ -173,6 +174,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     if (!nodes || !sharded) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__own_comm(strategy, groups->data, DTRAIN__ACROSS, &strategy->fetch[0]));
     return dtrain__own_comm(strategy, groups->data, DTRAIN__NODE, &strategy->fetch[1]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__settle_steps(dtrain_strategy *strategy, bool over)
+{
+    return strategy->sharded.settle ? strategy->sharded.settle(strategy, over) : DTRAIN_OK;
 }
 
 /* Give each bucket its list, and list the state of compression. */

@@ -35,6 +35,7 @@
 #include "world/timeline_internal.h"
 #include "strategy/layout_internal.h"
 #include "strategy/memory.h"
+#include "strategy/query.h"
 #include "strategy/view_internal.h"
 #include "device/backend.h"
 
@@ -64,7 +65,10 @@ typedef struct dtrain__step_list {
     dtrain__step list[DTRAIN__STEPS];
     uint32_t count, early_count; /* steps in a step's last backward, and in those before it */
     uint32_t collectives;        /* steps that have a communicator */
-    dtrain_reduce_op op;         /* SUM where two collectives in a row make the mean, as sums that
+    /* Waits until what steps have queued has left the buffers, and with `over`, at the end of a
+     * backward, until it is where it belongs; or NULL. */
+    dtrain_result (*settle)(dtrain_strategy *strategy, bool over);
+    dtrain_reduce_op op; /* SUM where two collectives in a row make the mean, as sums that
                                     are multiplied by 1/N once; in fp16 and fp64 they are means */
 } dtrain__step_list;
 
@@ -142,6 +146,7 @@ struct dtrain_strategy {
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
+    size_t sums_bytes;    /* of both */
     float *counts, *sums; /* (1 + param_count) device memory; the host's copy: weights.c */
     bool counts_due;      /* `sums` is of this rank alone, and must be read from `counts` */
     dtrain_work *counts_work;
@@ -157,9 +162,6 @@ struct dtrain_strategy {
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
 DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage);
 DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
-
-/* strategy/create.c */
-DTRAIN__PRIVATE void dtrain__take_back(const dtrain__entry *entry, dtrain_param *p);
 
 /* strategy/settings.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
@@ -203,6 +205,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compre
 DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout);
 
 /* strategy/steps.c */
+DTRAIN__PRIVATE dtrain_result dtrain__settle_steps(dtrain_strategy *strategy, bool over);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout);
@@ -261,8 +264,7 @@ DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
 
 /* strategy/offload.c */
-DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy, bool over);
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);

@@ -68,37 +68,6 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due. A forward begins with the first unit and continues with the next one
- * or, to recompute activations, to an earlier one. Backward goes to earlier units, and may step
- * over some; once it has begun, no unit after the one that it has come to is due. */
-static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
-                                         dtrain_pass pass)
-{
-    const dtrain__unit *units = strategy->layout.units;
-    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
-    const char *const call = "dtrain_strategy_gather";
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
-    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
-                           (int)pass);
-    if (at > strategy->backward)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "%s: unit %u is not due: this backward has come to unit %u, which is "
-            "registered before it; %s",
-            call, id, units[strategy->backward].id,
-            pass == DTRAIN_PASS_BACKWARD
-                ? "call dtrain_strategy_finish between two"
-                : "to make activations of more than two units again, gather the last "
-                  "of them for backward before");
-    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
-                       "order in which their first parameters are registered",
-                       call, id, units[due].id, due ? "" : ", the first");
-}
-
 /* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
  * parameters stays until publish. */
 static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
@@ -121,22 +90,41 @@ static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown
     dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
 }
 
-/* Tell whether a forward recomputes activations: inside a backward, or, on a rank whose backward
- * has stepped over all units so far, where it goes back to another unit than the first. */
-static bool dtrain__recomputes(const dtrain_strategy *strategy, uint32_t at)
+/* Check that a unit is due. A forward begins with the first unit and continues with the next one
+ * or, to recompute activations, to an earlier one. Backward goes to earlier units, and may step
+ * over some; once it has begun, no unit after the one that it has come to is due. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
+                                         bool backward)
 {
-    if (strategy->backward != DTRAIN__NONE) return true;
-    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t due = strategy->position == DTRAIN__NONE ? 0 : strategy->position + 1;
+    if (at > strategy->backward)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_gather: unit %u is not due: this backward has come to unit %u, which "
+            "is registered before it; %s",
+            id, units[strategy->backward].id,
+            backward ? "call dtrain_strategy_finish between two"
+                     : "to make activations of more than two units again, gather the last "
+                       "of them for backward before");
+    if (backward || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "dtrain_strategy_gather: unit %u is not due; due is unit %u%s. Forward "
+                       "gathers units in the order in which their first parameters are registered",
+                       id, units[due].id, due ? "" : ", the first");
 }
 
-/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. */
-static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
+/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. A
+ * forward recomputes activations inside a backward, or, on a rank whose backward has stepped over
+ * all units so far, where it goes back to another unit than the first. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
-    if (pass == DTRAIN_PASS_BACKWARD) {
+    if (backward) {
         DTRAIN__TRY(dtrain__walk_back(strategy, at));
         strategy->entered = true;
     } else {
-        if (!strategy->entered && dtrain__recomputes(strategy, at))
+        const bool earlier = at && strategy->position != DTRAIN__NONE && at < strategy->position;
+        if (!strategy->entered && (earlier || strategy->backward != DTRAIN__NONE))
             DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
@@ -147,11 +135,19 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtra
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
                                                 dtrain_pass pass)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    const char *const call = "dtrain_strategy_gather";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
     const uint32_t at = dtrain__find_unit(strategy, unit);
-    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call,
+                           unit);
+    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
+                           (int)pass);
+    const bool backward = pass == DTRAIN_PASS_BACKWARD;
+    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, backward));
     if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, backward));
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
@@ -173,42 +169,25 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  * goes to the unit after the first one that this forward gathers: both are in their slots then. A
  * forward of more than two units needs the last of them to be gathered for backward before. */
 
-/* Wait until the gradients of bucket b have left the buffer in which they were made. */
-static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
-{
-    dtrain__bucket *buckets = strategy->layout.buckets;
-    const uint32_t last = dtrain__buffer_steps(strategy, &buckets[b]);
-    if (last == DTRAIN__REDUCED) {
-        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
-        return dtrain__host_vacate(strategy);
-    }
-    for (size_t i = strategy->oldest; i <= b; i++)
-        while (buckets[i].step <= last) DTRAIN__TRY(dtrain__advance(strategy, &buckets[i]));
-    return DTRAIN_OK;
-}
-
 /* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
  * later in the model, have left it. A unit without gradients needs no buffer. */
 static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     const dtrain__unit *units = strategy->layout.units;
+    dtrain__bucket *buckets = strategy->layout.buckets;
     const uint32_t before = strategy->in_buffer[unit & 1];
     if (!strategy->layout.shards.grads || !units[unit].trainable) return DTRAIN_OK;
     strategy->in_buffer[unit & 1] = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_buffer(strategy,
-                                 (size_t)(units[before].trainable - strategy->layout.buckets));
-}
-
-/* Complete and launch the gradients of units from `first` on, whose backward is over. */
-static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    size_t end = strategy->launched;
-    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
-           layout->buckets[end].unit >= first)
-        end++;
-    return dtrain__close_buckets(strategy, end);
+    const size_t b = (size_t)(units[before].trainable - buckets);
+    const uint32_t last = dtrain__buffer_steps(strategy, &buckets[b]);
+    if (last == DTRAIN__REDUCED) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return dtrain__settle_steps(strategy, false);
+    }
+    for (size_t i = strategy->oldest; i <= b; i++)
+        while (buckets[i].step <= last) DTRAIN__TRY(dtrain__advance(strategy, &buckets[i]));
+    return DTRAIN_OK;
 }
 
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
@@ -218,14 +197,19 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
  * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
+    const dtrain__layout *layout = &strategy->layout;
     uint32_t at = strategy->backward;
     if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    if (at == DTRAIN__NONE) at = (uint32_t)layout->unit_count;
     else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
     strategy->entered = false;
     while (at > to) {
+        size_t over = strategy->launched; /* buckets of units whose backward is over */
+        while (over < layout->bucket_count && layout->buckets[over].unit != DTRAIN__NONE &&
+               layout->buckets[over].unit >= at)
+            over++;
         at--;
-        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
+        DTRAIN__TRY(dtrain__close_buckets(strategy, over));
         DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
         strategy->backward = at;
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* of 0: UINT32_MAX, no unit */
@@ -242,35 +226,28 @@ DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t 
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
-/* Round the values of a bucket for hosts that compute in another type; as param_dtype they have
- * arrived so. */
-static dtrain_result dtrain__round_values(dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &strategy->layout.entries[i];
-        if (p->state.storage != p || entry->bucket != bucket) continue;
-        if (p->dtype == strategy->layout.dtype || p->dtype == strategy->desc.param_dtype) continue;
-        DTRAIN__TRY(dtrain__convert(strategy, p->count, bucket->values + entry->offset,
-                                    DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
-    }
-    return DTRAIN_OK;
-}
-
-/* COMING -> HERE: wait for the collectives, and convert what travelled rounded. */
+/* COMING -> HERE: wait for the collectives, and convert: what travelled rounded to fp32, and for
+ * hosts that compute in another type than it travelled as to that. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     dtrain__bucket *const buckets[] = {unit->trainable, unit->frozen};
     if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
-    for (int i = 0; i < 2; i++) {
-        dtrain__bucket *bucket = buckets[i];
+    for (int b = 0; b < 2; b++) {
+        dtrain__bucket *bucket = buckets[b];
         if (!bucket) continue;
         DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
         if (dtype != DTRAIN_DTYPE_F32)
             DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
                                         bucket->values, DTRAIN_DTYPE_F32));
-        DTRAIN__TRY(dtrain__round_values(strategy, bucket));
+        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+            const dtrain_param *p = &strategy->params[i];
+            const dtrain__entry *entry = &strategy->layout.entries[i];
+            if (p->state.storage != p || entry->bucket != bucket) continue;
+            if (p->dtype == strategy->layout.dtype || p->dtype == dtype) continue;
+            DTRAIN__TRY(dtrain__convert(strategy, p->count, bucket->values + entry->offset,
+                                        DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
+        }
     }
     unit->state = DTRAIN__UNIT_HERE;
     return DTRAIN_OK;
@@ -344,8 +321,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this one gathers this
- * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
+/* Return where the values of a bucket are whole, as dtype. */
+static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dtype)
+{
+    return dtype != DTRAIN_DTYPE_F32 ? (char *)bucket->low_values : (char *)bucket->values;
+}
+
+/* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this
+ * one gathers this rank's slice from the other nodes, dtrain__gather_inside the slices of this
+ * node.
  *
  * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
  * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
@@ -355,11 +339,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const size_t unit = dtrain_dtype_bytes(dtype); /* of a word */
+    const size_t word = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->fetch[1] != NULL;
-    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
-    char *own = whole + (size_t)bucket->shard_first * unit;
     const dtrain_dtype wire = low ? dtype : (dtrain_dtype)layout->dtype;
+    char *whole = dtrain__whole_values(bucket, dtype);
+    char *own = whole + (size_t)bucket->shard_first * word;
     const void *shard = bucket->value_shard;
     if (bucket->value_on_host) {
         DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
@@ -373,7 +357,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
     if (bucket->cuts) return dtrain__gather_owners(strategy, bucket, whole, wire);
     dtrain__label(strategy, bucket, "values of bucket");
     return dtrain_all_gather(
-        strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * unit : 0),
+        strategy->fetch[0], shard, whole + (nodes ? (size_t)bucket->slice_first * word : 0),
         (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
 }
 
@@ -381,15 +365,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
 DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
                                                     dtrain__bucket *bucket, dtrain_dtype dtype)
 {
-    const bool low = dtype != DTRAIN_DTYPE_F32;
-    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    const dtrain__layout *layout = &strategy->layout;
+    char *whole = dtrain__whole_values(bucket, dtype);
     if (!strategy->fetch[1]) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
     dtrain__label(strategy, bucket, "values of bucket");
-    return dtrain_all_gather(strategy->fetch[1],
-                             whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
-                             (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
-                             low ? dtype : (dtrain_dtype)strategy->layout.dtype, bucket->gathers);
+    return dtrain_all_gather(
+        strategy->fetch[1], whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
+        (size_t)dtrain__elements(layout, bucket->slice_count),
+        dtype != DTRAIN_DTYPE_F32 ? dtype : (dtrain_dtype)layout->dtype, bucket->gathers);
 }
 
 /* Wait until a bucket's values, as dtype, have been gathered. */

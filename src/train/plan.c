@@ -21,6 +21,7 @@
 #include "comm/backend.h"
 #include "comm/comm.h"
 #include "strategy/memory.h"
+#include "strategy/query.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "tape/tape.h"

@@ -31,6 +31,7 @@
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
 #include "comm/same_internal.h"
+#include "strategy/query.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "tape/tape.h"
