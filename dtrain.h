@@ -4640,6 +4640,14 @@ static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; 
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", (call), #argument); \
     } while (0)
 
+/* A field of a desc, and what is wrong with it. */
+typedef struct dtrain__bound {
+    bool wrong;
+    const char *field;
+    double value;
+    const char *expected;
+} dtrain__bound;
+
 /* Where messages of a rank go; one per world. */
 typedef struct dtrain__log_sink {
     dtrain_log_fn write;
@@ -4672,6 +4680,8 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 /* core/result.c */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
+DTRAIN__PRIVATE dtrain_result dtrain__check_bounds(const char *call, const dtrain__bound *bounds,
+                                                   size_t count);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
 DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text);
 DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
@@ -4978,6 +4988,17 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     char prefix[32];
     snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__thread_rank);
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
+}
+
+/* Refuse the first field that is wrong. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_bounds(const char *call, const dtrain__bound *bounds,
+                                                   size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (bounds[i].wrong)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is %.9g; expected %s", call,
+                               bounds[i].field, bounds[i].value, bounds[i].expected);
+    return DTRAIN_OK;
 }
 
 /* ==== src/core/log.c ========================================================================== */
@@ -14928,7 +14949,7 @@ struct dtrain_strategy {
     dtrain_allocator allocator;
     dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
-    int64_t *gathered;    /* (DTRAIN__SQUARES a rank of `all`): scratch */
+    double *gathered;     /* (DTRAIN__SQUARES a rank of `all`): scratch */
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
@@ -15352,17 +15373,6 @@ DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t sta
     return dtrain__pipeline_place(map->kind, map->ranks, stage).rank;
 }
 
-/* List units in the order of their first parameters; stages are not known yet. */
-static void dtrain__stage_units(dtrain__stage_map *map, const dtrain_param *params, size_t count)
-{
-    map->unit_count = 0;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__stage_of_unit(map, params[i].unit) < 0) {
-            map->units[2 * map->unit_count] = (int32_t)params[i].unit;
-            map->units[2 * map->unit_count++ + 1] = 0;
-        }
-}
-
 /* Check that stages have units, each one, and together all of them. */
 static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
                                          const dtrain_pipeline_desc *desc)
@@ -15391,19 +15401,6 @@ static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
         call, map->unit_count, (int)map->stages, map->ranks, map->chunks);
 }
 
-/* Put units into stages one after the other. */
-static void dtrain__stage_fill(dtrain__stage_map *map, const dtrain_pipeline_desc *desc)
-{
-    const size_t even = map->unit_count / (size_t)map->stages;
-    const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
-    size_t at = 0;
-    for (int32_t s = 0; s < map->stages; s++) {
-        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
-        for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
-        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
-    }
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
                                                      const dtrain_allocator *a,
                                                      const dtrain_param *params, size_t count,
@@ -15420,9 +15417,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
     map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
     map->here = (bool *)dtrain__alloc(a, (size_t)map->stages, sizeof *map->here, "stages");
     if (!map->units || !map->here) return DTRAIN_ERROR_MEMORY;
-    dtrain__stage_units(map, params, count);
+    for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
+        if (dtrain__stage_of_unit(map, params[i].unit) < 0)
+            map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
     DTRAIN__TRY(dtrain__stage_check(map, desc));
-    dtrain__stage_fill(map, desc);
+    const size_t even = map->unit_count / (size_t)map->stages;
+    const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
+    size_t at = 0;
+    for (int32_t s = 0; s < map->stages; s++) {
+        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
+        for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
+        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
+    }
     return DTRAIN_OK;
 }
 
@@ -16855,28 +16861,15 @@ DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_
  * rank, is not. Replicas of a shard have the same bits, and ranks with different shards exchange
  * their sums: so all ranks get the same norm without further communication. */
 
-/* Tell whether this rank counts a parameter. Gradients that are not sharded are on all ranks that
- * share a copy: the first of these counts them. `replicated`: it counts those that are whole on all
- * ranks of the tensor axis, on each of them, to see that they are the same. */
-static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *shard,
-                           bool replicated)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const size_t i = shard->param->state.index;
-    const bool whole = layout->tensor_ranks > 1 && !shard->param->cut.axis;
-    if (layout->entries[i].tied && !replicated &&
-        dtrain__stage_first(strategy, i) != strategy->groups.pipeline_rank)
-        return false; /* the first stage counts it */
-    if (!layout->entries[i].bucket->sharded && layout->rank) return false;
-    return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
-}
-
 /* Add the squares of the shards in host memory, or of those on the device, to *total, which is in
- * the same memory. */
+ * the same memory. Gradients that are not sharded are on all ranks that share a copy: the first of
+ * these counts them; of a tied weight the first stage. `replicated`: count what is whole on all
+ * ranks of the tensor axis, on each of them, to see that it is the same. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, bool replicated,
                                          double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
+    const dtrain__groups *groups = &strategy->groups;
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
@@ -16884,13 +16877,19 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     args.accumulate = true;
     args.scale = 1;
     args.total = total;
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_shard *shard = &strategy->shards[i];
-        const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
+    args.dtype = (dtrain_dtype)layout->dtype;
+    for (size_t n = 0; n < strategy->shard_count; n++) {
+        const dtrain_shard *shard = &strategy->shards[n];
+        const size_t i = shard->param->state.index;
+        const dtrain__bucket *bucket = layout->entries[i].bucket;
+        const bool whole = layout->tensor_ranks > 1 && !shard->param->cut.axis;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
-        if (!dtrain__counts(strategy, shard, replicated)) continue;
+        if (!bucket->sharded && layout->rank) continue;
+        if (replicated ? !whole : whole && groups->tensor_rank) continue;
+        if (layout->entries[i].tied && !replicated &&
+            dtrain__stage_first(strategy, i) != groups->pipeline_rank)
+            continue;
         args.x = shard->grad ? (const void *)shard->grad : shard->typed_grad;
-        args.dtype = (dtrain_dtype)layout->dtype;
         args.count = shard->count;
         DTRAIN__TRY(device->ops->sum(device, &args));
     }
@@ -16919,56 +16918,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
     return dtrain_work_wait(work);
 }
 
-/* Collect `count` sums of each rank of a communicator, as words: a sum of doubles made by the
- * communicator would not be exact. */
-static dtrain_result dtrain__gather_sums(dtrain_strategy *strategy, dtrain_comm *comm,
-                                         const double *sums, size_t count)
+/* Collect `count` sums of each rank of a communicator, as words (a sum of doubles made by the
+ * communicator would not be exact), and add the first ones up, in rank order; add up the second
+ * ones too, if `both`. */
+static dtrain_result dtrain__sum_ranks(dtrain_strategy *strategy, dtrain_comm *comm, double *sums,
+                                       size_t count, bool both)
 {
-    int64_t bits[DTRAIN__SQUARES];
-    memcpy(bits, sums, count * sizeof *sums);
-    return dtrain_all_gather(comm, bits, strategy->gathered, count, DTRAIN_DTYPE_I64, NULL);
-}
-
-/* Return a sum that was gathered. */
-static double dtrain__gathered_sum(const dtrain_strategy *strategy, size_t at)
-{
-    double sum;
-    memcpy(&sum, &strategy->gathered[at], sizeof sum);
-    return sum;
-}
-
-/* Add up `count` sums of the ranks that share a copy, each for itself, in rank order. */
-static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, size_t count)
-{
-    dtrain_comm *comm = strategy->groups.copy;
-    if (!comm) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, count));
-    for (size_t k = 0; k < count; k++) {
+    const int ranks = dtrain_comm_size(comm);
+    const double *all = strategy->gathered;
+    DTRAIN__TRY(dtrain_all_gather(comm, sums, strategy->gathered, count, DTRAIN_DTYPE_I64, NULL));
+    for (size_t k = 0; k < (both ? count : 1); k++) {
         sums[k] = 0;
-        for (int i = 0; i < dtrain_comm_size(comm); i++)
-            sums[k] += dtrain__gathered_sum(strategy, (size_t)i * count + k);
+        for (int i = 0; i < ranks; i++) sums[k] += all[(size_t)i * count + k];
     }
     return DTRAIN_OK;
 }
 
-/* Add up the sums of the ranks that hold one model, in rank order. The second sum of each, of
- * gradients that are whole on all ranks of a tensor axis, must be the same on them: ranks that read
- * other samples, or run another program, would spoil the model without any other sign. Shards that
- * are cut elsewhere, and kernels that add in another order, make it differ by rounding; other
- * samples by far more. */
-static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums)
+/* Check that the ranks of each tensor axis have the same gradients of what is whole on them, the
+ * second sums, which have been gathered: ranks that read other samples, or run another program,
+ * would spoil the model without any other sign. Shards that are cut elsewhere, and kernels that add
+ * in another order, make them differ by rounding; other samples by far more. */
+static dtrain_result dtrain__check_replicated(dtrain_strategy *strategy)
 {
     dtrain_comm *comm = strategy->groups.model;
-    const int tensor_ranks = strategy->groups.tensor_ranks;
-    if (!comm) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, 2));
-    sums[0] = 0;
-    for (int i = 0; i < dtrain_comm_size(comm); i++)
-        sums[0] += dtrain__gathered_sum(strategy, (size_t)i * 2);
-    for (int i = 0; i < dtrain_comm_size(comm) && dtrain__is_finite((float)sums[0]); i++) {
-        const int first = i - i % tensor_ranks;
-        const double usual = dtrain__gathered_sum(strategy, (size_t)first * 2 + 1);
-        const double one = dtrain__gathered_sum(strategy, (size_t)i * 2 + 1);
+    const double *all = strategy->gathered;
+    for (int i = 0; i < dtrain_comm_size(comm); i++) {
+        const int first = i - i % strategy->groups.tensor_ranks;
+        const double usual = all[first * 2 + 1], one = all[i * 2 + 1];
         if (fabs(one - usual) <= 1e-3 * (one + usual)) continue;
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_grad_norm: the gradients of what is whole on the tensor axis "
@@ -16993,8 +16969,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
         device->ops->copy(device, sums, here, count * sizeof *sums, DTRAIN_COPY_DEVICE_TO_HOST));
     if (on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, false, sums));
     if (on_host && checks) DTRAIN__TRY(dtrain__add_squares(strategy, true, true, sums + 1));
-    dtrain_result result = dtrain__sum_copy(strategy, sums, count);
-    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums);
+    dtrain_comm *const copy = strategy->groups.copy, *const model = strategy->groups.model;
+    dtrain_result result = DTRAIN_OK;
+    if (copy) result = dtrain__sum_ranks(strategy, copy, sums, count, true);
+    if (result == DTRAIN_OK && model) result = dtrain__sum_ranks(strategy, model, sums, 2, false);
+    if (result == DTRAIN_OK && model && dtrain__is_finite((float)sums[0]))
+        result = dtrain__check_replicated(strategy);
     *total = sums[0];
     return dtrain__strategy_keep(strategy, result);
 }
@@ -17788,33 +17768,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrai
 
 /* ---- Copies of tied weights -------------------------------------------------------------------*/
 
-/* Tell whether two storages are used by the same ranks; none: by several at all. */
-static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,
-                               const dtrain_param *b)
-{
-    for (int rank = 0; rank < map->ranks; rank++)
-        if (dtrain__stage_uses(map, a, rank) != dtrain__stage_uses(map, b, rank)) return false;
-    return true;
-}
-
-static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param *storage)
-{
-    int users = 0;
-    for (int rank = 0; rank < map->ranks; rank++) users += dtrain__stage_uses(map, storage, rank);
-    return users > 1;
-}
-
-/* Refuse settings that would treat copies of a weight in different ways. */
-static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
-{
-    if (!strategy->desc.compression) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_strategy_create: compression: \"%s\" is tied between stages of "
-                       "several ranks, whose copies must get the same gradient to the bit; leave "
-                       "compression or the tie out",
-                       dtrain__short(p->name));
-}
-
 /* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
  * weights with the same ranks share one. All ranks of the axis make the same calls. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
@@ -17824,11 +17777,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
     const dtrain_param *before = NULL; /* the storage before it that has copies */
     for (size_t i = 0; i < strategy->param_count && axis; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || !dtrain__has_copies(map, p)) continue;
-        DTRAIN__TRY(dtrain__tie_allowed(strategy, p));
+        int users = 0;
+        bool same = before != NULL; /* the ranks that use it and `before` */
+        if (p->state.storage != p) continue;
+        for (int rank = 0; rank < map->ranks; rank++) {
+            const bool uses = dtrain__stage_uses(map, p, rank);
+            users += uses;
+            same = same && uses == dtrain__stage_uses(map, before, rank);
+        }
+        if (users < 2) continue;
+        if (strategy->desc.compression)
+            return dtrain_fail(
+                DTRAIN_ERROR_UNSUPPORTED,
+                "dtrain_strategy_create: compression: \"%s\" is tied between stages of several "
+                "ranks, whose copies must get the same gradient to the bit; leave compression or "
+                "the tie out",
+                dtrain__short(p->name));
         const int color = dtrain__stage_uses(map, p, map->rank) ? 0 : -1;
-        if (before && dtrain__same_users(map, before, p))
-            strategy->ties[i] = strategy->ties[before->state.index];
+        if (same) strategy->ties[i] = strategy->ties[before->state.index];
         else DTRAIN__TRY(dtrain_comm_split(axis, color, map->rank, &strategy->ties[i]));
         before = p;
     }
@@ -18329,14 +18295,6 @@ static int64_t dtrain__quota(double ratio, int64_t count)
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Return the ratio from which on blocks are larger than the bucket. An all-reduce sends 8 bytes an
- * element, times (N - 1) / N; a block goes to N - 1 ranks. The ratio is the same for all buckets,
- * so that bits do not depend on how buckets are cut. */
-static double dtrain__masked_share(const dtrain__topk *t)
-{
-    return 8 / ((t->low ? 6.0 : 8.0) * t->bucket->ranks);
-}
-
 /* Count the words of the values of a block. */
 static int64_t dtrain__value_words(const dtrain__topk *t)
 {
@@ -18372,7 +18330,10 @@ static dtrain__topk dtrain__topk_of(const dtrain_compression_desc *how,
     t.how = how;
     t.bucket = bucket;
     t.low = bucket->dtype != DTRAIN_DTYPE_F32;
-    const double masked = dtrain__masked_share(&t);
+    /* From this ratio on blocks are larger than the bucket: an all-reduce sends 8 bytes an element,
+     * times (N - 1) / N; a block goes to N - 1 ranks. It is the same for all buckets, so that bits
+     * do not depend on how buckets are cut. */
+    const double masked = 8 / ((t.low ? 6.0 : 8.0) * bucket->ranks);
     dtrain__topk_size(&t, largest < masked ? largest : masked);
     int64_t most = 0;
     for (size_t i = 0; i < bucket->tensor_count && (t.low || largest >= masked); i++)
@@ -18476,52 +18437,25 @@ static dtrain_result dtrain__clear(const dtrain__topk *t, const dtrain_hook_tens
     return device->ops->zero(device, tensor->grad, (size_t)tensor->count * sizeof(float));
 }
 
-/* Clear the gradients and add the blocks of all ranks to them, in rank order, times 1/N. */
-static dtrain_result dtrain__add_blocks(const dtrain__topk *t)
-{
-    int64_t at = 0;
-    for (size_t i = 0; i < t->bucket->tensor_count; i++) {
-        const dtrain_hook_tensor *tensor = &t->bucket->tensors[i];
-        const int64_t k = dtrain__quota(t->ratio, tensor->count);
-        DTRAIN__TRY(dtrain__clear(t, tensor));
-        for (int r = 0; r < t->bucket->ranks; r++) {
-            const dtrain__picks picks = dtrain__picks_at(t, at, t->blocks + r * t->words);
-            if (picks.low) DTRAIN__TRY(dtrain__round(t, k, &picks, true));
-            DTRAIN__TRY(dtrain__scatter(t, tensor, t->bucket->factor, &picks, tensor->grad));
-        }
-        at += k;
-    }
-    return DTRAIN_OK;
-}
-
 /* ---- The hook ---------------------------------------------------------------------------------*/
 
-/* Keep the selected elements of a masked bucket, times 1/N, and clear the others. */
-static dtrain_result dtrain__mask(const dtrain__topk *t)
-{
-    const dtrain_hook_bucket *bucket = t->bucket;
-    const dtrain__picks picks = {t->values, t->low_values, t->indices};
-    for (size_t i = 0; i < bucket->tensor_count; i++) {
-        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        DTRAIN__TRY(dtrain__select(t, tensor, &picks));
-        DTRAIN__TRY(dtrain__clear(t, tensor));
-        DTRAIN__TRY(dtrain__scatter(t, tensor, bucket->factor, &picks, tensor->grad));
-    }
-    return DTRAIN_OK;
-}
-
-/* Select from each tensor into this rank's block. */
+/* Select from each tensor into this rank's block. Of a masked bucket keep the selected elements,
+ * times 1/N, and clear the others. */
 static dtrain_result dtrain__topk_compress(const dtrain_compression_desc *how,
                                            dtrain_hook_bucket *bucket, uint32_t round)
 {
     const dtrain__topk t = dtrain__topk_of(how, bucket);
     int64_t at = 0;
     (void)round;
-    if (t.masked) return dtrain__mask(&t);
     for (size_t i = 0; i < bucket->tensor_count; i++) {
-        const dtrain__picks picks = dtrain__picks_at(&t, at, t.blocks + bucket->rank * t.words);
-        DTRAIN__TRY(dtrain__select(&t, &bucket->tensors[i], &picks));
-        at += dtrain__quota(t.ratio, bucket->tensors[i].count);
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        dtrain__picks picks = {t.values, t.low_values, t.indices};
+        if (!t.masked) picks = dtrain__picks_at(&t, at, t.blocks + bucket->rank * t.words);
+        DTRAIN__TRY(dtrain__select(&t, tensor, &picks));
+        at += dtrain__quota(t.ratio, tensor->count);
+        if (!t.masked) continue;
+        DTRAIN__TRY(dtrain__clear(&t, tensor));
+        DTRAIN__TRY(dtrain__scatter(&t, tensor, bucket->factor, &picks, tensor->grad));
     }
     return DTRAIN_OK;
 }
@@ -18540,12 +18474,25 @@ static dtrain_result dtrain__topk_exchange(const dtrain_compression_desc *how,
                              (size_t)t.words, DTRAIN_DTYPE_I32, work);
 }
 
+/* Clear the gradients and add the blocks of all ranks to them, in rank order, times 1/N. */
 static dtrain_result dtrain__topk_decompress(const dtrain_compression_desc *how,
                                              dtrain_hook_bucket *bucket, uint32_t round)
 {
     const dtrain__topk t = dtrain__topk_of(how, bucket);
+    int64_t at = 0;
     (void)round;
-    return t.masked ? DTRAIN_OK : dtrain__add_blocks(&t);
+    for (size_t i = 0; i < bucket->tensor_count && !t.masked; i++) {
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        const int64_t k = dtrain__quota(t.ratio, tensor->count);
+        DTRAIN__TRY(dtrain__clear(&t, tensor));
+        for (int r = 0; r < bucket->ranks; r++) {
+            const dtrain__picks picks = dtrain__picks_at(&t, at, t.blocks + r * t.words);
+            if (picks.low) DTRAIN__TRY(dtrain__round(&t, k, &picks, true));
+            DTRAIN__TRY(dtrain__scatter(&t, tensor, bucket->factor, &picks, tensor->grad));
+        }
+        at += k;
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
@@ -19425,33 +19372,27 @@ static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
     return result;
 }
 
-/* Bring the hashes of all stages to each rank of a pipeline axis, each from the first rank that has
- * it, and make *all of them: that of one rank with the whole model. */
-static dtrain_result dtrain__collect_hashes(dtrain_strategy *strategy, uint64_t *all)
-{
-    uint64_t *hashes = strategy->hashes;
-    const size_t count = strategy->param_count;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__stage_first(strategy, i) != strategy->groups.pipeline_rank) hashes[i] = 0;
-    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.pipeline, hashes, hashes, count,
-                                  DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
-    *all = DTRAIN__FNV_BASIS;
-    for (size_t i = 0; i < count; i++)
-        if (hashes[i]) *all = dtrain__fnv1a(*all, &hashes[i], sizeof hashes[i]);
-    return DTRAIN_OK;
-}
-
-/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is
- * whole. */
+/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is whole:
+ * along a pipeline axis those of all stages, each from the first rank that has it, as one rank with
+ * the whole model would hash them; along a tensor axis those of its ranks. */
 static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
 {
-    dtrain_comm *tensor = strategy->groups.tensor;
-    uint64_t *parts = (uint64_t *)(void *)strategy->gathered;
-    if (strategy->groups.pipeline) DTRAIN__TRY(dtrain__collect_hashes(strategy, all));
-    if (!tensor) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_gather(tensor, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
-    *all =
-        dtrain__fnv1a(DTRAIN__FNV_BASIS, parts, (size_t)dtrain_comm_size(tensor) * sizeof *parts);
+    const dtrain__groups *groups = &strategy->groups;
+    const size_t count = strategy->param_count;
+    uint64_t *hashes = strategy->hashes, *parts = (uint64_t *)(void *)strategy->gathered;
+    if (groups->pipeline) {
+        for (size_t i = 0; i < count; i++)
+            if (dtrain__stage_first(strategy, i) != groups->pipeline_rank) hashes[i] = 0;
+        DTRAIN__TRY(dtrain_all_reduce(groups->pipeline, hashes, hashes, count, DTRAIN_DTYPE_I64,
+                                      DTRAIN_REDUCE_SUM, NULL));
+        *all = DTRAIN__FNV_BASIS;
+        for (size_t i = 0; i < count; i++)
+            if (hashes[i]) *all = dtrain__fnv1a(*all, &hashes[i], sizeof hashes[i]);
+    }
+    if (!groups->tensor) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_gather(groups->tensor, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
+    *all = dtrain__fnv1a(DTRAIN__FNV_BASIS, parts,
+                         (size_t)dtrain_comm_size(groups->tensor) * sizeof *parts);
     return DTRAIN_OK;
 }
 
@@ -19511,12 +19452,7 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
     const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
     const bool momentum = how->topk_momentum >= 0 && how->topk_momentum < 1;
     const bool rises = !dtrain__is_share(how->warmup_ratio) || how->warmup_ratio < how->topk_ratio;
-    const struct {
-        bool wrong;
-        const char *field;
-        double value;
-        const char *expected;
-    } bounds[] = {
+    const dtrain__bound bounds[] = {
         {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
         {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ZERO, "missing_gradient",
          (double)desc->missing_gradient, "a dtrain_missing_gradient"},
@@ -19547,10 +19483,7 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          how->hook ? (double)how->hook->rounds : 0, "1 or 2"},
         {how->dense_below < 0, "dense_below", (double)how->dense_below, "a number of elements"},
     };
-    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
-        if (bounds[i].wrong)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is %.9g; expected %s", call,
-                               bounds[i].field, bounds[i].value, bounds[i].expected);
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
     if (how->hook && (!how->hook->name || !how->hook->plan || !how->hook->compress ||
                       !how->hook->exchange || !how->hook->decompress))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -19857,8 +19790,8 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                            "what a GPU would be relieved of is on the CPU already; use 0",
                            call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
     strategy->gathered =
-        (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->all),
-                                 DTRAIN__SQUARES * sizeof *strategy->gathered, "gathered hashes");
+        (double *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->all),
+                                DTRAIN__SQUARES * sizeof *strategy->gathered, "gathered hashes");
     strategy->hashes =
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
     strategy->ties = (dtrain_comm **)dtrain__alloc(allocator, count, sizeof *strategy->ties,
@@ -21019,18 +20952,6 @@ typedef struct dtrain__update_piece {
     float *value;                 /* address of the piece's values in the strategy's memory */
 } dtrain__update_piece;
 
-/* Queue the copy of a piece's gradient to a buffer, unless the gradient is in host memory, and the
- * event at the end of the copy. */
-static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
-                                        dtrain__update_piece *piece, size_t slot)
-{
-    const float *grad = piece->part.grad;
-    float *staging = NULL;
-    if (!dtrain__on_host(optimizer->device, grad))
-        piece->part.grad = staging = optimizer->block + slot * (size_t)optimizer->staging;
-    return dtrain__update_down(optimizer->strategy, slot, staging, grad, piece->part.count);
-}
-
 /* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
  * device. Values that the strategy keeps in host memory need no copy: the next gather reads
  * them. */
@@ -21046,47 +20967,42 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                              piece->part.count);
 }
 
-/* Set *piece to the part of tensor `at` that starts at element `first`, at most DTRAIN__PIECE
- * elements; of Muon to the whole matrix. */
-static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
-                               size_t at, int64_t first, dtrain__update_piece *piece)
-{
-    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
-    piece->group = group;
-    piece->at = at;
-    piece->part = *tensor;
-    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
-        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
-    piece->part.grad += first;
-    piece->part.value += first;
-    piece->part.m = dtrain__after(tensor->m, first);
-    piece->part.v = dtrain__after(tensor->v, first);
-    piece->value = optimizer->sources[at]->value + first;
-}
-
-/* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
- * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
- * in the master copies. While one piece is updated the next is copied down; a buffer is filled
- * again after the piece that it held was updated. */
+/* Update everything on the CPU, in pieces of DTRAIN__PIECE elements, of Muon in whole matrices.
+ * Copies down are queued behind what compute had queued: once the first has arrived, nothing reads
+ * old values any more, neither on the device nor in the master copies. While one piece is updated
+ * the next is copied down; a buffer is filled again after the piece that it held was updated. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
+    const dtrain__group *group = optimizer->groups;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* pieces whose copy down is queued */
     DTRAIN__TRY(dtrain__update_begin(strategy));
-    for (size_t g = 0; g < optimizer->group_count; g++) {
-        const dtrain__group *group = &optimizer->groups[g];
-        for (size_t at = group->first; at < group->first + group->count; at++) {
-            const int64_t all = optimizer->tensors[at].count;
-            for (int64_t first = dtrain__is_left_out(optimizer, at) ? all : 0; first < all;) {
-                const size_t slot = count & 1;
-                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
-                first += pieces[slot].part.count;
-                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
-                if (count++)
-                    DTRAIN__TRY(
-                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
-            }
+    for (size_t at = 0; at < optimizer->tensor_count; at++) {
+        const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
+        while (at >= group->first + group->count) group++;
+        for (int64_t first = 0; first < tensor->count && !dtrain__is_left_out(optimizer, at);) {
+            const size_t slot = count & 1;
+            dtrain__update_piece *piece = &pieces[slot];
+            dtrain_optimizer_tensor *part = &piece->part;
+            piece->group = group;
+            piece->at = at;
+            piece->value = optimizer->sources[at]->value + first;
+            *part = *tensor;
+            if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
+                part->count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
+            part->value += first;
+            part->m = dtrain__after(tensor->m, first);
+            part->v = dtrain__after(tensor->v, first);
+            const float *grad = tensor->grad + first;
+            float *staging = optimizer->block + slot * (size_t)optimizer->staging;
+            if (dtrain__on_host(optimizer->device, grad)) staging = NULL; /* used where it is */
+            part->grad = staging ? staging : grad;
+            DTRAIN__TRY(dtrain__update_down(strategy, slot, staging, grad, part->count));
+            first += part->count;
+            if (count++)
+                DTRAIN__TRY(
+                    dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
         }
     }
     const size_t last = (count - 1) & 1;
@@ -21096,8 +21012,6 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
- * parameter in one pass: it is refused before the first is touched. */
 /* Fail on all ranks if their rates or hyper-parameters differ, once: later rates that differ are
  * found with a trainer in the step, otherwise by dtrain_strategy_verify and when a checkpoint is
  * saved. */
@@ -21456,17 +21370,12 @@ static bool dtrain__is_beta(float value) { return dtrain__not_below(value, 0) &&
 /* Refuse a group's desc that does not come from one of the defaults or makes no sense. */
 static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint32_t number)
 {
-    const char *const call = "dtrain_optimizer_create";
+    char call[48];
     const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
     const bool lion = desc->kind == DTRAIN_OPTIMIZER_LION;
     const bool muon = desc->kind == DTRAIN_OPTIMIZER_MUON;
     const bool betas = adamw || lion, momentum = !betas;
-    const struct {
-        bool wrong;
-        const char *field;
-        double value;
-        const char *expected;
-    } bounds[] = {
+    const dtrain__bound bounds[] = {
         {!dtrain__not_below(desc->weight_decay, 0), "weight_decay", (double)desc->weight_decay,
          "a finite number of 0 or more"},
         {!dtrain__not_below(desc->lr_scale, FLT_MIN), "lr_scale", (double)desc->lr_scale,
@@ -21488,16 +21397,13 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
         {number && desc->group_count, "group_count", (double)desc->group_count,
          "0: groups have none of their own"},
     };
+    snprintf(call, sizeof call, "dtrain_optimizer_create: group %u", number);
     if (!adamw && !lion && !muon && desc->kind != DTRAIN_OPTIMIZER_SGD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: group %u: kind %u is not a dtrain_optimizer_kind; start from "
+                           "%s: kind %u is not a dtrain_optimizer_kind; start from "
                            "dtrain_optimizer_defaults()",
-                           call, number, (unsigned)desc->kind);
-    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
-        if (bounds[i].wrong)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: group %u: %s is %.9g; expected %s", call,
-                               number, bounds[i].field, bounds[i].value, bounds[i].expected);
-    return DTRAIN_OK;
+                           call, (unsigned)desc->kind);
+    return dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]);
 }
 
 /* Refuse a parameter whose group does not exist, and for Muon a parameter that is no matrix or of
@@ -21646,53 +21552,47 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
     return DTRAIN_OK;
 }
 
-/* Update one matrix. A step that a number in device memory tells to skip leaves momentum and value
- * as they are. */
-static dtrain_result dtrain__muon_matrix(dtrain_device *device, dtrain__muon muon,
-                                         const dtrain_param *param,
-                                         const dtrain_optimizer_tensor *tensor,
-                                         const dtrain_optimizer_args *step)
-{
-    const int64_t rows = param->shape[0], columns = param->count / rows;
-    dtrain_muon_args args;
-    dtrain_sum_args sum;
-    memset(&args, 0, sizeof args);
-    args.stage = DTRAIN_MUON_MOMENTUM;
-    args.tensor = tensor;
-    args.x = muon.x;
-    args.lr = step->lr;
-    args.momentum = step->momentum;
-    args.grad_scale = step->grad_scale;
-    args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
-    args.epsilon = step->epsilon;
-    args.nesterov = step->nesterov;
-    args.sum_squares = muon.sum;
-    args.scalars = step->scalars;
-    args.lr_scale = step->lr_scale;
-    DTRAIN__TRY(device->ops->muon(device, &args));
-    memset(&sum, 0, sizeof sum);
-    sum.count = tensor->count;
-    sum.squares = true;
-    sum.scale = 1;
-    sum.x = muon.x;
-    sum.total = muon.sum;
-    sum.dtype = DTRAIN_DTYPE_F32;
-    DTRAIN__TRY(device->ops->sum(device, &sum));
-    args.stage = DTRAIN_MUON_NORMALIZE;
-    DTRAIN__TRY(device->ops->muon(device, &args));
-    DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
-    args.stage = DTRAIN_MUON_STEP;
-    args.x = muon.x;
-    return device->ops->muon(device, &args);
-}
-
-/* Update the matrices of one call; sources are the shards of the tensors. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
+/* Update the matrices of one call; sources are the shards of the tensors. A step that a number in
+ * device memory tells to skip leaves momentum and value as they are. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *scratch,
                                                 const dtrain_shard *const *sources,
                                                 const dtrain_optimizer_args *step)
 {
-    for (size_t i = 0; i < step->tensor_count; i++)
-        DTRAIN__TRY(dtrain__muon_matrix(device, *muon, sources[i]->param, &step->tensors[i], step));
+    for (size_t i = 0; i < step->tensor_count; i++) {
+        const dtrain_param *param = sources[i]->param;
+        const int64_t rows = param->shape[0], columns = param->count / rows;
+        dtrain__muon muon = *scratch; /* iterations exchange x and y */
+        dtrain_muon_args args;
+        dtrain_sum_args sum;
+        memset(&args, 0, sizeof args);
+        args.stage = DTRAIN_MUON_MOMENTUM;
+        args.tensor = &step->tensors[i];
+        args.x = muon.x;
+        args.lr = step->lr;
+        args.momentum = step->momentum;
+        args.grad_scale = step->grad_scale;
+        args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
+        args.epsilon = step->epsilon;
+        args.nesterov = step->nesterov;
+        args.sum_squares = muon.sum;
+        args.scalars = step->scalars;
+        args.lr_scale = step->lr_scale;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+        memset(&sum, 0, sizeof sum);
+        sum.count = args.tensor->count;
+        sum.squares = true;
+        sum.scale = 1;
+        sum.x = muon.x;
+        sum.total = muon.sum;
+        sum.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(device->ops->sum(device, &sum));
+        args.stage = DTRAIN_MUON_NORMALIZE;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+        DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
+        args.stage = DTRAIN_MUON_STEP;
+        args.x = muon.x;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+    }
     return DTRAIN_OK;
 }
 

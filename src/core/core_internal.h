@@ -22,6 +22,14 @@
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", (call), #argument); \
     } while (0)
 
+/* A field of a desc, and what is wrong with it. */
+typedef struct dtrain__bound {
+    bool wrong;
+    const char *field;
+    double value;
+    const char *expected;
+} dtrain__bound;
+
 /* Where messages of a rank go; one per world. */
 typedef struct dtrain__log_sink {
     dtrain_log_fn write;
@@ -54,6 +62,8 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 /* core/result.c */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
+DTRAIN__PRIVATE dtrain_result dtrain__check_bounds(const char *call, const dtrain__bound *bounds,
+                                                   size_t count);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
 DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text);
 DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);

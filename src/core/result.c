@@ -117,3 +117,14 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__thread_rank);
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
+
+/* Refuse the first field that is wrong. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_bounds(const char *call, const dtrain__bound *bounds,
+                                                   size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (bounds[i].wrong)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is %.9g; expected %s", call,
+                               bounds[i].field, bounds[i].value, bounds[i].expected);
+    return DTRAIN_OK;
+}

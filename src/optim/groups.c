@@ -117,17 +117,12 @@ static bool dtrain__is_beta(float value) { return dtrain__not_below(value, 0) &&
 /* Refuse a group's desc that does not come from one of the defaults or makes no sense. */
 static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint32_t number)
 {
-    const char *const call = "dtrain_optimizer_create";
+    char call[48];
     const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
     const bool lion = desc->kind == DTRAIN_OPTIMIZER_LION;
     const bool muon = desc->kind == DTRAIN_OPTIMIZER_MUON;
     const bool betas = adamw || lion, momentum = !betas;
-    const struct {
-        bool wrong;
-        const char *field;
-        double value;
-        const char *expected;
-    } bounds[] = {
+    const dtrain__bound bounds[] = {
         {!dtrain__not_below(desc->weight_decay, 0), "weight_decay", (double)desc->weight_decay,
          "a finite number of 0 or more"},
         {!dtrain__not_below(desc->lr_scale, FLT_MIN), "lr_scale", (double)desc->lr_scale,
@@ -149,16 +144,13 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
         {number && desc->group_count, "group_count", (double)desc->group_count,
          "0: groups have none of their own"},
     };
+    snprintf(call, sizeof call, "dtrain_optimizer_create: group %u", number);
     if (!adamw && !lion && !muon && desc->kind != DTRAIN_OPTIMIZER_SGD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: group %u: kind %u is not a dtrain_optimizer_kind; start from "
+                           "%s: kind %u is not a dtrain_optimizer_kind; start from "
                            "dtrain_optimizer_defaults()",
-                           call, number, (unsigned)desc->kind);
-    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
-        if (bounds[i].wrong)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: group %u: %s is %.9g; expected %s", call,
-                               number, bounds[i].field, bounds[i].value, bounds[i].expected);
-    return DTRAIN_OK;
+                           call, (unsigned)desc->kind);
+    return dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]);
 }
 
 /* Refuse a parameter whose group does not exist, and for Muon a parameter that is no matrix or of

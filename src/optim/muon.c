@@ -88,52 +88,46 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
     return DTRAIN_OK;
 }
 
-/* Update one matrix. A step that a number in device memory tells to skip leaves momentum and value
- * as they are. */
-static dtrain_result dtrain__muon_matrix(dtrain_device *device, dtrain__muon muon,
-                                         const dtrain_param *param,
-                                         const dtrain_optimizer_tensor *tensor,
-                                         const dtrain_optimizer_args *step)
-{
-    const int64_t rows = param->shape[0], columns = param->count / rows;
-    dtrain_muon_args args;
-    dtrain_sum_args sum;
-    memset(&args, 0, sizeof args);
-    args.stage = DTRAIN_MUON_MOMENTUM;
-    args.tensor = tensor;
-    args.x = muon.x;
-    args.lr = step->lr;
-    args.momentum = step->momentum;
-    args.grad_scale = step->grad_scale;
-    args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
-    args.epsilon = step->epsilon;
-    args.nesterov = step->nesterov;
-    args.sum_squares = muon.sum;
-    args.scalars = step->scalars;
-    args.lr_scale = step->lr_scale;
-    DTRAIN__TRY(device->ops->muon(device, &args));
-    memset(&sum, 0, sizeof sum);
-    sum.count = tensor->count;
-    sum.squares = true;
-    sum.scale = 1;
-    sum.x = muon.x;
-    sum.total = muon.sum;
-    sum.dtype = DTRAIN_DTYPE_F32;
-    DTRAIN__TRY(device->ops->sum(device, &sum));
-    args.stage = DTRAIN_MUON_NORMALIZE;
-    DTRAIN__TRY(device->ops->muon(device, &args));
-    DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
-    args.stage = DTRAIN_MUON_STEP;
-    args.x = muon.x;
-    return device->ops->muon(device, &args);
-}
-
-/* Update the matrices of one call; sources are the shards of the tensors. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
+/* Update the matrices of one call; sources are the shards of the tensors. A step that a number in
+ * device memory tells to skip leaves momentum and value as they are. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *scratch,
                                                 const dtrain_shard *const *sources,
                                                 const dtrain_optimizer_args *step)
 {
-    for (size_t i = 0; i < step->tensor_count; i++)
-        DTRAIN__TRY(dtrain__muon_matrix(device, *muon, sources[i]->param, &step->tensors[i], step));
+    for (size_t i = 0; i < step->tensor_count; i++) {
+        const dtrain_param *param = sources[i]->param;
+        const int64_t rows = param->shape[0], columns = param->count / rows;
+        dtrain__muon muon = *scratch; /* iterations exchange x and y */
+        dtrain_muon_args args;
+        dtrain_sum_args sum;
+        memset(&args, 0, sizeof args);
+        args.stage = DTRAIN_MUON_MOMENTUM;
+        args.tensor = &step->tensors[i];
+        args.x = muon.x;
+        args.lr = step->lr;
+        args.momentum = step->momentum;
+        args.grad_scale = step->grad_scale;
+        args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
+        args.epsilon = step->epsilon;
+        args.nesterov = step->nesterov;
+        args.sum_squares = muon.sum;
+        args.scalars = step->scalars;
+        args.lr_scale = step->lr_scale;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+        memset(&sum, 0, sizeof sum);
+        sum.count = args.tensor->count;
+        sum.squares = true;
+        sum.scale = 1;
+        sum.x = muon.x;
+        sum.total = muon.sum;
+        sum.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(device->ops->sum(device, &sum));
+        args.stage = DTRAIN_MUON_NORMALIZE;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+        DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
+        args.stage = DTRAIN_MUON_STEP;
+        args.x = muon.x;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+    }
     return DTRAIN_OK;
 }

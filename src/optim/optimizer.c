@@ -167,18 +167,6 @@ typedef struct dtrain__update_piece {
     float *value;                 /* address of the piece's values in the strategy's memory */
 } dtrain__update_piece;
 
-/* Queue the copy of a piece's gradient to a buffer, unless the gradient is in host memory, and the
- * event at the end of the copy. */
-static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
-                                        dtrain__update_piece *piece, size_t slot)
-{
-    const float *grad = piece->part.grad;
-    float *staging = NULL;
-    if (!dtrain__on_host(optimizer->device, grad))
-        piece->part.grad = staging = optimizer->block + slot * (size_t)optimizer->staging;
-    return dtrain__update_down(optimizer->strategy, slot, staging, grad, piece->part.count);
-}
-
 /* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
  * device. Values that the strategy keeps in host memory need no copy: the next gather reads
  * them. */
@@ -194,47 +182,42 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                              piece->part.count);
 }
 
-/* Set *piece to the part of tensor `at` that starts at element `first`, at most DTRAIN__PIECE
- * elements; of Muon to the whole matrix. */
-static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
-                               size_t at, int64_t first, dtrain__update_piece *piece)
-{
-    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
-    piece->group = group;
-    piece->at = at;
-    piece->part = *tensor;
-    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
-        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
-    piece->part.grad += first;
-    piece->part.value += first;
-    piece->part.m = dtrain__after(tensor->m, first);
-    piece->part.v = dtrain__after(tensor->v, first);
-    piece->value = optimizer->sources[at]->value + first;
-}
-
-/* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
- * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
- * in the master copies. While one piece is updated the next is copied down; a buffer is filled
- * again after the piece that it held was updated. */
+/* Update everything on the CPU, in pieces of DTRAIN__PIECE elements, of Muon in whole matrices.
+ * Copies down are queued behind what compute had queued: once the first has arrived, nothing reads
+ * old values any more, neither on the device nor in the master copies. While one piece is updated
+ * the next is copied down; a buffer is filled again after the piece that it held was updated. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
+    const dtrain__group *group = optimizer->groups;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* pieces whose copy down is queued */
     DTRAIN__TRY(dtrain__update_begin(strategy));
-    for (size_t g = 0; g < optimizer->group_count; g++) {
-        const dtrain__group *group = &optimizer->groups[g];
-        for (size_t at = group->first; at < group->first + group->count; at++) {
-            const int64_t all = optimizer->tensors[at].count;
-            for (int64_t first = dtrain__is_left_out(optimizer, at) ? all : 0; first < all;) {
-                const size_t slot = count & 1;
-                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
-                first += pieces[slot].part.count;
-                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
-                if (count++)
-                    DTRAIN__TRY(
-                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
-            }
+    for (size_t at = 0; at < optimizer->tensor_count; at++) {
+        const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
+        while (at >= group->first + group->count) group++;
+        for (int64_t first = 0; first < tensor->count && !dtrain__is_left_out(optimizer, at);) {
+            const size_t slot = count & 1;
+            dtrain__update_piece *piece = &pieces[slot];
+            dtrain_optimizer_tensor *part = &piece->part;
+            piece->group = group;
+            piece->at = at;
+            piece->value = optimizer->sources[at]->value + first;
+            *part = *tensor;
+            if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
+                part->count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
+            part->value += first;
+            part->m = dtrain__after(tensor->m, first);
+            part->v = dtrain__after(tensor->v, first);
+            const float *grad = tensor->grad + first;
+            float *staging = optimizer->block + slot * (size_t)optimizer->staging;
+            if (dtrain__on_host(optimizer->device, grad)) staging = NULL; /* used where it is */
+            part->grad = staging ? staging : grad;
+            DTRAIN__TRY(dtrain__update_down(strategy, slot, staging, grad, part->count));
+            first += part->count;
+            if (count++)
+                DTRAIN__TRY(
+                    dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
         }
     }
     const size_t last = (count - 1) & 1;
@@ -244,8 +227,6 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
- * parameter in one pass: it is refused before the first is touched. */
 /* Fail on all ranks if their rates or hyper-parameters differ, once: later rates that differ are
  * found with a trainer in the step, otherwise by dtrain_strategy_verify and when a checkpoint is
  * saved. */

@@ -152,33 +152,27 @@ static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
     return result;
 }
 
-/* Bring the hashes of all stages to each rank of a pipeline axis, each from the first rank that has
- * it, and make *all of them: that of one rank with the whole model. */
-static dtrain_result dtrain__collect_hashes(dtrain_strategy *strategy, uint64_t *all)
-{
-    uint64_t *hashes = strategy->hashes;
-    const size_t count = strategy->param_count;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__stage_first(strategy, i) != strategy->groups.pipeline_rank) hashes[i] = 0;
-    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.pipeline, hashes, hashes, count,
-                                  DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
-    *all = DTRAIN__FNV_BASIS;
-    for (size_t i = 0; i < count; i++)
-        if (hashes[i]) *all = dtrain__fnv1a(*all, &hashes[i], sizeof hashes[i]);
-    return DTRAIN_OK;
-}
-
-/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is
- * whole. */
+/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is whole:
+ * along a pipeline axis those of all stages, each from the first rank that has it, as one rank with
+ * the whole model would hash them; along a tensor axis those of its ranks. */
 static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
 {
-    dtrain_comm *tensor = strategy->groups.tensor;
-    uint64_t *parts = (uint64_t *)(void *)strategy->gathered;
-    if (strategy->groups.pipeline) DTRAIN__TRY(dtrain__collect_hashes(strategy, all));
-    if (!tensor) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_gather(tensor, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
-    *all =
-        dtrain__fnv1a(DTRAIN__FNV_BASIS, parts, (size_t)dtrain_comm_size(tensor) * sizeof *parts);
+    const dtrain__groups *groups = &strategy->groups;
+    const size_t count = strategy->param_count;
+    uint64_t *hashes = strategy->hashes, *parts = (uint64_t *)(void *)strategy->gathered;
+    if (groups->pipeline) {
+        for (size_t i = 0; i < count; i++)
+            if (dtrain__stage_first(strategy, i) != groups->pipeline_rank) hashes[i] = 0;
+        DTRAIN__TRY(dtrain_all_reduce(groups->pipeline, hashes, hashes, count, DTRAIN_DTYPE_I64,
+                                      DTRAIN_REDUCE_SUM, NULL));
+        *all = DTRAIN__FNV_BASIS;
+        for (size_t i = 0; i < count; i++)
+            if (hashes[i]) *all = dtrain__fnv1a(*all, &hashes[i], sizeof hashes[i]);
+    }
+    if (!groups->tensor) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_gather(groups->tensor, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
+    *all = dtrain__fnv1a(DTRAIN__FNV_BASIS, parts,
+                         (size_t)dtrain_comm_size(groups->tensor) * sizeof *parts);
     return DTRAIN_OK;
 }
 

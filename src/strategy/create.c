@@ -43,8 +43,8 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                            "what a GPU would be relieved of is on the CPU already; use 0",
                            call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
     strategy->gathered =
-        (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->all),
-                                 DTRAIN__SQUARES * sizeof *strategy->gathered, "gathered hashes");
+        (double *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->all),
+                                DTRAIN__SQUARES * sizeof *strategy->gathered, "gathered hashes");
     strategy->hashes =
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
     strategy->ties = (dtrain_comm **)dtrain__alloc(allocator, count, sizeof *strategy->ties,

@@ -17,28 +17,15 @@
 #include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Tell whether this rank counts a parameter. Gradients that are not sharded are on all ranks that
- * share a copy: the first of these counts them. `replicated`: it counts those that are whole on all
- * ranks of the tensor axis, on each of them, to see that they are the same. */
-static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *shard,
-                           bool replicated)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const size_t i = shard->param->state.index;
-    const bool whole = layout->tensor_ranks > 1 && !shard->param->cut.axis;
-    if (layout->entries[i].tied && !replicated &&
-        dtrain__stage_first(strategy, i) != strategy->groups.pipeline_rank)
-        return false; /* the first stage counts it */
-    if (!layout->entries[i].bucket->sharded && layout->rank) return false;
-    return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
-}
-
 /* Add the squares of the shards in host memory, or of those on the device, to *total, which is in
- * the same memory. */
+ * the same memory. Gradients that are not sharded are on all ranks that share a copy: the first of
+ * these counts them; of a tied weight the first stage. `replicated`: count what is whole on all
+ * ranks of the tensor axis, on each of them, to see that it is the same. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, bool replicated,
                                          double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
+    const dtrain__groups *groups = &strategy->groups;
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
@@ -46,13 +33,19 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     args.accumulate = true;
     args.scale = 1;
     args.total = total;
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_shard *shard = &strategy->shards[i];
-        const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
+    args.dtype = (dtrain_dtype)layout->dtype;
+    for (size_t n = 0; n < strategy->shard_count; n++) {
+        const dtrain_shard *shard = &strategy->shards[n];
+        const size_t i = shard->param->state.index;
+        const dtrain__bucket *bucket = layout->entries[i].bucket;
+        const bool whole = layout->tensor_ranks > 1 && !shard->param->cut.axis;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
-        if (!dtrain__counts(strategy, shard, replicated)) continue;
+        if (!bucket->sharded && layout->rank) continue;
+        if (replicated ? !whole : whole && groups->tensor_rank) continue;
+        if (layout->entries[i].tied && !replicated &&
+            dtrain__stage_first(strategy, i) != groups->pipeline_rank)
+            continue;
         args.x = shard->grad ? (const void *)shard->grad : shard->typed_grad;
-        args.dtype = (dtrain_dtype)layout->dtype;
         args.count = shard->count;
         DTRAIN__TRY(device->ops->sum(device, &args));
     }
@@ -81,56 +74,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
     return dtrain_work_wait(work);
 }
 
-/* Collect `count` sums of each rank of a communicator, as words: a sum of doubles made by the
- * communicator would not be exact. */
-static dtrain_result dtrain__gather_sums(dtrain_strategy *strategy, dtrain_comm *comm,
-                                         const double *sums, size_t count)
+/* Collect `count` sums of each rank of a communicator, as words (a sum of doubles made by the
+ * communicator would not be exact), and add the first ones up, in rank order; add up the second
+ * ones too, if `both`. */
+static dtrain_result dtrain__sum_ranks(dtrain_strategy *strategy, dtrain_comm *comm, double *sums,
+                                       size_t count, bool both)
 {
-    int64_t bits[DTRAIN__SQUARES];
-    memcpy(bits, sums, count * sizeof *sums);
-    return dtrain_all_gather(comm, bits, strategy->gathered, count, DTRAIN_DTYPE_I64, NULL);
-}
-
-/* Return a sum that was gathered. */
-static double dtrain__gathered_sum(const dtrain_strategy *strategy, size_t at)
-{
-    double sum;
-    memcpy(&sum, &strategy->gathered[at], sizeof sum);
-    return sum;
-}
-
-/* Add up `count` sums of the ranks that share a copy, each for itself, in rank order. */
-static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, size_t count)
-{
-    dtrain_comm *comm = strategy->groups.copy;
-    if (!comm) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, count));
-    for (size_t k = 0; k < count; k++) {
+    const int ranks = dtrain_comm_size(comm);
+    const double *all = strategy->gathered;
+    DTRAIN__TRY(dtrain_all_gather(comm, sums, strategy->gathered, count, DTRAIN_DTYPE_I64, NULL));
+    for (size_t k = 0; k < (both ? count : 1); k++) {
         sums[k] = 0;
-        for (int i = 0; i < dtrain_comm_size(comm); i++)
-            sums[k] += dtrain__gathered_sum(strategy, (size_t)i * count + k);
+        for (int i = 0; i < ranks; i++) sums[k] += all[(size_t)i * count + k];
     }
     return DTRAIN_OK;
 }
 
-/* Add up the sums of the ranks that hold one model, in rank order. The second sum of each, of
- * gradients that are whole on all ranks of a tensor axis, must be the same on them: ranks that read
- * other samples, or run another program, would spoil the model without any other sign. Shards that
- * are cut elsewhere, and kernels that add in another order, make it differ by rounding; other
- * samples by far more. */
-static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums)
+/* Check that the ranks of each tensor axis have the same gradients of what is whole on them, the
+ * second sums, which have been gathered: ranks that read other samples, or run another program,
+ * would spoil the model without any other sign. Shards that are cut elsewhere, and kernels that add
+ * in another order, make them differ by rounding; other samples by far more. */
+static dtrain_result dtrain__check_replicated(dtrain_strategy *strategy)
 {
     dtrain_comm *comm = strategy->groups.model;
-    const int tensor_ranks = strategy->groups.tensor_ranks;
-    if (!comm) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, 2));
-    sums[0] = 0;
-    for (int i = 0; i < dtrain_comm_size(comm); i++)
-        sums[0] += dtrain__gathered_sum(strategy, (size_t)i * 2);
-    for (int i = 0; i < dtrain_comm_size(comm) && dtrain__is_finite((float)sums[0]); i++) {
-        const int first = i - i % tensor_ranks;
-        const double usual = dtrain__gathered_sum(strategy, (size_t)first * 2 + 1);
-        const double one = dtrain__gathered_sum(strategy, (size_t)i * 2 + 1);
+    const double *all = strategy->gathered;
+    for (int i = 0; i < dtrain_comm_size(comm); i++) {
+        const int first = i - i % strategy->groups.tensor_ranks;
+        const double usual = all[first * 2 + 1], one = all[i * 2 + 1];
         if (fabs(one - usual) <= 1e-3 * (one + usual)) continue;
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_grad_norm: the gradients of what is whole on the tensor axis "
@@ -155,8 +125,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
         device->ops->copy(device, sums, here, count * sizeof *sums, DTRAIN_COPY_DEVICE_TO_HOST));
     if (on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, false, sums));
     if (on_host && checks) DTRAIN__TRY(dtrain__add_squares(strategy, true, true, sums + 1));
-    dtrain_result result = dtrain__sum_copy(strategy, sums, count);
-    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums);
+    dtrain_comm *const copy = strategy->groups.copy, *const model = strategy->groups.model;
+    dtrain_result result = DTRAIN_OK;
+    if (copy) result = dtrain__sum_ranks(strategy, copy, sums, count, true);
+    if (result == DTRAIN_OK && model) result = dtrain__sum_ranks(strategy, model, sums, 2, false);
+    if (result == DTRAIN_OK && model && dtrain__is_finite((float)sums[0]))
+        result = dtrain__check_replicated(strategy);
     *total = sums[0];
     return dtrain__strategy_keep(strategy, result);
 }

@@ -23,12 +23,7 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
     const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
     const bool momentum = how->topk_momentum >= 0 && how->topk_momentum < 1;
     const bool rises = !dtrain__is_share(how->warmup_ratio) || how->warmup_ratio < how->topk_ratio;
-    const struct {
-        bool wrong;
-        const char *field;
-        double value;
-        const char *expected;
-    } bounds[] = {
+    const dtrain__bound bounds[] = {
         {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
         {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ZERO, "missing_gradient",
          (double)desc->missing_gradient, "a dtrain_missing_gradient"},
@@ -59,10 +54,7 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          how->hook ? (double)how->hook->rounds : 0, "1 or 2"},
         {how->dense_below < 0, "dense_below", (double)how->dense_below, "a number of elements"},
     };
-    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
-        if (bounds[i].wrong)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is %.9g; expected %s", call,
-                               bounds[i].field, bounds[i].value, bounds[i].expected);
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
     if (how->hook && (!how->hook->name || !how->hook->plan || !how->hook->compress ||
                       !how->hook->exchange || !how->hook->decompress))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

@@ -35,17 +35,6 @@ DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t sta
     return dtrain__pipeline_place(map->kind, map->ranks, stage).rank;
 }
 
-/* List units in the order of their first parameters; stages are not known yet. */
-static void dtrain__stage_units(dtrain__stage_map *map, const dtrain_param *params, size_t count)
-{
-    map->unit_count = 0;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__stage_of_unit(map, params[i].unit) < 0) {
-            map->units[2 * map->unit_count] = (int32_t)params[i].unit;
-            map->units[2 * map->unit_count++ + 1] = 0;
-        }
-}
-
 /* Check that stages have units, each one, and together all of them. */
 static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
                                          const dtrain_pipeline_desc *desc)
@@ -74,19 +63,6 @@ static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
         call, map->unit_count, (int)map->stages, map->ranks, map->chunks);
 }
 
-/* Put units into stages one after the other. */
-static void dtrain__stage_fill(dtrain__stage_map *map, const dtrain_pipeline_desc *desc)
-{
-    const size_t even = map->unit_count / (size_t)map->stages;
-    const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
-    size_t at = 0;
-    for (int32_t s = 0; s < map->stages; s++) {
-        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
-        for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
-        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
-    }
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
                                                      const dtrain_allocator *a,
                                                      const dtrain_param *params, size_t count,
@@ -103,9 +79,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
     map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
     map->here = (bool *)dtrain__alloc(a, (size_t)map->stages, sizeof *map->here, "stages");
     if (!map->units || !map->here) return DTRAIN_ERROR_MEMORY;
-    dtrain__stage_units(map, params, count);
+    for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
+        if (dtrain__stage_of_unit(map, params[i].unit) < 0)
+            map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
     DTRAIN__TRY(dtrain__stage_check(map, desc));
-    dtrain__stage_fill(map, desc);
+    const size_t even = map->unit_count / (size_t)map->stages;
+    const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
+    size_t at = 0;
+    for (int32_t s = 0; s < map->stages; s++) {
+        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
+        for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
+        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
+    }
     return DTRAIN_OK;
 }
 

@@ -142,7 +142,7 @@ struct dtrain_strategy {
     dtrain_allocator allocator;
     dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
-    int64_t *gathered;    /* (DTRAIN__SQUARES a rank of `all`): scratch */
+    double *gathered;     /* (DTRAIN__SQUARES a rank of `all`): scratch */
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */

@@ -34,33 +34,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrai
 
 /* ---- Copies of tied weights -------------------------------------------------------------------*/
 
-/* Tell whether two storages are used by the same ranks; none: by several at all. */
-static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,
-                               const dtrain_param *b)
-{
-    for (int rank = 0; rank < map->ranks; rank++)
-        if (dtrain__stage_uses(map, a, rank) != dtrain__stage_uses(map, b, rank)) return false;
-    return true;
-}
-
-static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param *storage)
-{
-    int users = 0;
-    for (int rank = 0; rank < map->ranks; rank++) users += dtrain__stage_uses(map, storage, rank);
-    return users > 1;
-}
-
-/* Refuse settings that would treat copies of a weight in different ways. */
-static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
-{
-    if (!strategy->desc.compression) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_strategy_create: compression: \"%s\" is tied between stages of "
-                       "several ranks, whose copies must get the same gradient to the bit; leave "
-                       "compression or the tie out",
-                       dtrain__short(p->name));
-}
-
 /* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
  * weights with the same ranks share one. All ranks of the axis make the same calls. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
@@ -70,11 +43,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
     const dtrain_param *before = NULL; /* the storage before it that has copies */
     for (size_t i = 0; i < strategy->param_count && axis; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || !dtrain__has_copies(map, p)) continue;
-        DTRAIN__TRY(dtrain__tie_allowed(strategy, p));
+        int users = 0;
+        bool same = before != NULL; /* the ranks that use it and `before` */
+        if (p->state.storage != p) continue;
+        for (int rank = 0; rank < map->ranks; rank++) {
+            const bool uses = dtrain__stage_uses(map, p, rank);
+            users += uses;
+            same = same && uses == dtrain__stage_uses(map, before, rank);
+        }
+        if (users < 2) continue;
+        if (strategy->desc.compression)
+            return dtrain_fail(
+                DTRAIN_ERROR_UNSUPPORTED,
+                "dtrain_strategy_create: compression: \"%s\" is tied between stages of several "
+                "ranks, whose copies must get the same gradient to the bit; leave compression or "
+                "the tie out",
+                dtrain__short(p->name));
         const int color = dtrain__stage_uses(map, p, map->rank) ? 0 : -1;
-        if (before && dtrain__same_users(map, before, p))
-            strategy->ties[i] = strategy->ties[before->state.index];
+        if (same) strategy->ties[i] = strategy->ties[before->state.index];
         else DTRAIN__TRY(dtrain_comm_split(axis, color, map->rank, &strategy->ties[i]));
         before = p;
     }

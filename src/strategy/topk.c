@@ -46,14 +46,6 @@ static int64_t dtrain__quota(double ratio, int64_t count)
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Return the ratio from which on blocks are larger than the bucket. An all-reduce sends 8 bytes an
- * element, times (N - 1) / N; a block goes to N - 1 ranks. The ratio is the same for all buckets,
- * so that bits do not depend on how buckets are cut. */
-static double dtrain__masked_share(const dtrain__topk *t)
-{
-    return 8 / ((t->low ? 6.0 : 8.0) * t->bucket->ranks);
-}
-
 /* Count the words of the values of a block. */
 static int64_t dtrain__value_words(const dtrain__topk *t)
 {
@@ -89,7 +81,10 @@ static dtrain__topk dtrain__topk_of(const dtrain_compression_desc *how,
     t.how = how;
     t.bucket = bucket;
     t.low = bucket->dtype != DTRAIN_DTYPE_F32;
-    const double masked = dtrain__masked_share(&t);
+    /* From this ratio on blocks are larger than the bucket: an all-reduce sends 8 bytes an element,
+     * times (N - 1) / N; a block goes to N - 1 ranks. It is the same for all buckets, so that bits
+     * do not depend on how buckets are cut. */
+    const double masked = 8 / ((t.low ? 6.0 : 8.0) * bucket->ranks);
     dtrain__topk_size(&t, largest < masked ? largest : masked);
     int64_t most = 0;
     for (size_t i = 0; i < bucket->tensor_count && (t.low || largest >= masked); i++)
@@ -193,52 +188,25 @@ static dtrain_result dtrain__clear(const dtrain__topk *t, const dtrain_hook_tens
     return device->ops->zero(device, tensor->grad, (size_t)tensor->count * sizeof(float));
 }
 
-/* Clear the gradients and add the blocks of all ranks to them, in rank order, times 1/N. */
-static dtrain_result dtrain__add_blocks(const dtrain__topk *t)
-{
-    int64_t at = 0;
-    for (size_t i = 0; i < t->bucket->tensor_count; i++) {
-        const dtrain_hook_tensor *tensor = &t->bucket->tensors[i];
-        const int64_t k = dtrain__quota(t->ratio, tensor->count);
-        DTRAIN__TRY(dtrain__clear(t, tensor));
-        for (int r = 0; r < t->bucket->ranks; r++) {
-            const dtrain__picks picks = dtrain__picks_at(t, at, t->blocks + r * t->words);
-            if (picks.low) DTRAIN__TRY(dtrain__round(t, k, &picks, true));
-            DTRAIN__TRY(dtrain__scatter(t, tensor, t->bucket->factor, &picks, tensor->grad));
-        }
-        at += k;
-    }
-    return DTRAIN_OK;
-}
-
 /* ---- The hook ---------------------------------------------------------------------------------*/
 
-/* Keep the selected elements of a masked bucket, times 1/N, and clear the others. */
-static dtrain_result dtrain__mask(const dtrain__topk *t)
-{
-    const dtrain_hook_bucket *bucket = t->bucket;
-    const dtrain__picks picks = {t->values, t->low_values, t->indices};
-    for (size_t i = 0; i < bucket->tensor_count; i++) {
-        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        DTRAIN__TRY(dtrain__select(t, tensor, &picks));
-        DTRAIN__TRY(dtrain__clear(t, tensor));
-        DTRAIN__TRY(dtrain__scatter(t, tensor, bucket->factor, &picks, tensor->grad));
-    }
-    return DTRAIN_OK;
-}
-
-/* Select from each tensor into this rank's block. */
+/* Select from each tensor into this rank's block. Of a masked bucket keep the selected elements,
+ * times 1/N, and clear the others. */
 static dtrain_result dtrain__topk_compress(const dtrain_compression_desc *how,
                                            dtrain_hook_bucket *bucket, uint32_t round)
 {
     const dtrain__topk t = dtrain__topk_of(how, bucket);
     int64_t at = 0;
     (void)round;
-    if (t.masked) return dtrain__mask(&t);
     for (size_t i = 0; i < bucket->tensor_count; i++) {
-        const dtrain__picks picks = dtrain__picks_at(&t, at, t.blocks + bucket->rank * t.words);
-        DTRAIN__TRY(dtrain__select(&t, &bucket->tensors[i], &picks));
-        at += dtrain__quota(t.ratio, bucket->tensors[i].count);
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        dtrain__picks picks = {t.values, t.low_values, t.indices};
+        if (!t.masked) picks = dtrain__picks_at(&t, at, t.blocks + bucket->rank * t.words);
+        DTRAIN__TRY(dtrain__select(&t, tensor, &picks));
+        at += dtrain__quota(t.ratio, tensor->count);
+        if (!t.masked) continue;
+        DTRAIN__TRY(dtrain__clear(&t, tensor));
+        DTRAIN__TRY(dtrain__scatter(&t, tensor, bucket->factor, &picks, tensor->grad));
     }
     return DTRAIN_OK;
 }
@@ -257,12 +225,25 @@ static dtrain_result dtrain__topk_exchange(const dtrain_compression_desc *how,
                              (size_t)t.words, DTRAIN_DTYPE_I32, work);
 }
 
+/* Clear the gradients and add the blocks of all ranks to them, in rank order, times 1/N. */
 static dtrain_result dtrain__topk_decompress(const dtrain_compression_desc *how,
                                              dtrain_hook_bucket *bucket, uint32_t round)
 {
     const dtrain__topk t = dtrain__topk_of(how, bucket);
+    int64_t at = 0;
     (void)round;
-    return t.masked ? DTRAIN_OK : dtrain__add_blocks(&t);
+    for (size_t i = 0; i < bucket->tensor_count && !t.masked; i++) {
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        const int64_t k = dtrain__quota(t.ratio, tensor->count);
+        DTRAIN__TRY(dtrain__clear(&t, tensor));
+        for (int r = 0; r < bucket->ranks; r++) {
+            const dtrain__picks picks = dtrain__picks_at(&t, at, t.blocks + r * t.words);
+            if (picks.low) DTRAIN__TRY(dtrain__round(&t, k, &picks, true));
+            DTRAIN__TRY(dtrain__scatter(&t, tensor, bucket->factor, &picks, tensor->grad));
+        }
+        at += k;
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
