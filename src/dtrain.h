@@ -92,12 +92,9 @@ extern "C" {
 #include "core/dtype.c"
 #include "core/random.c"
 #include "core/hash.c"
-#include "core/crc32c.c"
 DTRAIN__COLD
-#include "core/json.c"
 #include "world/world.c"
 #include "world/timeline.c"
-#include "world/trace.c"
 #include "world/control.c"
 #include "world/arena.c"
 #include "world/link.c"
@@ -162,7 +159,15 @@ DTRAIN__COLD
 
 /* ---- Ring 2: state ---------------------------------------------------------------------------*/
 
-#if !defined(DTRAIN_CORE) && !defined(DTRAIN_OMIT_STATE)
+/* The texts and checksums of files, which the ring of monitor uses, too. */
+
+#if DTRAIN__STATE || DTRAIN__MONITOR
+DTRAIN__HOT
+#include "core/crc32c.c"
+DTRAIN__COLD
+#include "core/json.c"
+#endif
+#if DTRAIN__STATE
 #include "state/state.c"
 #include "state/box.c"
 #include "state/union.c"
@@ -220,7 +225,7 @@ DTRAIN__COLD
 
 /* ---- Ring 4: monitor -------------------------------------------------------------------------*/
 
-#if !defined(DTRAIN_CORE) && !defined(DTRAIN_OMIT_MONITOR)
+#if DTRAIN__MONITOR
 #include "monitor/metrics.c"
 #include "monitor/table.c"
 #include "monitor/file.c"
@@ -230,6 +235,7 @@ DTRAIN__COLD
 #include "monitor/tensorboard.c"
 #include "monitor/histogram.c"
 #include "monitor/nvml.c"
+#include "monitor/trace.c"
 #endif
 
 /* ---- The device and its kernels; kernels of layers belong to ring 3 --------------------------*/

@@ -48,11 +48,21 @@
 
 #include "core/api.h"
 
-/* 1 where the ring of models is compiled: tape, data, trainer, and the kernels of layers. */
+/* 1 where a ring is compiled. That of models has tape, data, trainer, and the kernels of layers. */
+#if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_STATE)
+#define DTRAIN__STATE 0
+#else
+#define DTRAIN__STATE 1
+#endif
 #if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_MODELS)
 #define DTRAIN__MODELS 0
 #else
 #define DTRAIN__MODELS 1
+#endif
+#if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_MONITOR)
+#define DTRAIN__MONITOR 0
+#else
+#define DTRAIN__MONITOR 1
 #endif
 
 /* Round twice in a * b + c, whatever the dialect: gcc makes one rounding of it with -std=gnu17 and

@@ -52,7 +52,6 @@ static void dtrain__world_destroy(dtrain_world *world)
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
     dtrain__world_comm_end(world);
-    dtrain__trace_destroy(world);
     dtrain__timeline_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
@@ -138,7 +137,14 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     device.tune = desc->tune;
     device.memory_limit = desc->memory_limit;
     device.allocator = desc->allocator;
-    DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
+    if (desc->trace.path && desc->trace.path[0])
+#if DTRAIN__MONITOR
+        DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
+#else
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: a trace belongs to monitor, which is not compiled: "
+                           "leave out trace, or DTRAIN_OMIT_MONITOR (DTRAIN_CORE)");
+#endif
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
     dtrain__warn_of_old_code(world);
     DTRAIN__TRY(dtrain__world_comm_create(world));

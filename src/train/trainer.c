@@ -161,7 +161,8 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
                            trainer ? "optimizer: this trainer can only evaluate" : "trainer");
     DTRAIN__TRY(dtrain__trainer_compare(trainer));
-    dtrain__trace_step(trainer->world, trainer->step + 1);
+    const dtrain__event_reader *reader = trainer->world->timeline.reader;
+    if (reader) reader->step(trainer->world, trainer->step + 1);
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
     const dtrain_result result = dtrain__trainer_step(trainer, record);

@@ -1,7 +1,7 @@
 /* The timeline: what a rank does when
  *
  *     spans: passes, updates, waits ----+                    +--> sums of kinds (dtrain_span_kind)
- *     calls: collectives, messages -----+--> ring of events -+--> a trace file      world/trace.c
+ *     calls: collectives, messages -----+--> ring of events -+--> a trace file      monitor/trace.c
  *     spans of other threads -----------+                    +--> a dump            comm/flight.c
  *
  * Each place that does something worth knowing records it by one call here, and all that is shown
@@ -35,6 +35,7 @@
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
+#include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/timeline.h"
@@ -70,7 +71,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
 DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world)
 {
     dtrain__ring *ring = world->timeline.ring;
+    if (world->timeline.reader) world->timeline.reader->end(world);
     world->timeline.ring = NULL;
+    world->timeline.reader = NULL;
     if (ring)
         dtrain__free(&world->allocator, ring, 1, sizeof *ring + ring->room * sizeof *ring->events);
 }
@@ -89,7 +92,7 @@ DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint6
 static dtrain__event *dtrain__event_next(dtrain_world *world)
 {
     dtrain__ring *ring = world->timeline.ring;
-    if (world->timeline.traced) dtrain__trace_room(world);
+    if (world->timeline.traced) world->timeline.reader->room(world);
     return &ring->events[++ring->count & (ring->room - 1)];
 }
 
@@ -111,7 +114,7 @@ static void dtrain__tick(dtrain_world *world, uint64_t now)
     timeline->since_ns = now;
     for (uint32_t i = 0; ring && i < ring->done_count; i++) {
         ring->events[ring->done[i] & (ring->room - 1)].end_ns = now;
-        if (timeline->traced) dtrain__trace_late(world, ring->done[i]);
+        if (timeline->traced) timeline->reader->late(world, ring->done[i]);
     }
     if (ring) ring->done_count = 0;
 }
@@ -154,7 +157,7 @@ DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uin
         dtrain__span_add(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
                          span->number, span->begin_ns, now);
     }
-    if (timeline->depth == 0 && timeline->traced) dtrain__trace_pause(world, now);
+    if (timeline->depth == 0 && timeline->traced) timeline->reader->pause(world, now);
 }
 
 /* Open a span now; in a tape without a world, nothing happens. */
@@ -345,6 +348,67 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
     }
     dtrain__dump_now(world);
     (void)dtrain__set_last_error(code, found);
+}
+
+/* ---- JSON for traces and dumps, without allocating ---------------------------------------------*/
+
+DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out)
+{
+    size_t at = 0;
+    while (at < out->used && !out->error) {
+        const ssize_t wrote = write(out->file, out->text + at, out->used - at);
+        if (wrote > 0) at += (size_t)wrote;
+        else if (wrote < 0 && errno != EINTR) out->error = errno;
+    }
+    out->bytes += at;
+    out->used = 0;
+}
+
+/* Append a piece of at most DTRAIN__WRITER_PIECE bytes. */
+DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format, ...)
+{
+    va_list args;
+    if (out->used > out->room - DTRAIN__WRITER_PIECE) dtrain__writer_flush(out);
+    va_start(args, format);
+    out->used += (size_t)vsnprintf(out->text + out->used, DTRAIN__WRITER_PIECE, format, args);
+    va_end(args);
+}
+
+/* Append a member that is a string; control characters and what is not UTF-8 become '?'. */
+DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
+{
+    char shown[DTRAIN__ERROR_BYTES];
+    dtrain__name_cut(shown, sizeof shown, text);
+    dtrain__writer_add(out, "\"%s\":\"", name);
+    for (text = dtrain__visible(shown); *text; text++) {
+        if (out->used > out->room - 4) dtrain__writer_flush(out);
+        if (*text == '"' || *text == '\\') out->text[out->used++] = '\\';
+        out->text[out->used++] = *text;
+    }
+    dtrain__writer_add(out, "\"");
+}
+
+/* Append what a call was, and who made it, as traces and dumps both have it. */
+DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event)
+{
+    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
+    const dtrain__comm_call *call = &event->call;
+    const dtrain_dtype dtype = (dtrain_dtype)call->dtype;
+    const bool bytes = call->comm < 0;
+    const char *of = event->name + strlen(event->name) + 1;
+    char by[DTRAIN__EVENT_NAME + 32] = "";
+    if (event->name[0])
+        snprintf(by, sizeof by, "%s %lld%s%s", event->name, (long long)event->number,
+                 of[0] ? ", " : "", of);
+    dtrain__writer_string(out, "of", by);
+    dtrain__writer_add(out,
+                       ",\"communicator\":%lld,\"sequence\":%llu,\"op\":\"%s\",\"dtype\":\"%s\",",
+                       (long long)call->comm, (unsigned long long)call->sequence,
+                       ops[call->op < sizeof ops / sizeof ops[0] ? call->op : 0],
+                       bytes ? "byte" : dtrain_dtype_name(dtype));
+    dtrain__writer_add(out, "\"count\":%llu,\"bytes\":%llu", (unsigned long long)call->count,
+                       (unsigned long long)(call->count * (bytes ? 1 : dtrain_dtype_bytes(dtype))));
+    if (call->axis) dtrain__writer_add(out, ",\"axis\":\"%s\"", call->axis);
 }
 
 /* ---- Public calls -----------------------------------------------------------------------------*/

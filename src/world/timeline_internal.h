@@ -80,15 +80,26 @@ typedef struct dtrain__open_span {
     uint32_t kind, outer; /* its kind, and that of the span around it */
 } dtrain__open_span;
 
+/* Who reads events before newer ones take their place: a trace (monitor/trace.c). The rank's own
+ * thread calls its functions. */
+typedef struct dtrain__event_reader {
+    void (*room)(dtrain_world *world);                  /* one more event comes */
+    void (*late)(dtrain_world *world, uint64_t number); /* a call is done */
+    void (*pause)(dtrain_world *world, uint64_t now);   /* no span is open */
+    void (*step)(dtrain_world *world, int64_t step);    /* a trainer begins a step */
+    void (*end)(dtrain_world *world);                   /* the world ends */
+} dtrain__event_reader;
+
 /* Only the thread of rank_main uses it. */
 typedef struct dtrain__timeline {
     uint64_t spent_ns[DTRAIN_SPAN_KINDS];
-    uint64_t since_ns;           /* the last reading of the clock: spent_ns is complete up to it */
-    uint32_t kind;               /* of the innermost open span */
-    uint32_t depth;              /* spans that are open */
-    bool traced;                 /* spans are recorded, and events go to the trace */
-    dtrain__ring *ring;          /* NULL in a world that only counts */
-    struct dtrain__trace *trace; /* NULL: none is asked for */
+    uint64_t since_ns;  /* the last reading of the clock: spent_ns is complete up to it */
+    uint32_t kind;      /* of the innermost open span */
+    uint32_t depth;     /* spans that are open */
+    bool traced;        /* spans are recorded, and events go to the reader */
+    dtrain__ring *ring; /* NULL in a world that only counts */
+    const dtrain__event_reader *reader; /* NULL: no trace is asked for */
+    struct dtrain__trace *trace;        /* the reader's own */
     dtrain__open_span open[DTRAIN__SPAN_DEPTH];
 } dtrain__timeline;
 
@@ -132,16 +143,14 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
 DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now);
 DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code);
 
-/* world/trace.c */
 DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out);
 DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__writer_add(dtrain__writer *out,
                                                              const char *format, ...);
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text);
 DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event);
+
+#if DTRAIN__MONITOR
+/* monitor/trace.c */
 DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
                                                    const dtrain_trace_desc *desc);
-DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__trace_late(dtrain_world *world, uint64_t number);
-DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step);
-DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now);
+#endif

@@ -111,6 +111,22 @@ int main(void)
     return 0;
 }
 END
+cat >"$build/trace.c" <<'END'
+#include "dtrain.h"
+#include <stdio.h>
+#include <string.h>
+static int rank_main(dtrain_world *world, void *user) { return world == NULL || user != NULL; }
+int main(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 1;
+    desc.trace.path = "trace.json";
+    if (dtrain_launch(&desc, rank_main, NULL, NULL) == DTRAIN_OK) return 1;
+    puts(dtrain_last_error());
+    return 0;
+}
+END
 cat >"$build/record.c" <<'END'
 /* A loop without a trainer reports the record that it fills. */
 #include "dtrain.h"
@@ -151,6 +167,14 @@ for rings in $combinations; do
         *) [ $linked -ne 0 ] && grep -q "undefined reference to .*$function" "$tmp/log"; result "$rings, the linker names $function" $? "$tmp/log" ;;
         esac
     done
+    case $rings in
+    *monitor*) ;;
+    *)
+        try "$rings, a trace" $cc -std=c99 -I. "$build/trace.c" "$object" -o "$build/trace" $libs
+        "$build/trace" >"$tmp/log" 2>&1 && grep -q "a trace belongs to monitor.*leave out trace, or DTRAIN_OMIT_MONITOR" "$tmp/log"
+        result "$rings, a launch says that there are no traces" $? "$tmp/log"
+        ;;
+    esac
     case $rings in *models*) continue ;; esac
     try "$rings, a kernel of layers" $cc -std=c99 -I. "$build/kernel.c" "$object" -o "$build/kernel" $libs
     "$build/kernel" >"$tmp/log" 2>&1 && grep -q "cpu device: the kernel layernorm belongs to models.*without DTRAIN_OMIT_MODELS" "$tmp/log"

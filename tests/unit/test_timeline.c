@@ -387,7 +387,7 @@ static int steps_of_a_host(dtrain_world *world, void *user)
 {
     (void)user;
     for (int step = 0; step < 10; step++) {
-        dtrain__trace_step(world, step);
+        world->timeline.reader->step(world, step);
         const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_OTHER, "step", step);
         const uint32_t detail = dtrain__detail_begin(world, "detail", "of a layer");
         dtrain__span_end(world, detail);

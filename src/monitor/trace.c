@@ -37,67 +37,6 @@ typedef struct dtrain__trace {
     char path[1100], text[65536];
 } dtrain__trace;
 
-/* ---- Text -------------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out)
-{
-    size_t at = 0;
-    while (at < out->used && !out->error) {
-        const ssize_t wrote = write(out->file, out->text + at, out->used - at);
-        if (wrote > 0) at += (size_t)wrote;
-        else if (wrote < 0 && errno != EINTR) out->error = errno;
-    }
-    out->bytes += at;
-    out->used = 0;
-}
-
-/* Append a piece of at most DTRAIN__WRITER_PIECE bytes. */
-DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format, ...)
-{
-    va_list args;
-    if (out->used > out->room - DTRAIN__WRITER_PIECE) dtrain__writer_flush(out);
-    va_start(args, format);
-    out->used += (size_t)vsnprintf(out->text + out->used, DTRAIN__WRITER_PIECE, format, args);
-    va_end(args);
-}
-
-/* Append a member that is a string; control characters and what is not UTF-8 become '?'. */
-DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
-{
-    char shown[DTRAIN__ERROR_BYTES];
-    dtrain__name_cut(shown, sizeof shown, text);
-    dtrain__writer_add(out, "\"%s\":\"", name);
-    for (text = dtrain__visible(shown); *text; text++) {
-        if (out->used > out->room - 4) dtrain__writer_flush(out);
-        if (*text == '"' || *text == '\\') out->text[out->used++] = '\\';
-        out->text[out->used++] = *text;
-    }
-    dtrain__writer_add(out, "\"");
-}
-
-/* Append what a call was, and who made it, as traces and dumps both have it. */
-DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event)
-{
-    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
-    const dtrain__comm_call *call = &event->call;
-    const dtrain_dtype dtype = (dtrain_dtype)call->dtype;
-    const bool bytes = call->comm < 0;
-    const char *of = event->name + strlen(event->name) + 1;
-    char by[DTRAIN__EVENT_NAME + 32] = "";
-    if (event->name[0])
-        snprintf(by, sizeof by, "%s %lld%s%s", event->name, (long long)event->number,
-                 of[0] ? ", " : "", of);
-    dtrain__writer_string(out, "of", by);
-    dtrain__writer_add(out,
-                       ",\"communicator\":%lld,\"sequence\":%llu,\"op\":\"%s\",\"dtype\":\"%s\",",
-                       (long long)call->comm, (unsigned long long)call->sequence,
-                       ops[call->op < sizeof ops / sizeof ops[0] ? call->op : 0],
-                       bytes ? "byte" : dtrain_dtype_name(dtype));
-    dtrain__writer_add(out, "\"count\":%llu,\"bytes\":%llu", (unsigned long long)call->count,
-                       (unsigned long long)(call->count * (bytes ? 1 : dtrain_dtype_bytes(dtype))));
-    if (call->axis) dtrain__writer_add(out, ",\"axis\":\"%s\"", call->axis);
-}
-
 /* ---- Events -----------------------------------------------------------------------------------*/
 
 /* Begin the line of an event, of at most DTRAIN__WRITER_PIECE bytes. Each write ends between two
@@ -137,59 +76,6 @@ static void dtrain__trace_track(dtrain_world *world, uint32_t track)
                        track);
 }
 
-/* Give a call the first lane that is free since it began; 0: there is none. Those of the tensor
- * axis, which a layer waits for, have lanes of their own. */
-static uint32_t dtrain__trace_lane(dtrain__trace *trace, const dtrain__event *event)
-{
-    const uint32_t own = DTRAIN__TRACK_TENSOR - DTRAIN__TRACK_CALL;
-    const bool tensor = event->call.axis && strcmp(event->call.axis, "tensor") == 0;
-    const uint32_t end = tensor ? (uint32_t)DTRAIN__TRACE_LANES : own;
-    for (uint32_t lane = tensor ? own : 0; lane < end; lane++) {
-        if (trace->lanes[lane] > event->begin_ns) continue;
-        trace->lanes[lane] = event->end_ns;
-        return DTRAIN__TRACK_CALL + lane;
-    }
-    trace->lost++;
-    return 0;
-}
-
-/* Write an event. The arrow of a bucket's collective begins in the rank's own track. */
-static void dtrain__trace_event(dtrain_world *world, uint64_t number)
-{
-    static const char *const kinds[] = {"other", "data",      "forward",   "backward",
-                                        "comm",  "optimizer", "checkpoint"};
-    dtrain__trace *trace = world->timeline.trace;
-    dtrain__writer *out = &trace->out;
-    const dtrain__event *event = dtrain__event_at(world, number);
-    const bool call = event->call.kind != NULL;
-    const char *of = event->name + strlen(event->name) + 1;
-    const uint32_t track = call ? dtrain__trace_lane(trace, event) : event->track;
-    if (!track) return;
-    dtrain__trace_track(world, track);
-    dtrain__trace_line(world, "X", track);
-    dtrain__trace_time(out, "ts", event->begin_ns);
-    dtrain__trace_time(out, "dur", event->end_ns - event->begin_ns);
-    dtrain__writer_add(out, ",\"cat\":\"%s\",", call ? "collective" : kinds[event->kind]);
-    dtrain__writer_string(out, "name", call ? event->call.kind : event->name);
-    dtrain__writer_add(out, ",\"args\":{");
-    if (event->number != DTRAIN__UNNUMBERED)
-        dtrain__writer_add(out, "\"number\":%lld%s", (long long)event->number,
-                           call || of[0] ? "," : "");
-    if (call) dtrain__writer_call(out, event);
-    else if (of[0]) dtrain__writer_string(out, "of", of);
-    dtrain__writer_add(out, "}}");
-    for (int i = 0; i < 2 && call && event->name[0]; i++) {
-        dtrain__trace_line(world, i ? "f" : "s", i ? track : (uint32_t)DTRAIN__TRACK_RANK);
-        dtrain__trace_time(out, "ts", event->begin_ns);
-        dtrain__writer_add(out, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
-                           (unsigned long long)((uint64_t)(world->restart_count & 15u) << 48 |
-                                                (uint64_t)world->rank << 40 | number),
-                           i ? ",\"bp\":\"e\"" : "");
-    }
-}
-
-/* ---- Writing ----------------------------------------------------------------------------------*/
-
 /* End the array and close the file: a trace that is whole. */
 static void dtrain__trace_close(dtrain_world *world)
 {
@@ -211,15 +97,57 @@ static void dtrain__trace_close(dtrain_world *world)
                    trace->path, strerror(out->error));
 }
 
-/* Write an event; the file may end behind it. */
+/* Write an event; the file may end after it. The arrow of a bucket's collective begins in the rank's
+ * own track. A call has the first lane that is free since it began. Calls of the tensor axis, for
+ * which a layer waits, have separate lanes. */
 static void dtrain__trace_put(dtrain_world *world, uint64_t number)
 {
+    static const char *const kinds[] = {"other", "data",      "forward",   "backward",
+                                        "comm",  "optimizer", "checkpoint"};
     dtrain__trace *trace = world->timeline.trace;
-    dtrain__trace_event(world, number);
-    if (trace->out.bytes + trace->out.used < trace->file_bytes) return;
+    dtrain__writer *out = &trace->out;
+    const dtrain__event *event = dtrain__event_at(world, number);
+    const bool call = event->call.kind != NULL;
+    const char *of = event->name + strlen(event->name) + 1;
+    uint32_t track = event->track;
+    if (call) {
+        const uint32_t tensor = DTRAIN__TRACK_TENSOR - DTRAIN__TRACK_CALL;
+        const bool separate = event->call.axis && strcmp(event->call.axis, "tensor") == 0;
+        const uint32_t end = separate ? (uint32_t)DTRAIN__TRACE_LANES : tensor;
+        uint32_t lane = separate ? tensor : 0;
+        while (lane < end && trace->lanes[lane] > event->begin_ns) lane++;
+        if (lane == end) {
+            trace->lost++;
+            return;
+        }
+        trace->lanes[lane] = event->end_ns;
+        track = DTRAIN__TRACK_CALL + lane;
+    }
+    dtrain__trace_track(world, track);
+    dtrain__trace_line(world, "X", track);
+    dtrain__trace_time(out, "ts", event->begin_ns);
+    dtrain__trace_time(out, "dur", event->end_ns - event->begin_ns);
+    dtrain__writer_add(out, ",\"cat\":\"%s\",", call ? "collective" : kinds[event->kind]);
+    dtrain__writer_string(out, "name", call ? event->call.kind : event->name);
+    dtrain__writer_add(out, ",\"args\":{");
+    if (event->number != DTRAIN__UNNUMBERED)
+        dtrain__writer_add(out, "\"number\":%lld%s", (long long)event->number,
+                           call || of[0] ? "," : "");
+    if (call) dtrain__writer_call(out, event);
+    else if (of[0]) dtrain__writer_string(out, "of", of);
+    dtrain__writer_add(out, "}}");
+    for (int i = 0; i < 2 && call && event->name[0]; i++) {
+        dtrain__trace_line(world, i ? "f" : "s", i ? track : (uint32_t)DTRAIN__TRACK_RANK);
+        dtrain__trace_time(out, "ts", event->begin_ns);
+        dtrain__writer_add(out, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
+                           (unsigned long long)((uint64_t)(world->restart_count & 15u) << 48 |
+                                                (uint64_t)world->rank << 40 | number),
+                           i ? ",\"bp\":\"e\"" : "");
+    }
+    if (out->bytes + out->used < trace->file_bytes) return;
     dtrain_log(world, DTRAIN_LOG_WARNING,
                "the trace %s ends here: it has %llu bytes; see dtrain_trace_desc.file_bytes",
-               trace->path, (unsigned long long)(trace->out.bytes + trace->out.used));
+               trace->path, (unsigned long long)(out->bytes + out->used));
     dtrain__trace_close(world);
 }
 
@@ -239,8 +167,10 @@ static void dtrain__trace_flush(dtrain_world *world)
                      DTRAIN__UNNUMBERED, begin, trace->written_ns);
 }
 
+/* ---- What the timeline calls ------------------------------------------------------------------*/
+
 /* Make room for one more event. */
-DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world)
+static void dtrain__trace_room(dtrain_world *world)
 {
     const dtrain__ring *ring = world->timeline.ring;
     dtrain__trace *trace = world->timeline.trace;
@@ -250,13 +180,13 @@ DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world)
 }
 
 /* Write a call that was in flight when the events around it were written. */
-DTRAIN__PRIVATE void dtrain__trace_late(dtrain_world *world, uint64_t number)
+static void dtrain__trace_late(dtrain_world *world, uint64_t number)
 {
     if (number < world->timeline.trace->next) dtrain__trace_put(world, number);
 }
 
 /* Write, if it is time to: the rank is between two spans. */
-DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now)
+static void dtrain__trace_pause(dtrain_world *world, uint64_t now)
 {
     const dtrain__trace *trace = world->timeline.trace;
     if (world->timeline.ring->count + 1 - trace->next > trace->room / 2 ||
@@ -265,10 +195,10 @@ DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now)
 }
 
 /* Begin a step: the trace begins with the first that was asked for, and is whole after the last. */
-DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step)
+static void dtrain__trace_step(dtrain_world *world, int64_t step)
 {
     dtrain__trace *trace = world->timeline.trace;
-    if (!trace || trace->out.file < 0) return;
+    if (trace->out.file < 0) return;
     if (!world->timeline.traced) trace->next = world->timeline.ring->count + 1;
     world->timeline.traced = (uint64_t)step >= trace->first_step;
     if ((uint64_t)step < trace->end_step) return;
@@ -276,26 +206,57 @@ DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step)
     dtrain__trace_close(world);
 }
 
-/* ---- Life -------------------------------------------------------------------------------------*/
-
-/* Put the rank into a file's name, and the number of the restart: "a/run.json" becomes
- * "a/run.rank3.json", and after a restart "a/run.rank3.restart1.json". */
-static bool dtrain__trace_name(const dtrain_world *world, const char *path, char *name, size_t room)
+/* Write the rest when the world ends. */
+static void dtrain__trace_end(dtrain_world *world)
 {
-    const char *slash = strrchr(path, '/'), *dot = strrchr(path, '.');
-    const size_t stem = dot && (!slash || dot > slash + 1) ? (size_t)(dot - path) : strlen(path);
-    char again[32] = "";
-    if (world->restart_count) snprintf(again, sizeof again, ".restart%u", world->restart_count);
-    const int used =
-        snprintf(name, room, "%.*s.rank%d%s%s", (int)stem, path, world->rank, again, path + stem);
-    return used > 0 && (size_t)used < room;
+    dtrain__trace *trace = world->timeline.trace;
+    dtrain__trace_flush(world);
+    dtrain__trace_close(world);
+    dtrain__free(&world->allocator, trace, 1, sizeof *trace);
 }
 
-/* Write what the file is about: names, and the clock. */
-static void dtrain__trace_head(dtrain_world *world)
+/* Open the file of this rank, and write what it is about: names, and the clock. The file's name has
+ * the rank, and after a restart its number: "a/run.json" becomes "a/run.rank3.json", then
+ * "a/run.rank3.restart1.json". */
+DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
+                                                   const dtrain_trace_desc *desc)
 {
-    dtrain__writer *out = &world->timeline.trace->out;
-    char host[72] = "";
+    static const dtrain__event_reader reader = {dtrain__trace_room, dtrain__trace_late,
+                                                dtrain__trace_pause, dtrain__trace_step,
+                                                dtrain__trace_end};
+    const char *const path = desc->path, *slash = strrchr(path, '/'), *dot = strrchr(path, '.');
+    const size_t stem = dot && (!slash || dot > slash + 1) ? (size_t)(dot - path) : strlen(path);
+    char again[32] = "", host[72] = "";
+    if (desc->event_count && desc->event_count < 64)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: trace.event_count is %u, expected 0 or at least 64",
+                           desc->event_count);
+    dtrain__trace *trace =
+        (dtrain__trace *)dtrain__alloc(&world->allocator, 1, sizeof *trace, "a trace");
+    if (!trace) return DTRAIN_ERROR_MEMORY;
+    dtrain__writer *out = &trace->out;
+    world->timeline.trace = trace;
+    world->timeline.reader = &reader;
+    out->file = -1;
+    out->text = trace->text;
+    out->room = sizeof trace->text;
+    trace->room = desc->event_count ? desc->event_count : (uint32_t)world->timeline.ring->room;
+    trace->next = world->timeline.ring->count + 1;
+    if (world->restart_count) snprintf(again, sizeof again, ".restart%u", world->restart_count);
+    if ((size_t)snprintf(trace->path, sizeof trace->path, "%.*s.rank%d%s%s", (int)stem, path,
+                         world->rank, again, path + stem) >= sizeof trace->path)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
+    out->file = dtrain__open(trace->path, O_WRONLY | O_CREAT | O_TRUNC);
+    if (out->file < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
+                           strerror(errno));
+    trace->first_step = desc->first_step;
+    trace->end_step = desc->step_count
+                          ? desc->first_step + desc->step_count + (desc->first_step == 0)
+                          : UINT64_MAX;
+    trace->file_bytes = desc->file_bytes ? desc->file_bytes : UINT64_C(256) << 20;
+    trace->written_ns = dtrain__now_ns();
+    world->timeline.traced = desc->first_step == 0;
     if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
     dtrain__writer_add(out,
                        "[{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\","
@@ -314,49 +275,5 @@ static void dtrain__trace_head(dtrain_world *world)
                        (unsigned long long)world->clock_error_ns);
     dtrain__writer_string(out, "host", host);
     dtrain__writer_add(out, "}}");
-}
-
-/* Open the file of this rank, if the desc asks for a trace. */
-DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
-                                                   const dtrain_trace_desc *desc)
-{
-    if (!desc->path || !desc->path[0]) return DTRAIN_OK;
-    if (desc->event_count && desc->event_count < 64)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: trace.event_count is %u, expected 0 or at least 64",
-                           desc->event_count);
-    dtrain__trace *trace =
-        (dtrain__trace *)dtrain__alloc(&world->allocator, 1, sizeof *trace, "a trace");
-    if (!trace) return DTRAIN_ERROR_MEMORY;
-    world->timeline.trace = trace;
-    trace->out.file = -1;
-    trace->out.text = trace->text;
-    trace->out.room = sizeof trace->text;
-    trace->room = desc->event_count ? desc->event_count : (uint32_t)world->timeline.ring->room;
-    trace->next = world->timeline.ring->count + 1;
-    if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
-    trace->out.file = dtrain__open(trace->path, O_WRONLY | O_CREAT | O_TRUNC);
-    if (trace->out.file < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
-                           strerror(errno));
-    trace->first_step = desc->first_step;
-    trace->end_step = desc->step_count
-                          ? desc->first_step + desc->step_count + (desc->first_step == 0)
-                          : UINT64_MAX;
-    trace->file_bytes = desc->file_bytes ? desc->file_bytes : UINT64_C(256) << 20;
-    trace->written_ns = dtrain__now_ns();
-    world->timeline.traced = desc->first_step == 0;
-    dtrain__trace_head(world);
     return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
-{
-    dtrain__trace *trace = world->timeline.trace;
-    if (!trace) return;
-    dtrain__trace_flush(world);
-    dtrain__trace_close(world);
-    world->timeline.trace = NULL;
-    dtrain__free(&world->allocator, trace, 1, sizeof *trace);
 }
