@@ -43,69 +43,60 @@ static void dtrain__pb_varint(dtrain__tensorboard *t, uint64_t value)
     dtrain__text_append(t->record, text, n);
 }
 
-static void dtrain__pb_integer(dtrain__tensorboard *t, uint32_t field, int64_t value)
+/* Add fields to the message that is open. Each is a digit, its number, and a letter:
+ *     i l    an int, an int64_t           f d    a double as 4 bytes, as 8 bytes
+ *     s b    a string; bytes, as size_t and const void *
+ *     {      begins a message inside of the open one; } has no number and ends it */
+static void dtrain__pb_add(dtrain__tensorboard *t, const char *fields, ...)
 {
-    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_VARINT);
-    dtrain__pb_varint(t, (uint64_t)value);
-}
-
-static void dtrain__pb_double(dtrain__tensorboard *t, uint32_t field, double value)
-{
-    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_64);
-    dtrain__text_append(t->record, &value, sizeof value);
-}
-
-static void dtrain__pb_float(dtrain__tensorboard *t, uint32_t field, double value)
-{
-    const float most = dtrain__f32_from_bits(0x7f800000u);
-    const float rounded = value > (double)FLT_MAX    ? most
-                          : value < -(double)FLT_MAX ? -most
-                                                     : (float)value;
-    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_32);
-    dtrain__text_append(t->record, &rounded, sizeof rounded);
-}
-
-/* Add a string, or an array of doubles. */
-static void dtrain__pb_bytes(dtrain__tensorboard *t, uint32_t field, const void *data, size_t bytes)
-{
-    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_BYTES);
-    dtrain__pb_varint(t, bytes);
-    dtrain__text_append(t->record, data, bytes);
-}
-
-static void dtrain__pb_text(dtrain__tensorboard *t, uint32_t field, const char *text)
-{
-    dtrain__pb_bytes(t, field, text, strlen(text));
-}
-
-/* Begin a message inside of the one that is open. */
-static void dtrain__pb_begin(dtrain__tensorboard *t, uint32_t field)
-{
-    const char zeros[DTRAIN__PB_LENGTH] = {0};
-    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_BYTES);
-    dtrain__text_append(t->record, zeros, sizeof zeros);
-    t->open[t->depth++] = t->record->bytes;
-}
-
-/* End the innermost messages, `count` of them, and fill in their lengths. */
-static void dtrain__pb_end(dtrain__tensorboard *t, int count)
-{
-    for (; count > 0; count--) {
-        const size_t begin = t->open[--t->depth];
-        if (t->record->failed) continue;
-        uint64_t length = t->record->bytes - begin;
-        unsigned char *at = (unsigned char *)t->record->at + begin - DTRAIN__PB_LENGTH;
-        for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
-            at[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
+    va_list args;
+    va_start(args, fields);
+    for (const char *at = fields; *at; at++) {
+        const uint32_t field = *at == '}' ? 0u : (uint32_t)(*at++ - '0') << 3;
+        uint64_t length;
+        if (*at == 'i' || *at == 'l') {
+            dtrain__pb_varint(t, field | DTRAIN__PB_VARINT);
+            dtrain__pb_varint(t,
+                              (uint64_t)(*at == 'l' ? va_arg(args, int64_t) : va_arg(args, int)));
+        } else if (*at == 'd') {
+            const double value = va_arg(args, double);
+            dtrain__pb_varint(t, field | DTRAIN__PB_64);
+            dtrain__text_append(t->record, &value, sizeof value);
+        } else if (*at == 'f') { /* what fp32 cannot hold is infinite */
+            const double value = va_arg(args, double);
+            const float most = dtrain__f32_from_bits(0x7f800000u);
+            const float rounded = value > (double)FLT_MAX    ? most
+                                  : value < -(double)FLT_MAX ? -most
+                                                             : (float)value;
+            dtrain__pb_varint(t, field | DTRAIN__PB_32);
+            dtrain__text_append(t->record, &rounded, sizeof rounded);
+        } else if (*at == 's' || *at == 'b') {
+            length = *at == 'b' ? va_arg(args, size_t) : 0;
+            const void *data = va_arg(args, const void *);
+            if (*at == 's') length = strlen((const char *)data);
+            dtrain__pb_varint(t, field | DTRAIN__PB_BYTES);
+            dtrain__pb_varint(t, length);
+            dtrain__text_append(t->record, data, (size_t)length);
+        } else if (*at == '{') {
+            const char zeros[DTRAIN__PB_LENGTH] = {0};
+            dtrain__pb_varint(t, field | DTRAIN__PB_BYTES);
+            dtrain__text_append(t->record, zeros, sizeof zeros);
+            t->open[t->depth++] = t->record->bytes;
+        } else {
+            const size_t begin = t->open[--t->depth];
+            if (t->record->failed) continue;
+            length = t->record->bytes - begin;
+            unsigned char *head = (unsigned char *)t->record->at + begin - DTRAIN__PB_LENGTH;
+            for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
+                head[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
+        }
     }
+    va_end(args);
 }
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
 #define DTRAIN__RECORD_HEAD 12 /* bytes before an Event */
-
-/* Fields of an Event. */
-enum { DTRAIN__EVENT_VERSION = 3, DTRAIN__EVENT_SUMMARY = 5, DTRAIN__EVENT_SESSION = 7 };
 
 static uint32_t dtrain__masked_crc(const void *data, size_t bytes)
 {
@@ -113,24 +104,20 @@ static uint32_t dtrain__masked_crc(const void *data, size_t bytes)
     return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
-/* Begin a record with an Event, and in it a message. */
-static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_t step,
-                                uint32_t message)
+/* Begin a record with an Event. Its fields: 3 the version, 5 a summary, 7 a session. */
+static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_t step)
 {
     const char zeros[DTRAIN__RECORD_HEAD] = {0};
     t->depth = 0;
     t->record->bytes = 0;
     t->record->failed = false;
     dtrain__text_append(t->record, zeros, sizeof zeros);
-    dtrain__pb_double(t, 1, wall_time);
-    dtrain__pb_integer(t, 2, step);
-    dtrain__pb_begin(t, message);
+    dtrain__pb_add(t, "1d2l", wall_time, step);
 }
 
-/* End all messages, complete the record and write it. */
+/* Complete the record and write it. */
 static dtrain_result dtrain__event_end(dtrain__tensorboard *t)
 {
-    dtrain__pb_end(t, t->depth);
     if (t->record->failed) return DTRAIN_ERROR_MEMORY;
     char *head = t->record->at;
     const uint64_t length = t->record->bytes - DTRAIN__RECORD_HEAD;
@@ -143,59 +130,6 @@ static dtrain_result dtrain__event_end(dtrain__tensorboard *t)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
                            t->path);
     return dtrain__records_append(&t->file, t->record);
-}
-
-static void dtrain__value_scalar(dtrain__tensorboard *t, const dtrain_metric *metric, double value)
-{
-    char tag[96];
-    snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
-    dtrain__pb_begin(t, 1);
-    dtrain__pb_text(t, 1, tag);
-    dtrain__pb_float(t, 2, value);
-    dtrain__pb_end(t, 1);
-}
-
-static void dtrain__value_histogram(dtrain__tensorboard *t, const dtrain_histogram *h)
-{
-    dtrain__pb_begin(t, 1);
-    dtrain__pb_text(t, 1, h->tag);
-    dtrain__pb_begin(t, 5);
-    dtrain__pb_double(t, 1, h->min);
-    dtrain__pb_double(t, 2, h->max);
-    dtrain__pb_double(t, 3, (double)h->count);
-    dtrain__pb_double(t, 4, h->sum);
-    dtrain__pb_double(t, 5, h->sum_squares);
-    dtrain__pb_bytes(t, 6, h->limits, h->bucket_count * sizeof *h->limits);
-    dtrain__pb_bytes(t, 7, h->buckets, h->bucket_count * sizeof *h->buckets);
-    dtrain__pb_end(t, 2);
-}
-
-/* Begin a value that a plugin of TensorBoard shows: its tag, and the metadata and plugin data that
- * stay open. */
-static void dtrain__value_begin(dtrain__tensorboard *t, const char *tag, const char *plugin)
-{
-    dtrain__pb_begin(t, 1);
-    dtrain__pb_text(t, 1, tag);
-    dtrain__pb_begin(t, 9);
-    dtrain__pb_begin(t, 1);
-    dtrain__pb_text(t, 1, plugin);
-}
-
-/* Add a text, as a tensor of shape (1) of strings. */
-static void dtrain__value_text(dtrain__tensorboard *t, const char *tag, const char *text)
-{
-    dtrain__value_begin(t, tag, "text");
-    dtrain__pb_end(t, 1);
-    dtrain__pb_integer(t, 4, 2); /* DATA_CLASS_TENSOR */
-    dtrain__pb_end(t, 1);
-    dtrain__pb_begin(t, 8);
-    dtrain__pb_integer(t, 1, 7); /* DT_STRING */
-    dtrain__pb_begin(t, 2);
-    dtrain__pb_begin(t, 2);
-    dtrain__pb_integer(t, 1, 1);
-    dtrain__pb_end(t, 2);
-    dtrain__pb_text(t, 8, text);
-    dtrain__pb_end(t, 2);
 }
 
 /* ---- Hyper-parameters -------------------------------------------------------------------------*/
@@ -236,69 +170,36 @@ static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
     return false;
 }
 
-/* Begin a value of the hparams plugin, all of which is in its metadata; five messages, of which
- * `message` is the innermost, are open then. */
-static void dtrain__hparams_begin(dtrain__tensorboard *t, const char *tag, uint32_t message)
-{
-    dtrain__value_begin(t, tag, "hparams");
-    dtrain__pb_begin(t, 2);
-    dtrain__pb_integer(t, 1, 0); /* version of the plugin's data */
-    dtrain__pb_begin(t, message);
-}
+/* Begin a value of the hparams plugin, all of which is in its metadata. */
+#define DTRAIN__HPARAMS "1{1s9{1{1s2{1i" /* tag, "hparams", version of the plugin's data: 0 */
 
-/* Say which columns the table of the HPARAMS tab has. */
-static void dtrain__hparams_experiment(dtrain__tensorboard *t, const char *lines, double now)
-{
-    static const char *const shown[] = {"loss/loss", "loss/val_loss",
-                                        "throughput/tokens_per_second", "time/step_ms"};
-    dtrain__hparam h;
-    dtrain__hparams_begin(t, "_hparams_/experiment", 2);
-    dtrain__pb_double(t, 3, now);
-    while (dtrain__hparam_next(&lines, &h)) {
-        dtrain__pb_begin(t, 4);
-        dtrain__pb_bytes(t, 1, h.name, h.name_bytes);
-        dtrain__pb_integer(t, 4, h.kind);
-        dtrain__pb_end(t, 1);
-    }
-    for (size_t i = 0; i < sizeof shown / sizeof *shown; i++) {
-        dtrain__pb_begin(t, 5);
-        dtrain__pb_begin(t, 1);
-        dtrain__pb_text(t, 2, shown[i]);
-        dtrain__pb_end(t, 2);
-    }
-    dtrain__pb_end(t, 5);
-}
-
-/* Say which values this run has. */
-static void dtrain__hparams_start(dtrain__tensorboard *t, const char *lines, const char *run_name,
-                                  double now)
-{
-    dtrain__hparam h;
-    dtrain__hparams_begin(t, "_hparams_/session_start_info", 3);
-    while (dtrain__hparam_next(&lines, &h)) {
-        dtrain__pb_begin(t, 1);
-        dtrain__pb_bytes(t, 1, h.name, h.name_bytes);
-        dtrain__pb_begin(t, 2);
-        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_double(t, 2, h.number);
-        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_integer(t, 4, *h.value == 't');
-        else dtrain__pb_bytes(t, 3, h.value, h.value_bytes);
-        dtrain__pb_end(t, 2);
-    }
-    dtrain__pb_text(t, 4, run_name);
-    dtrain__pb_double(t, 5, now);
-    dtrain__pb_end(t, 5);
-}
-
-/* Write the hyper-parameters, whose numbers are those of the locale "C" whatever the host's is. */
+/* Write which columns the table of the HPARAMS tab has, and which values this run has. Numbers are
+ * those of the locale "C" whatever the host's is. */
 static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_metrics_desc *desc,
                                            double now)
 {
+    static const char *const shown[] = {"loss/loss", "loss/val_loss",
+                                        "throughput/tokens_per_second", "time/step_ms"};
     const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
     if (!c) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a locale");
     const locale_t before = uselocale(c); /* of this thread alone */
-    dtrain__event_begin(t, now, 0, DTRAIN__EVENT_SUMMARY);
-    dtrain__hparams_experiment(t, desc->hparams, now);
-    dtrain__hparams_start(t, desc->hparams, desc->run_name, now);
+    const char *lines = desc->hparams;
+    dtrain__hparam h;
+    dtrain__event_begin(t, now, 0);
+    dtrain__pb_add(t, "5{" DTRAIN__HPARAMS "2{3d", "_hparams_/experiment", "hparams", 0, now);
+    while (dtrain__hparam_next(&lines, &h))
+        dtrain__pb_add(t, "4{1b4i}", h.name_bytes, h.name, h.kind);
+    for (size_t i = 0; i < sizeof shown / sizeof *shown; i++)
+        dtrain__pb_add(t, "5{1{2s}}", shown[i]);
+    dtrain__pb_add(t, "}}}}}" DTRAIN__HPARAMS "3{", "_hparams_/session_start_info", "hparams", 0);
+    for (lines = desc->hparams; dtrain__hparam_next(&lines, &h);) {
+        dtrain__pb_add(t, "1{1b2{", h.name_bytes, h.name);
+        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_add(t, "2d", h.number);
+        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_add(t, "4i", *h.value == 't');
+        else dtrain__pb_add(t, "3b", h.value_bytes, h.value);
+        dtrain__pb_add(t, "}}");
+    }
+    dtrain__pb_add(t, "4s5d}}}}}}", desc->run_name, now);
     uselocale(before);
     freelocale(c);
     return dtrain__event_end(t);
@@ -306,30 +207,30 @@ static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
-/* Make a directory and those around it. */
-static dtrain_result dtrain__make_directories(char *path)
-{
-    for (char *at = path + 1;; at++) {
-        const char end = *at;
-        if (end != '/' && end != 0) continue;
-        *at = 0;
-        const bool made = mkdir(path, 0777) == 0 || errno == EEXIST;
-        const int error = errno;
-        *at = end;
-        if (!made && end == 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "dtrain_metrics_create: the directory %s cannot be made: %s", path,
-                               strerror(error));
-        if (end == 0) return DTRAIN_OK;
-    }
-}
-
-/* Find seconds for a file's name that come after those of all files here: a run may start twice in
- * a second, on another host, or after the clock was set back. */
-static long long dtrain__event_seconds(const char *directory)
+/* Make the directory and those around it, and a file in it. The seconds in its name come after
+ * those of all files there: a run may start twice in a second, on another host, or after the clock
+ * was set back. */
+static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *directory)
 {
     static const char head[] = "events.out.tfevents.";
     long long seconds = (long long)time(NULL), found;
+    char host[65] = "host";
+    (void)gethostname(host, sizeof host - 1);
+    t->path_bytes = strlen(directory) + 160;
+    t->path = (char *)dtrain__alloc(t->record->allocator, t->path_bytes, 1, "a path");
+    if (!t->path) return DTRAIN_ERROR_MEMORY;
+    snprintf(t->path, t->path_bytes, "%s", directory);
+    for (char *at = t->path, end = 1; end; at++) {
+        end = at[1];
+        if (end != '/' && end != 0) continue;
+        at[1] = 0;
+        const bool made = mkdir(t->path, 0777) == 0 || errno == EEXIST;
+        if (!made && end == 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "dtrain_metrics_create: the directory %s cannot be made: %s",
+                               directory, strerror(errno));
+        at[1] = end;
+    }
     DIR *files = dtrain__open_directory(directory);
     for (const struct dirent *file; files && (file = readdir(files)) != NULL;)
         if (strncmp(file->d_name, head, sizeof head - 1) == 0 &&
@@ -337,20 +238,8 @@ static long long dtrain__event_seconds(const char *directory)
             found < 9999999999LL)
             seconds = found + 1;
     if (files) closedir(files);
-    return seconds;
-}
-
-static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *directory)
-{
-    char host[65] = "host";
-    (void)gethostname(host, sizeof host - 1);
-    t->path_bytes = strlen(directory) + 160;
-    t->path = (char *)dtrain__alloc(t->record->allocator, t->path_bytes, 1, "a path");
-    if (!t->path) return DTRAIN_ERROR_MEMORY;
-    snprintf(t->path, t->path_bytes, "%s", directory);
-    DTRAIN__TRY(dtrain__make_directories(t->path));
-    snprintf(t->path, t->path_bytes, "%s/events.out.tfevents.%010lld.%s.%ld.0", directory,
-             dtrain__event_seconds(directory), host, (long)getpid());
+    snprintf(t->path, t->path_bytes, "%s/%s%010lld.%s.%ld.0", directory, head, seconds, host,
+             (long)getpid());
     return dtrain__records_open(&t->file, t->path, false);
 }
 
@@ -365,15 +254,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_
     const double now = sample->wall_time;
     t->record = &((dtrain_metrics *)user)->text;
     DTRAIN__TRY(dtrain__event_open(t, desc->tensorboard_dir));
-    dtrain__event_begin(t, now, 0, DTRAIN__EVENT_VERSION);
-    dtrain__text_add(t->record, "brain.Event:2"); /* no message, but a string: both are bytes */
+    dtrain__event_begin(t, now, 0);
+    dtrain__pb_add(t, "3s", "brain.Event:2");
     DTRAIN__TRY(dtrain__event_end(t));
-    dtrain__event_begin(t, now, desc->first_step, DTRAIN__EVENT_SESSION);
-    dtrain__pb_integer(t, 1, 1); /* START */
+    dtrain__event_begin(t, now, desc->first_step);
+    dtrain__pb_add(t, "7{1i}", 1); /* START */
     DTRAIN__TRY(dtrain__event_end(t));
-    if (desc->config) {
-        dtrain__event_begin(t, now, desc->first_step, DTRAIN__EVENT_SUMMARY);
-        dtrain__value_text(t, "config/text_summary", desc->config);
+    if (desc->config) { /* a tensor (2) of strings (7), of shape (1) */
+        dtrain__event_begin(t, now, desc->first_step);
+        dtrain__pb_add(t, "5{1{1s9{1{1s}4i}8{1i2{2{1i}}8s}}}", "config/text_summary", "text", 2, 7,
+                       1, desc->config);
         DTRAIN__TRY(dtrain__event_end(t));
     }
     return desc->hparams ? dtrain__hparams_write(t, desc, now) : DTRAIN_OK;
@@ -385,19 +275,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_step(void *user,
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     const bool first = ((dtrain_metrics *)user)->summary.steps == 1;
-    dtrain__event_begin(t, sample->wall_time, sample->step, DTRAIN__EVENT_SUMMARY);
-    for (size_t i = 0; i < sample->count; i++)
-        if (sample->known[i] && (first || !(sample->metrics[i].flags & DTRAIN_METRIC_FIXED)))
-            dtrain__value_scalar(t, &sample->metrics[i], sample->values[i]);
+    dtrain__event_begin(t, sample->wall_time, sample->step);
+    dtrain__pb_add(t, "5{");
+    for (size_t i = 0; i < sample->count; i++) {
+        const dtrain_metric *metric = &sample->metrics[i];
+        char tag[96];
+        if (!sample->known[i] || (!first && metric->flags & DTRAIN_METRIC_FIXED)) continue;
+        snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
+        dtrain__pb_add(t, "1{1s2f}", tag, sample->values[i]);
+    }
+    dtrain__pb_add(t, "}");
     return dtrain__event_end(t);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
-                                                            const dtrain_histogram *histogram)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_histogram *h)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    dtrain__event_begin(t, histogram->wall_time, histogram->step, DTRAIN__EVENT_SUMMARY);
-    dtrain__value_histogram(t, histogram);
+    dtrain__event_begin(t, h->wall_time, h->step);
+    dtrain__pb_add(t, "5{1{1s5{1d2d3d4d5d6b7b}}}", h->tag, h->min, h->max, (double)h->count, h->sum,
+                   h->sum_squares, h->bucket_count * sizeof *h->limits, (const void *)h->limits,
+                   h->bucket_count * sizeof *h->buckets, (const void *)h->buckets);
     return dtrain__event_end(t);
 }
 
@@ -410,10 +307,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrai
     dtrain_result result = DTRAIN_OK;
     (void)summary;
     if (metrics->desc.hparams) {
-        dtrain__event_begin(t, now, metrics->sample.step, DTRAIN__EVENT_SUMMARY);
-        dtrain__hparams_begin(t, "_hparams_/session_end_info", 4);
-        dtrain__pb_integer(t, 1, 1); /* STATUS_SUCCESS */
-        dtrain__pb_double(t, 2, now);
+        dtrain__event_begin(t, now, metrics->sample.step);
+        dtrain__pb_add(t, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}", "_hparams_/session_end_info",
+                       "hparams", 0, 1, now); /* 1: STATUS_SUCCESS */
         result = dtrain__event_end(t);
     }
     const dtrain_result closed = dtrain__records_close(&t->file);
