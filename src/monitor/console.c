@@ -41,16 +41,14 @@ static const char *dtrain__console_time_left(const dtrain_metrics *metrics, char
     const double seconds =
         metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
     if (steps < 0 || metrics->desc.total_steps <= 0 || !(seconds <= 1e9)) return "-";
-    const long long whole = (long long)(seconds + 0.5), minutes = whole / 60 % 60;
-    if (whole < 3600) snprintf(word, DTRAIN__CONSOLE_WORD, "%lld:%02lld", minutes, whole % 60);
-    else
-        snprintf(word, DTRAIN__CONSOLE_WORD, "%lld:%02lld:%02lld", whole / 3600, minutes,
-                 whole % 60);
+    const long long whole = (long long)(seconds + 0.5), hours = whole / 3600;
+    const int used = hours ? snprintf(word, DTRAIN__CONSOLE_WORD, "%lld:", hours) : 0;
+    snprintf(word + used, DTRAIN__CONSOLE_WORD - (size_t)used,
+             hours ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60, whole % 60);
     return word;
 }
 
-static dtrain_result dtrain__console_write(const dtrain_metrics *metrics, const char *format, ...)
-    DTRAIN__PRINTF(2, 3);
+DTRAIN__PRINTF(2, 3)
 static dtrain_result dtrain__console_write(const dtrain_metrics *metrics, const char *format, ...)
 {
     FILE *file = metrics->desc.progress;
@@ -122,55 +120,42 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
                                  (int)(line->bytes - bar_end), line->at + bar_end);
 }
 
-/* Show the step on a terminal. An evaluation is a line that stays, with the live line below it. */
-static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
+/* Show a step. On a terminal an evaluation is a line that stays, with the live line below it. A
+ * table has rows of the first step, every progress_every-th, evaluated ones and the last; each of
+ * its columns is one word, so that awk and sort can read it as well. */
+DTRAIN__PRIVATE dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
 {
-    const dtrain_step_record *r = &metrics->last;
-    dtrain__console *console = &metrics->console;
-    const double now = dtrain_seconds();
-    dtrain_result result = DTRAIN_OK;
-    if (dtrain__finite(r->val_loss))
-        result = dtrain__console_write(metrics, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                                       (long long)r->step, r->loss, r->val_loss);
-    else if (now < console->redraw_at) return DTRAIN_OK;
-    console->redraw_at = now + 0.1;
-    const dtrain_result drawn = dtrain__console_draw(metrics);
-    return result == DTRAIN_OK ? drawn : result;
-}
-
-/* Add a row to the table for the first step, every progress_every-th, evaluated ones and the last.
- * Every column is one word, so that awk and sort can read it as well. */
-static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step;
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    const dtrain_step_record *r = sample->record;
     const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
     char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], val[DTRAIN__CONSOLE_WORD] = "-";
     char share[DTRAIN__CONSOLE_WORD];
-    dtrain_result result = DTRAIN_OK;
-    if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
-        done != metrics->desc.total_steps)
+    dtrain_result result = DTRAIN_OK, last;
+    if (metrics->console.terminal) {
+        const double now = dtrain_seconds();
+        if (evaluated)
+            result = dtrain__console_write(metrics, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+                                           (long long)r->step, r->loss, r->val_loss);
+        else if (now < metrics->console.redraw_at) return DTRAIN_OK;
+        metrics->console.redraw_at = now + 0.1;
+        last = dtrain__console_draw(metrics);
+        return result == DTRAIN_OK ? last : result;
+    }
+    if (!first && !evaluated && r->step % metrics->desc.progress_every != 0 &&
+        r->step != metrics->desc.total_steps)
         return DTRAIN_OK;
     if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
     if (first)
         result = dtrain__console_write(metrics, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n",
                                        "step", "loss", "val_loss", "grad_norm", "lr", "tok/s",
                                        "step_ms", "comm_ms", "exposed", "data_ms", "eta", "done");
-    const dtrain_result row = dtrain__console_write(
+    last = dtrain__console_write(
         metrics, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
-        (long long)done, r->loss, val, r->grad_norm, r->lr,
+        (long long)r->step, r->loss, val, r->grad_norm, r->lr,
         dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
         r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
         dtrain__console_done(metrics, share));
-    return result == DTRAIN_OK ? row : result;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    (void)sample;
-    return metrics->console.terminal ? dtrain__console_live(metrics)
-                                     : dtrain__console_table(metrics);
+    return result == DTRAIN_OK ? last : result;
 }
 
 /* Draw the last step, which may have come too soon after another one, and end the live line. */

@@ -107,31 +107,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
     return all ? DTRAIN_OK : dtrain__file_fail(path, "written");
 }
 
-/* Cut what follows the last line end off a file that is to be appended to: the run before may have
- * been killed while it wrote a line. */
-static void dtrain__records_cut(dtrain__records *file)
-{
-    char block[4096];
-    const int reader = dtrain__open(file->path, O_RDONLY);
-    int64_t end = file->size;
-    while (reader >= 0 && end > 0) {
-        const int64_t first = dtrain__max(0, end - (int64_t)sizeof block);
-        const ssize_t got = pread(reader, block, (size_t)(end - first), (off_t)first);
-        if (got != end - first) break;
-        while (end > first && block[end - first - 1] != '\n') end--;
-        if (end > first) break;
-    }
-    if (reader >= 0) close(reader);
-    if (end == file->size) return;
-    if (reader < 0 || ftruncate(file->fd, (off_t)end) != 0) file->torn = true;
-    else file->size = end;
-}
-
 /* Open a file to append records to. It does not block: training must not wait for the reader of a
- * pipe. */
+ * pipe. Cut off what follows the last line end of a file that is there: the run before may have been
+ * killed while it wrote a line. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append)
 {
+    char block[4096];
     struct stat status;
     const int how = O_WRONLY | O_CREAT | O_APPEND | O_NOCTTY | O_NONBLOCK;
     file->path = path;
@@ -142,8 +124,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
         return dtrain_fail(DTRAIN_ERROR_FILE,
                            "dtrain_metrics_create: the file %s cannot be opened: %s", path,
                            errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
-    if (fstat(file->fd, &status) == 0 && S_ISREG(status.st_mode)) file->size = status.st_size;
-    if (file->size > 0) dtrain__records_cut(file);
+    if (fstat(file->fd, &status) != 0 || !S_ISREG(status.st_mode)) return DTRAIN_OK;
+    int64_t end = file->size = status.st_size;
+    if (end == 0) return DTRAIN_OK;
+    const int reader = dtrain__open(path, O_RDONLY);
+    while (reader >= 0 && end > 0) {
+        const int64_t first = dtrain__max(0, end - (int64_t)sizeof block);
+        const ssize_t got = pread(reader, block, (size_t)(end - first), (off_t)first);
+        if (got != end - first) break;
+        while (end > first && block[end - first - 1] != '\n') end--;
+        if (end > first) break;
+    }
+    if (reader >= 0) close(reader);
+    if (end == file->size) return DTRAIN_OK;
+    if (ftruncate(file->fd, (off_t)end) != 0) file->torn = true;
+    else file->size = end;
     return DTRAIN_OK;
 }
 

@@ -59,39 +59,12 @@ static size_t dtrain__histograms_bytes(int ranks)
     return sizeof(dtrain__histograms) + sizeof(dtrain__moments) * DTRAIN__TOGETHER * (size_t)ranks;
 }
 
-/* Count one value. */
-static void dtrain__histogram_add(int64_t *counts, dtrain__moments *m, float value)
-{
-    const uint32_t bits = dtrain__f32_bits(value);
-    const int magnitude = (int)(bits >> 21 & 0x3ff) - DTRAIN__LOWEST;
-    if (!dtrain__is_finite(value)) {
-        m->nonfinite++;
-        return;
-    }
-    const int side = magnitude < 0 ? -1 : (int)dtrain__min(magnitude, DTRAIN__SIDE - 1);
-    counts[bits >> 31 ? DTRAIN__SIDE - 1 - side : DTRAIN__SIDE + 1 + side]++;
-    const double x = (double)value;
-    if (m->count == 0 || x < m->min) m->min = x;
-    if (m->count == 0 || x > m->max) m->max = x;
-    m->sum += x;
-    m->sum_squares += x * x;
-    m->count++;
-}
-
-/* Return the upper limit of a bucket. */
-static double dtrain__histogram_limit(int bucket)
-{
-    const int side = bucket < DTRAIN__SIDE ? DTRAIN__SIDE - 1 - bucket : bucket - DTRAIN__SIDE;
-    const double limit = ldexp(1 + 0.25 * (side % 4), side / 4 - 64);
-    if (bucket == DTRAIN__BUCKETS - 1) return DBL_MAX;
-    return bucket < DTRAIN__SIDE ? -limit : limit;
-}
-
 /* Count values, times a scale, of the device's memory or the host's. */
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
 {
     dtrain_device *device = dtrain_world_device(h->world);
+    dtrain__moments *m = &h->mine[slot];
     for (int64_t first = 0; values && first < count; first += DTRAIN__CHUNK) {
         const int64_t n = dtrain__min(count - first, DTRAIN__CHUNK);
         const float *chunk = values + first;
@@ -99,8 +72,23 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
             DTRAIN__TRY(dtrain_device_copy(device, h->chunk, chunk, (size_t)n * sizeof(float)));
             chunk = h->chunk;
         }
-        for (int64_t i = 0; i < n; i++)
-            dtrain__histogram_add(h->counts[slot], &h->mine[slot], chunk[i] * scale);
+        for (int64_t i = 0; i < n; i++) {
+            const float value = chunk[i] * scale;
+            const uint32_t bits = dtrain__f32_bits(value);
+            const int magnitude = (int)(bits >> 21 & 0x3ff) - DTRAIN__LOWEST;
+            if (!dtrain__is_finite(value)) {
+                m->nonfinite++;
+                continue;
+            }
+            const int side = magnitude < 0 ? -1 : (int)dtrain__min(magnitude, DTRAIN__SIDE - 1);
+            h->counts[slot][bits >> 31 ? DTRAIN__SIDE - 1 - side : DTRAIN__SIDE + 1 + side]++;
+            const double x = (double)value;
+            if (m->count == 0 || x < m->min) m->min = x;
+            if (m->count == 0 || x > m->max) m->max = x;
+            m->sum += x;
+            m->sum_squares += x * x;
+            m->count++;
+        }
     }
     return DTRAIN_OK;
 }
@@ -126,43 +114,8 @@ static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain
     part->count = count;
 }
 
-/* Hand the sum of all ranks' counts in a slot to the sinks. A run of empty buckets becomes one. */
-static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const char *what,
-                                    const char *name)
-{
-    dtrain__histograms *h = metrics->histograms;
-    const int64_t *counts = h->counts[slot];
-    char tag[600];
-    dtrain_histogram whole;
-    memset(&whole, 0, sizeof whole);
-    for (int r = 0; r < h->trainer->ranks; r++) {
-        const dtrain__moments *m = &h->all[r * DTRAIN__TOGETHER + slot];
-        if (m->count > 0 && (whole.count == 0 || m->min < whole.min)) whole.min = m->min;
-        if (m->count > 0 && (whole.count == 0 || m->max > whole.max)) whole.max = m->max;
-        whole.sum += m->sum;
-        whole.sum_squares += m->sum_squares;
-        whole.count += (uint64_t)m->count;
-        whole.nonfinite += (uint64_t)m->nonfinite;
-    }
-    int first = 0, last = DTRAIN__BUCKETS - 1;
-    while (first < last && counts[first] == 0) first++;
-    while (first < last && counts[last] == 0) last--;
-    for (int i = first; i <= last; i++) {
-        if (i < last && counts[i] == 0 && counts[i + 1] == 0) continue;
-        h->limits[whole.bucket_count] = dtrain__histogram_limit(i);
-        h->buckets[whole.bucket_count++] = (double)counts[i];
-    }
-    whole.limits = h->limits;
-    whole.buckets = h->buckets;
-    dtrain__name_cut(tag + snprintf(tag, sizeof tag, "%s/", what), 512, name);
-    whole.step = metrics->sample.step;
-    whole.wall_time = metrics->sample.wall_time;
-    whole.tag = tag;
-    dtrain__sinks_histogram(metrics, &whole);
-}
-
-/* Add up the histograms of all ranks in slots [0, used), and write them. Slots 2 i and 2 i + 1 are
- * the weights and gradients of parameters[i]. */
+/* Add up the histograms of all ranks in slots [0, used), and hand them to the sinks. Slots 2 i and
+ * 2 i + 1 are the weights and gradients of parameters[i]. */
 static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const size_t *parameters,
                                                int used)
 {
@@ -174,9 +127,41 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
                               DTRAIN_REDUCE_SUM, 0, NULL));
     DTRAIN__TRY(dtrain_all_gather(metrics->comm, h->mine, h->all,
                                   DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS, DTRAIN_DTYPE_I64, NULL));
-    for (int slot = 0; h->trainer->rank == 0 && slot < used; slot++)
-        dtrain__histogram_write(metrics, slot, slot % 2 ? "weights.grad" : "weights",
-                                params[parameters[slot / 2]].name);
+    for (int slot = 0; h->trainer->rank == 0 && slot < used; slot++) {
+        const int64_t *counts = h->counts[slot];
+        char tag[600];
+        dtrain_histogram whole;
+        memset(&whole, 0, sizeof whole);
+        for (int r = 0; r < h->trainer->ranks; r++) {
+            const dtrain__moments *m = &h->all[r * DTRAIN__TOGETHER + slot];
+            if (m->count > 0 && (whole.count == 0 || m->min < whole.min)) whole.min = m->min;
+            if (m->count > 0 && (whole.count == 0 || m->max > whole.max)) whole.max = m->max;
+            whole.sum += m->sum;
+            whole.sum_squares += m->sum_squares;
+            whole.count += (uint64_t)m->count;
+            whole.nonfinite += (uint64_t)m->nonfinite;
+        }
+        int first = 0, last = DTRAIN__BUCKETS - 1;
+        while (first < last && counts[first] == 0) first++;
+        while (first < last && counts[last] == 0) last--;
+        for (int i = first; i <= last; i++) { /* a run of empty buckets becomes one */
+            if (i < last && counts[i] == 0 && counts[i + 1] == 0) continue;
+            const int side = i < DTRAIN__SIDE ? DTRAIN__SIDE - 1 - i : i - DTRAIN__SIDE;
+            const double limit = ldexp(1 + 0.25 * (side % 4), side / 4 - 64); /* the upper one */
+            h->limits[whole.bucket_count] = i == DTRAIN__BUCKETS - 1 ? DBL_MAX
+                                            : i < DTRAIN__SIDE       ? -limit
+                                                                     : limit;
+            h->buckets[whole.bucket_count++] = (double)counts[i];
+        }
+        const int head = snprintf(tag, sizeof tag, slot % 2 ? "weights.grad/" : "weights/");
+        dtrain__name_cut(tag + head, 512, params[parameters[slot / 2]].name);
+        whole.step = metrics->sample.step;
+        whole.wall_time = metrics->sample.wall_time;
+        whole.tag = tag;
+        whole.limits = h->limits;
+        whole.buckets = h->buckets;
+        dtrain__sinks_histogram(metrics, &whole);
+    }
     memset(h->counts, 0, sizeof h->counts);
     memset(h->mine, 0, DTRAIN__TOGETHER * sizeof *h->mine);
     return DTRAIN_OK;

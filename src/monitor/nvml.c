@@ -72,29 +72,6 @@ static const dtrain__nvml_question dtrain__nvml_questions[] = {
     {DTRAIN_FIGURE_GPU_ECC, "nvmlDeviceGetTotalEccErrors", 2, 1, 0, 8, 1}, /* uncorrected */
 };
 
-/* Find this rank's GPU: by the id that the device has, and where ranks compute on a CPU and NVML
- * was asked for by its path, the GPU with the rank's number on this host. */
-static int dtrain__nvml_device(dtrain_metrics *metrics, bool gpu)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    dtrain_device_info info;
-    dtrain_world_info world;
-    dtrain__nvml_call call;
-    if (gpu && dtrain_device_query(dtrain_world_device(metrics->world), &info) == DTRAIN_OK &&
-        strlen(info.id) == 36) {
-        char uuid[48];
-        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", info.id, info.id + 12,
-                 info.id + 16, info.id + 20, info.id + 24); /* "GPU-" and 32 digits */
-        return dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByUUID", &call)
-                   ? call.by_uuid(uuid, &nvml->device)
-                   : DTRAIN__NVML_NOT_SUPPORTED;
-    }
-    dtrain_world_query(metrics->world, &world);
-    return dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByIndex_v2", &call)
-               ? call.by_index((unsigned)world.local_rank, &nvml->device)
-               : DTRAIN__NVML_NOT_SUPPORTED;
-}
-
 static void dtrain__nvml_forget(dtrain__nvml *nvml)
 {
     for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
@@ -108,6 +85,10 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
     const char *asked = getenv("DTRAIN_NVML");
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
     const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
+    dtrain_device_info info;
+    dtrain_world_info world;
+    dtrain__nvml_call call;
+    char uuid[48];
     dtrain__nvml_forget(nvml);
     if (!gpu && (!asked || !asked[0]))
         snprintf(nvml->reason, sizeof nvml->reason, "the ranks compute on the CPU");
@@ -122,7 +103,6 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
                  why ? why : "the library cannot be loaded");
         return;
     }
-    dtrain__nvml_call call;
     int code = dtrain__nvml_find(nvml, "nvmlInit_v2", &call) ? call.plain()
                                                              : (int)DTRAIN__NVML_NOT_SUPPORTED;
     nvml->started = code == DTRAIN__NVML_OK;
@@ -131,35 +111,25 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
                  code);
         return;
     }
-    code = dtrain__nvml_device(metrics, gpu);
+    /* a GPU has an id; where ranks compute on a CPU and NVML was asked for by its path, this rank's
+     * is the GPU with its number on this host */
+    code = DTRAIN__NVML_NOT_SUPPORTED;
+    dtrain_world_query(metrics->world, &world);
+    if (gpu && dtrain_device_query(dtrain_world_device(metrics->world), &info) == DTRAIN_OK &&
+        strlen(info.id) == 36) { /* "GPU-" and 32 digits */
+        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", info.id, info.id + 12,
+                 info.id + 16, info.id + 20, info.id + 24);
+        if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByUUID", &call))
+            code = call.by_uuid(uuid, &nvml->device);
+    } else if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByIndex_v2", &call))
+        code = call.by_index((unsigned)world.local_rank, &nvml->device);
     if (code != DTRAIN__NVML_OK)
         snprintf(nvml->reason, sizeof nvml->reason,
                  "NVML does not know this rank's GPU (its error %d)", code);
 }
 
-/* Ask a question and store the answer. A lost GPU is a reason not to ask again. */
-static void dtrain__nvml_ask(dtrain_metrics *metrics, const dtrain__nvml_question *question)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    dtrain__nvml_call call;
-    uint64_t answer[3] = {0, 0, 0}, number = 0;
-    int code = DTRAIN__NVML_NOT_SUPPORTED;
-    if (!dtrain__nvml_find(nvml, question->function, &call)) return;
-    if (question->arguments == 0) code = call.get(nvml->device, answer);
-    if (question->arguments == 1) code = call.get_one(nvml->device, question->which, answer);
-    if (question->arguments == 2) code = call.get_errors(nvml->device, question->which, 0, answer);
-    memcpy(&number, (const char *)answer + question->at, question->bytes);
-    if (code == DTRAIN__NVML_OK)
-        nvml->figures[(int)question->figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION] =
-            (float)(question->scale * (double)number);
-    if (code != DTRAIN__NVML_GPU_IS_LOST || nvml->reason[0]) return;
-    snprintf(nvml->reason, sizeof nvml->reason, "NVML says that the GPU is lost");
-    dtrain_log(metrics->world, DTRAIN_LOG_WARNING, "the GPU of rank %d is lost, says NVML",
-               dtrain_world_rank(metrics->world));
-}
-
-/* Ask, if it is time to, and hand the answers to the trainer, whose next step sends them to all
- * ranks. */
+/* Ask all questions, if it is time to, and hand the answers to the trainer, whose next step sends
+ * them to all ranks. A lost GPU is a reason not to ask again. */
 DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
 {
     dtrain__nvml *nvml = &metrics->nvml;
@@ -167,8 +137,23 @@ DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
     if (!nvml->device || nvml->reason[0] || now < nvml->ask_at) return;
     nvml->ask_at = now + 1e-3 * metrics->desc.gpu_every_ms;
     dtrain__nvml_forget(nvml);
-    for (size_t i = 0; i < sizeof dtrain__nvml_questions / sizeof *dtrain__nvml_questions; i++)
-        dtrain__nvml_ask(metrics, &dtrain__nvml_questions[i]);
+    for (size_t i = 0; i < sizeof dtrain__nvml_questions / sizeof *dtrain__nvml_questions; i++) {
+        const dtrain__nvml_question *q = &dtrain__nvml_questions[i];
+        dtrain__nvml_call call;
+        uint64_t answer[3] = {0, 0, 0}, number = 0;
+        if (!dtrain__nvml_find(nvml, q->function, &call)) continue;
+        const int code = q->arguments == 0   ? call.get(nvml->device, answer)
+                         : q->arguments == 1 ? call.get_one(nvml->device, q->which, answer)
+                                             : call.get_errors(nvml->device, q->which, 0, answer);
+        memcpy(&number, (const char *)answer + q->at, q->bytes);
+        if (code == DTRAIN__NVML_OK)
+            nvml->figures[(int)q->figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION] =
+                (float)(q->scale * (double)number);
+        if (code != DTRAIN__NVML_GPU_IS_LOST || nvml->reason[0]) continue;
+        snprintf(nvml->reason, sizeof nvml->reason, "NVML says that the GPU is lost");
+        dtrain_log(metrics->world, DTRAIN_LOG_WARNING, "the GPU of rank %d is lost, says NVML",
+                   dtrain_world_rank(metrics->world));
+    }
     if (metrics->desc.trainer)
         memcpy(dtrain__trainer_seen(metrics->desc.trainer)->gpu, nvml->figures,
                sizeof nvml->figures);

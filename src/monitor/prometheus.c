@@ -61,40 +61,16 @@ static void dtrain__prometheus_one(dtrain_metrics *metrics, const char *name, co
     dtrain__prometheus_add(metrics, &family, "", value);
 }
 
-/* Write a metric of each rank that has measured it, if it was measured in this step. */
-static void dtrain__prometheus_ranks(dtrain_metrics *metrics, int id)
-{
-    const dtrain_metric *row = &dtrain__metric_table()[id];
-    dtrain__metric_family family = {"rank_", row->base, row->help, " Here: of each rank.",
-                                    false,   false};
-    for (int r = 0; metrics->known[id] && r < metrics->last.ranks; r++) {
-        const double value = dtrain__rank_value(metrics, id, r);
-        char label[32];
-        snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
-        if (dtrain__finite(value))
-            dtrain__prometheus_add(metrics, &family, label, value * row->base_scale);
-    }
-}
-
-/* Write the bytes sent so far, by kind of collective. */
-static void dtrain__prometheus_kinds(dtrain_metrics *metrics)
-{
-    dtrain__metric_family family = {
-        "", "sent_bytes_total", "Bytes that rank 0 sent, by kind of collective.", "", true, false};
-    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const char *name = dtrain__metric_table()[id].name; /* KIND_bytes */
-        const double bytes = metrics->prometheus.kind_bytes[id];
-        char label[64];
-        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
-        if (bytes > 0) dtrain__prometheus_add(metrics, &family, label, bytes);
-    }
-}
-
-/* Write all metrics of a version. */
-static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
+/* Replace the file by one with all metrics; after a failure the version before is still there. */
+static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
 {
     dtrain__prometheus *p = &metrics->prometheus;
     const dtrain_metric *table = dtrain__metric_table();
+    const char *path = metrics->desc.prometheus_path;
+    const dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__metric_family sent = {
+        "", "sent_bytes_total", "Bytes that rank 0 sent, by kind of collective.", "", true, false};
+    char label[64];
     dtrain__prometheus_one(metrics, "finished", "1 when the run is over.", false, finished);
     dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true, p->steps);
     if (p->steps > 0) {
@@ -105,28 +81,31 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
                                floor(p->wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        if (id == DTRAIN__METRIC_VAL_LOSS || id == DTRAIN__METRIC_VAL_ACCURACY) {
-            /* of the last evaluation, not just in its second */
-            const double last = id == DTRAIN__METRIC_VAL_LOSS ? metrics->summary.val_loss
-                                                              : metrics->summary.val_accuracy;
-            if (dtrain__finite(last))
-                dtrain__prometheus_one(metrics, table[id].base, table[id].help, false, last);
-        } else if (metrics->known[id])
-            dtrain__prometheus_one(metrics, table[id].base, table[id].help,
-                                   (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,
-                                   metrics->values[id] * table[id].base_scale);
-        if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, id);
+        const dtrain_metric *row = &table[id];
+        dtrain__metric_family each = {"rank_", row->base, row->help, " Here: of each rank.",
+                                      false,   false};
+        bool known = metrics->known[id];
+        double value = metrics->values[id];
+        /* of the last evaluation, not just in its second */
+        if (id == DTRAIN__METRIC_VAL_LOSS)
+            known = dtrain__finite(value = metrics->summary.val_loss);
+        if (id == DTRAIN__METRIC_VAL_ACCURACY)
+            known = dtrain__finite(value = metrics->summary.val_accuracy);
+        if (!known) continue;
+        dtrain__prometheus_one(metrics, row->base, row->help,
+                               (row->flags & DTRAIN_METRIC_COUNTER) != 0, value * row->base_scale);
+        for (int r = 0; row->flags & DTRAIN_METRIC_RANKS && r < metrics->last.ranks; r++) {
+            value = dtrain__rank_value(metrics, id, r);
+            snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
+            if (dtrain__finite(value))
+                dtrain__prometheus_add(metrics, &each, label, value * row->base_scale);
+        }
     }
-    dtrain__prometheus_kinds(metrics);
-}
-
-/* Replace the file; after a failure the version before is still there. */
-static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
-{
-    dtrain__prometheus *p = &metrics->prometheus;
-    const char *path = metrics->desc.prometheus_path;
-    const dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__prometheus_version(metrics, finished);
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
+        const int kind = (int)(strlen(table[id].name) - strlen("_bytes"));
+        snprintf(label, sizeof label, ",op=\"%.*s\"", kind, table[id].name);
+        if (p->kind_bytes[id] > 0) dtrain__prometheus_add(metrics, &sent, label, p->kind_bytes[id]);
+    }
     if (text->failed) return DTRAIN_ERROR_MEMORY;
     const int file = dtrain__open_new(p->next);
     if (file < 0) return dtrain__file_fail(p->next, "opened");
