@@ -64,99 +64,63 @@ DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
     }
 }
 
-static void dtrain__sink_add(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
-                             const char *path)
-{
-    metrics->sinks[metrics->sink_count] = *sink;
-    metrics->infos[metrics->sink_count].name = sink->name;
-    metrics->infos[metrics->sink_count++].path = path;
-}
-
-/* List the sinks of this rank: on rank 0 the library's writers that the desc asks for, then the
- * host's sinks. */
-static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
-{
-    const dtrain_metrics_desc *desc = &metrics->desc;
-    const bool first = dtrain_comm_rank(metrics->comm) == 0;
-    const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
-                                                desc->prometheus_path, desc->tensorboard_dir};
-    for (size_t i = 0; first && i < DTRAIN__WRITERS; i++) {
-        dtrain_metrics_sink sink = dtrain__writers[i];
-        sink.user = metrics;
-        if (paths[i]) dtrain__sink_add(metrics, &sink, paths[i]);
-    }
-    for (size_t i = 0; i < desc->sink_count; i++) {
-        if (!desc->sinks[i].name)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_metrics_create: sink %zu of desc has no name", i);
-        if (first || desc->sinks[i].every_rank) dtrain__sink_add(metrics, &desc->sinks[i], "");
-    }
-    return DTRAIN_OK;
-}
-
-/* Open all sinks. The first failure is the error. */
-static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
-{
-    for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        dtrain__sink_enter(metrics);
-        const dtrain_result result =
-            sink->open ? sink->open(sink->user, &metrics->desc, &metrics->sample) : DTRAIN_OK;
-        metrics->busy = false;
-        if (result == DTRAIN_OK) {
-            metrics->opened++;
-            continue;
-        }
-        if (!dtrain_last_error()[0])
-            (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
-                              metrics->infos[i].name, dtrain_result_text(result));
-        return result;
-    }
-    return DTRAIN_OK;
-}
-
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
 /* Copy the texts of desc into memory, one behind the other; NULL: count their bytes. An empty text
  * is none. */
-static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
+static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
-    dtrain_metrics_desc *desc = &metrics->desc;
     const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
                                   &desc->run_name,   &desc->config,          &desc->hparams};
-    metrics->texts_bytes = 0;
+    size_t all = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         const char **text = texts[i];
         if (*text && !**text) *text = NULL;
         if (!*text) continue;
         const size_t bytes = strlen(*text) + 1;
-        if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
-        metrics->texts_bytes += bytes;
+        if (memory) *text = (char *)memcpy(memory + all, *text, bytes);
+        all += bytes;
     }
+    return all;
 }
 
-/* Do everything of creation that can fail. */
+/* Do everything of creation that can fail. The sinks of this rank are, on rank 0, the library's
+ * writers that the desc asks for, then the host's. The first that cannot be opened is the error. */
 static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
 {
-    const dtrain_allocator *a = &metrics->allocator;
-    dtrain_metrics_desc *desc = &metrics->desc;
-    const size_t room = metrics->sink_room;
-    dtrain__strings_keep(metrics, NULL);
-    metrics->texts = (char *)dtrain__alloc(a, metrics->texts_bytes, 1, "texts of metrics");
-    if (!metrics->texts) {
-        metrics->texts_bytes = 0;
-        return DTRAIN_ERROR_MEMORY;
+    const dtrain_metrics_desc *desc = &metrics->desc;
+    const bool first = dtrain_comm_rank(metrics->comm) == 0;
+    const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
+                                                desc->prometheus_path, desc->tensorboard_dir};
+    for (size_t i = 0; i < DTRAIN__WRITERS + desc->sink_count; i++) {
+        const bool own = i < DTRAIN__WRITERS;
+        dtrain_metrics_sink *sink = &metrics->sinks[metrics->sink_count];
+        *sink = own ? dtrain__writers[i] : desc->sinks[i - DTRAIN__WRITERS];
+        if (!sink->name)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_metrics_create: sink %zu of desc has no name",
+                               i - DTRAIN__WRITERS);
+        if (own) sink->user = metrics;
+        if (own ? !first || !paths[i] : !first && !sink->every_rank) continue;
+        metrics->infos[metrics->sink_count].name = sink->name;
+        metrics->infos[metrics->sink_count++].path = own ? paths[i] : "";
     }
-    dtrain__strings_keep(metrics, metrics->texts);
-    metrics->sinks = (dtrain_metrics_sink *)dtrain__alloc(a, room, sizeof *metrics->sinks, "sinks");
-    metrics->infos =
-        (dtrain_metrics_sink_info *)dtrain__alloc(a, room, sizeof *metrics->infos, "sinks");
-    if (!metrics->sinks || !metrics->infos) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__sinks_list(metrics));
     if (desc->histogram_every) DTRAIN__TRY(dtrain__histograms_create(metrics));
     dtrain__metrics_plan(metrics);
     dtrain__nvml_open(metrics);
-    return dtrain__sinks_open(metrics);
+    for (size_t i = 0; i < metrics->sink_count; i++, metrics->opened++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
+        dtrain__sink_enter(metrics);
+        const dtrain_result result =
+            sink->open ? sink->open(sink->user, desc, &metrics->sample) : DTRAIN_OK;
+        metrics->busy = false;
+        if (result == DTRAIN_OK) continue;
+        if (!dtrain_last_error()[0])
+            (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
+                              sink->name, dtrain_result_text(result));
+        return result;
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
@@ -170,20 +134,28 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: run_name has more than 200 bytes");
+    /* one piece of memory: metrics, sinks, infos, texts */
+    const size_t room = DTRAIN__WRITERS + desc->sink_count;
+    dtrain_metrics_desc resolved = *desc;
+    size_t bytes = sizeof(dtrain_metrics) + dtrain__strings_keep(&resolved, NULL);
+    bytes += room * (sizeof(dtrain_metrics_sink) + sizeof(dtrain_metrics_sink_info));
     dtrain_metrics *metrics =
-        (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, sizeof *metrics, "metrics");
+        (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, bytes, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
+    metrics->bytes = bytes;
+    metrics->sinks = (dtrain_metrics_sink *)(void *)(metrics + 1);
+    metrics->infos = (dtrain_metrics_sink_info *)(void *)(metrics->sinks + room);
+    (void)dtrain__strings_keep(&resolved, (char *)(metrics->infos + room));
+    metrics->desc = resolved;
     metrics->allocator = world->allocator;
     metrics->text.allocator = &metrics->allocator;
     metrics->world = world;
     metrics->comm =
         desc->trainer ? dtrain__trainer_seen(desc->trainer)->groups->all : dtrain_world_comm(world);
-    metrics->desc = *desc;
-    metrics->sink_room = DTRAIN__WRITERS + desc->sink_count;
     metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
-    if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
+    if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = metrics->summary.val_accuracy = DTRAIN__NAN;
     metrics->summary.tokens_per_second = DTRAIN__NAN;
@@ -196,10 +168,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->sample.record = &metrics->last;
     metrics->sample.wall_time = dtrain__wall_time();
     const dtrain_result result = dtrain__metrics_open(metrics);
-    if (result == DTRAIN_OK) {
-        *out = metrics;
-        return DTRAIN_OK;
-    }
+    if (result == DTRAIN_OK) *out = metrics;
+    if (result == DTRAIN_OK) return DTRAIN_OK;
     for (size_t i = 0; i < metrics->sink_count; i++) /* ours write no end of this run */
         if (metrics->sinks[i].user == metrics) metrics->sinks[i].finish = NULL;
     dtrain_metrics_destroy(metrics);
@@ -216,13 +186,25 @@ static void dtrain__mean_add(double *mean, double value, int64_t n)
     *mean = dtrain__finite(*mean) ? *mean + (value - *mean) / (double)n : value;
 }
 
-/* Add a step to the summary. Its seconds begin with the first step, which took step_ms before it
- * was reported. */
-static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_record *record)
+static dtrain_result dtrain__metrics_usable(const dtrain_metrics *metrics, const void *given,
+                                            const char *call)
 {
+    if (!metrics || !given)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: metrics or another argument is NULL", call);
+    if (metrics->busy || metrics->finished)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s", call,
+                           metrics->busy ? "a sink must not call the metrics that call it"
+                                         : "the metrics are finished");
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record)
+{
+    DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
     dtrain_summary *s = &metrics->summary;
     const double now = dtrain_seconds();
-    if (s->steps == 0) {
+    if (s->steps == 0) { /* the seconds begin with the first step, which took step_ms until now */
         s->first_loss = record->loss;
         metrics->started = now - 1e-3 * record->step_ms;
     }
@@ -243,25 +225,6 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     if (record->ranks && record->figures[DTRAIN_FIGURE_BUBBLE].max_rank >= 0)
         dtrain__mean_add(&s->bubble_ms, 1e3 * record->figures[DTRAIN_FIGURE_BUBBLE].mean, s->steps);
     s->seconds = now - metrics->started;
-}
-
-static dtrain_result dtrain__metrics_usable(const dtrain_metrics *metrics, const void *given,
-                                            const char *call)
-{
-    if (!metrics || !given)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: metrics or another argument is NULL", call);
-    if (metrics->busy || metrics->finished)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s", call,
-                           metrics->busy ? "a sink must not call the metrics that call it"
-                                         : "the metrics are finished");
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
-                                             const dtrain_step_record *record)
-{
-    DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
-    dtrain__summary_add(metrics, record);
     dtrain__nvml_sample(metrics);
     dtrain__metrics_fill(metrics, record);
     for (size_t i = 0; i < metrics->sink_count; i++) {
@@ -296,23 +259,6 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 
 /* ---- The end ----------------------------------------------------------------------------------*/
 
-/* Say in one sentence what each sink has lost, if any has. */
-static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
-{
-    dtrain__text *text = dtrain__record_begin(metrics);
-    for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink_info *info = &metrics->infos[i];
-        if (info->lost)
-            dtrain__text_add(text, "%s%llu of %llu records of %s", text->bytes ? "; " : "",
-                             (unsigned long long)info->lost,
-                             (unsigned long long)(info->lost + info->written),
-                             info->path[0] ? info->path : info->name);
-    }
-    if (!text->bytes && !text->failed) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
-                       text->bytes ? text->at : "records");
-}
-
 /* End the stream; a second call does nothing. What was lost is an error here, because the training
  * is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
@@ -328,7 +274,18 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
         dtrain__sink_enter(metrics);
         dtrain__sink_count(metrics, i, sink->finish(sink->user, &info.summary));
     }
-    return dtrain__metrics_losses(metrics);
+    dtrain__text *text = dtrain__record_begin(metrics);
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain_metrics_sink_info *sink = &metrics->infos[i];
+        if (sink->lost)
+            dtrain__text_add(text, "%s%llu of %llu records of %s", text->bytes ? "; " : "",
+                             (unsigned long long)sink->lost,
+                             (unsigned long long)(sink->lost + sink->written),
+                             sink->path[0] ? sink->path : sink->name);
+    }
+    if (!text->bytes && !text->failed) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
+                       text->bytes ? text->at : "records");
 }
 
 DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
@@ -352,8 +309,5 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     dtrain__text_free(&metrics->text);
     dtrain__free(&allocator, metrics->prometheus.next, metrics->prometheus.next_bytes, 1);
     dtrain__free(&allocator, metrics->tensorboard.path, metrics->tensorboard.path_bytes, 1);
-    dtrain__free(&allocator, metrics->texts, metrics->texts_bytes, 1);
-    dtrain__free(&allocator, metrics->sinks, metrics->sink_room, sizeof *metrics->sinks);
-    dtrain__free(&allocator, metrics->infos, metrics->sink_room, sizeof *metrics->infos);
-    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+    dtrain__free(&allocator, metrics, 1, metrics->bytes);
 }

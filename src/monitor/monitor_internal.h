@@ -248,13 +248,12 @@ typedef struct dtrain__nvml {
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_comm *comm;        /* the ranks of the run: those of the trainer, or all */
-    dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
-    char *texts;              /* (texts_bytes) */
-    size_t texts_bytes;
-    dtrain_metrics_sink *sinks;      /* (sink_room), sink_count in use */
+    dtrain_comm *comm;               /* the ranks of the run: those of the trainer, or all */
+    size_t bytes;                    /* of all this, with sinks, infos and texts behind it */
+    dtrain_metrics_desc desc;        /* resolved */
+    dtrain_metrics_sink *sinks;      /* (sink_count) */
     dtrain_metrics_sink_info *infos; /* likewise */
-    size_t sink_count, sink_room;
+    size_t sink_count;
     size_t opened; /* the first of them, which are to be finished */
     bool busy;     /* a sink is being called: it must not call back */
     bool finished;
