@@ -24,104 +24,109 @@
  * metric is made of, and how; 0: it is set from the record */
 /* clang-format off */
 #define DTRAIN__METRIC_LIST(X)                                                                     \
-    X(LOSS, "loss", "loss", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")            \
-    X(VAL_LOSS, "val_loss", "loss", 0, 0, "val_loss", 1, "Mean loss of the last evaluation.")      \
-    X(VAL_ACCURACY, "val_accuracy", "loss", 0, 0, "val_accuracy", 1,                               \
-      "Share of right answers in the last evaluation, 0 to 1.")                                    \
-    X(GRAD_NORM, "grad_norm", "optimizer", 0, 0, "grad_norm", 1, "Gradient norm before clipping.") \
+    DTRAIN__ROW(X, LOSS, "loss", "loss", 0, 0, "Mean loss over micro-batches and ranks.")          \
+    DTRAIN__ROW(X, VAL_LOSS, "val_loss", "loss", 0, 0, "Mean loss of the last evaluation.")        \
+    DTRAIN__ROW(X, VAL_ACCURACY, "val_accuracy", "loss", 0, 0,                                     \
+                "Share of right answers in the last evaluation, 0 to 1.")                          \
+    DTRAIN__ROW(X, GRAD_NORM, "grad_norm", "optimizer", 0, 0, "Gradient norm before clipping.")    \
     X(LR, "lr", "optimizer", 0, 0, "learning_rate", 1, "Learning rate.")                           \
     X(TOKENS, "tokens", "throughput", DTRAIN__COUNTS, 0, "tokens_total", 1,                        \
       "Tokens or samples of all ranks.")                                                           \
-    X(RATE, "tokens_per_second", "throughput", 0, 0, "tokens_per_second", 1,                       \
-      "Tokens or samples of all ranks a second.")                                                  \
-    X(STEP, "step_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, STEP), "step_seconds",     \
-      1e-3, "Time of a step, slowest rank.")                                                       \
+    DTRAIN__ROW(X, RATE, "tokens_per_second", "throughput", 0, 0,                                  \
+                "Tokens or samples of all ranks a second.")                                        \
+    DTRAIN__TIME(X, STEP, "step", RANKS, "Time of a step, slowest rank.")                          \
     X(COMM, "comm_ms", "time", 0, 0, "comm_seconds", 1e-3,                                         \
       "Time with an operation in flight, mean of ranks.")                                          \
-    X(EXPOSED_COMM, "exposed_comm_ms", "time", DTRAIN_METRIC_RANKS,                                \
-      DTRAIN__FROM(RANKS, EXPOSED_COMM), "exposed_comm_seconds", 1e-3,                             \
-      "Time that ranks waited in communication, mean.")                                            \
-    X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, DATA), "data_seconds",     \
-      1e-3, "Time in wait for batches, slowest rank.")                                             \
-    X(COMM_BYTES, "comm_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, COMM_BYTES),             \
-      "comm_bytes", 1, "Bytes that rank 0 sent in the step.")                                      \
-    X(LOSS_SCALE, "loss_scale", "optimizer", 0, 0, "loss_scale", 1, "Loss scale of the step.")     \
+    DTRAIN__TIME(X, EXPOSED_COMM, "exposed_comm", RANKS,                                           \
+                 "Time that ranks waited in communication, mean.")                                 \
+    DTRAIN__TIME(X, DATA, "data", RANKS, "Time in wait for batches, slowest rank.")                \
+    DTRAIN__EACH(X, COMM_BYTES, "comm_bytes", "sent", RANKS,                                       \
+                 "Bytes that rank 0 sent in the step.")                                            \
+    DTRAIN__ROW(X, LOSS_SCALE, "loss_scale", "optimizer", 0, 0, "Loss scale of the step.")         \
     X(SKIPPED, "skipped_steps", "optimizer", DTRAIN__COUNTS, 0, "skipped_steps_total", 1,          \
       "Steps without an update.")                                                                  \
     X(STRAGGLER, "straggler_score", "ranks", 0, 0, "straggler_ratio", 1,                           \
       "Slowest rank's compute time by the median's.")                                              \
-    X(SLOWEST, "slowest_rank", "ranks", DTRAIN_METRIC_INTEGER, 0, "slowest_rank", 1,               \
-      "Rank that computed longest.")                                                               \
-    X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, FORWARD),             \
-      "forward_seconds", 1e-3, "Time in the forward pass, mean of ranks.")                         \
-    X(BACKWARD, "backward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BACKWARD),          \
-      "backward_seconds", 1e-3, "Time in the backward pass, mean of ranks.")                       \
-    X(HIDDEN_COMM, "hidden_comm_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, HIDDEN_COMM), \
-      "hidden_comm_seconds", 1e-3, "Communication behind compute, mean of ranks.")                 \
-    X(OPTIMIZER, "optimizer_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, OPTIMIZER),       \
-      "optimizer_seconds", 1e-3, "Time in norm and update, mean of ranks.")                        \
-    X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, CHECKPOINT),    \
-      "checkpoint_seconds", 1e-3, "Time in saving before the step, mean of ranks.")                \
-    DTRAIN__TIMES_LIST(X, STEP, "step", "a step")                                                  \
-    DTRAIN__TIMES_LIST(X, DATA, "data", "wait for batches")                                        \
-    DTRAIN__TIMES_LIST(X, FORWARD, "forward", "the forward pass")                                  \
-    DTRAIN__TIMES_LIST(X, BACKWARD, "backward", "the backward pass")                               \
-    DTRAIN__TIMES_LIST(X, EXPOSED_COMM, "exposed_comm", "exposed communication")                   \
-    DTRAIN__TIMES_LIST(X, HIDDEN_COMM, "hidden_comm", "hidden communication")                      \
-    DTRAIN__TIMES_LIST(X, OPTIMIZER, "optimizer", "norm and update")                               \
-    DTRAIN__TIMES_LIST(X, CHECKPOINT, "checkpoint", "saving")                                      \
-    DTRAIN__SPREAD_LIST(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,       \
-      "Bytes sent in the step")                                                                    \
-    X(TENSOR_BYTES, "tensor_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, TENSOR_BYTES),       \
-      "tensor_bytes", 1, "Bytes that rank 0 sent in the step over the tensor axis.")               \
-    X(TENSOR_EXPOSED, "tensor_exposed_ms", "time", DTRAIN_METRIC_RANKS,                            \
-      DTRAIN__FROM(MEAN, TENSOR_EXPOSED), "tensor_exposed_seconds", 1e-3,                          \
-      "Exposed communication of the tensor axis, mean of ranks.")                                  \
-    X(PIPELINE_BYTES, "pipeline_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, PIPELINE_BYTES), \
-      "pipeline_bytes", 1, "Bytes that rank 0 sent in the step over the pipeline axis.")           \
-    X(BUBBLE, "bubble_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUBBLE),                \
-      "bubble_seconds", 1e-3, "Wait for other stages of the pipeline, mean of ranks.")             \
-    X(BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
-      "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
-    DTRAIN__KIND_LIST(X)                                                                           \
+    DTRAIN__ROW(X, SLOWEST, "slowest_rank", "ranks", DTRAIN_METRIC_INTEGER, 0,                     \
+                "Rank that computed longest.")                                                     \
+    DTRAIN__TIME(X, FORWARD, "forward", MEAN, "Time in the forward pass, mean of ranks.")          \
+    DTRAIN__TIME(X, BACKWARD, "backward", MEAN, "Time in the backward pass, mean of ranks.")       \
+    DTRAIN__TIME(X, HIDDEN_COMM, "hidden_comm", MEAN,                                              \
+                 "Communication behind compute, mean of ranks.")                                   \
+    DTRAIN__TIME(X, OPTIMIZER, "optimizer", MEAN, "Time in norm and update, mean of ranks.")       \
+    DTRAIN__TIME(X, CHECKPOINT, "checkpoint", MEAN,                                                \
+                 "Time in saving before the step, mean of ranks.")                                 \
+    DTRAIN__TIMES(X, STEP, "step", "a step")                                                       \
+    DTRAIN__TIMES(X, DATA, "data", "wait for batches")                                             \
+    DTRAIN__TIMES(X, FORWARD, "forward", "the forward pass")                                       \
+    DTRAIN__TIMES(X, BACKWARD, "backward", "the backward pass")                                    \
+    DTRAIN__TIMES(X, EXPOSED_COMM, "exposed_comm", "exposed communication")                        \
+    DTRAIN__TIMES(X, HIDDEN_COMM, "hidden_comm", "hidden communication")                           \
+    DTRAIN__TIMES(X, OPTIMIZER, "optimizer", "norm and update")                                    \
+    DTRAIN__TIMES(X, CHECKPOINT, "checkpoint", "saving")                                           \
+    DTRAIN__SPREAD(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,            \
+                   "Bytes sent in the step")                                                       \
+    DTRAIN__EACH(X, TENSOR_BYTES, "tensor_bytes", "sent", RANKS,                                   \
+                 "Bytes that rank 0 sent in the step over the tensor axis.")                       \
+    DTRAIN__TIME(X, TENSOR_EXPOSED, "tensor_exposed", MEAN,                                        \
+                 "Exposed communication of the tensor axis, mean of ranks.")                       \
+    DTRAIN__EACH(X, PIPELINE_BYTES, "pipeline_bytes", "sent", RANKS,                               \
+                 "Bytes that rank 0 sent in the step over the pipeline axis.")                     \
+    DTRAIN__TIME(X, BUBBLE, "bubble", MEAN,                                                        \
+                 "Wait for other stages of the pipeline, mean of ranks.")                          \
+    DTRAIN__ROW(X, BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS,                       \
+                DTRAIN__FROM(MEAN, BUS), "Bus bandwidth as nccl-tests have it, mean of ranks.")    \
+    DTRAIN__KIND(X, ALL_REDUCE, "all_reduce") /* in the order of dtrain_collective_kind ... */     \
+    DTRAIN__KIND(X, REDUCE_SCATTER, "reduce_scatter")                                              \
+    DTRAIN__KIND(X, ALL_GATHER, "all_gather")                                                      \
+    DTRAIN__KIND(X, BROADCAST, "broadcast")                                                        \
+    DTRAIN__KIND(X, REDUCE, "reduce")                                                              \
+    DTRAIN__KIND(X, SEND, "send")                                                                  \
+    DTRAIN__KIND(X, ALL_TO_ALL, "all_to_all") /* ... without those that move nothing */            \
     X(FLOPS, "flops_per_second", "throughput", 0, 0, "flops_per_second", 1,                        \
       "Floating-point operations of all ranks a second.")                                          \
     X(PEAK_SHARE, "peak_share", "throughput", 0, 0, "flops_ratio", 1,                              \
       "Share of the devices' peak.")                                                               \
-    X(MEMORY, "memory_bytes", "memory", DTRAIN__EACH, DTRAIN__FROM(MAX, MEMORY), "memory_bytes",   \
-      1, "Device memory allocated, largest rank.")                                                 \
-    X(MEMORY_PEAK, "memory_peak_bytes", "memory", DTRAIN__EACH, DTRAIN__FROM(MAX, MEMORY_PEAK),    \
-      "memory_peak_bytes", 1, "Most device memory so far, largest rank.")                          \
-    X(ACTIVATIONS, "memory_activation_bytes", "memory", DTRAIN__EACH,                              \
-      DTRAIN__FROM(MAX, ACTIVATIONS), "memory_activation_bytes", 1,                                \
-      "Activations of the largest pass, largest rank.")                                            \
+    DTRAIN__EACH(X, MEMORY, "memory_bytes", "memory", MAX,                                         \
+                 "Device memory allocated, largest rank.")                                         \
+    DTRAIN__EACH(X, MEMORY_PEAK, "memory_peak_bytes", "memory", MAX,                               \
+                 "Most device memory so far, largest rank.")                                       \
+    DTRAIN__EACH(X, ACTIVATIONS, "memory_activation_bytes", "memory", MAX,                         \
+                 "Activations of the largest pass, largest rank.")                                 \
     X(GPU_UTILIZATION, "gpu_utilization", "nvml", DTRAIN_METRIC_RANKS,                             \
       DTRAIN__FROM(MEAN, GPU_UTILIZATION), "gpu_utilization_ratio", 1,                             \
       "GPU utilization, mean of ranks.")                                                           \
-    X(GPU_MEMORY, "gpu_memory_bytes", "nvml", DTRAIN__EACH, DTRAIN__FROM(MAX, GPU_MEMORY),         \
-      "gpu_memory_bytes", 1, "GPU memory in use, largest rank.")                                   \
+    DTRAIN__EACH(X, GPU_MEMORY, "gpu_memory_bytes", "nvml", MAX,                                   \
+                 "GPU memory in use, largest rank.")                                               \
     X(GPU_CLOCK, "gpu_clock_hz", "nvml", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_CLOCK),       \
       "gpu_clock_hertz", 1, "Clock of the multiprocessors, mean of ranks.")                        \
-    X(GPU_POWER, "gpu_power_watts", "nvml", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_POWER),    \
-      "gpu_power_watts", 1, "Power, mean of ranks.")                                               \
-    X(GPU_TEMPERATURE, "gpu_temperature_celsius", "nvml", DTRAIN_METRIC_RANKS,                     \
-      DTRAIN__FROM(MAX, GPU_TEMPERATURE), "gpu_temperature_celsius", 1,                            \
-      "Temperature, hottest GPU.")                                                                 \
-    X(GPU_THROTTLE, "gpu_throttle", "nvml", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_THROTTLE),       \
+    DTRAIN__ROW(X, GPU_POWER, "gpu_power_watts", "nvml", DTRAIN_METRIC_RANKS,                      \
+                DTRAIN__FROM(MEAN, GPU_POWER), "Power, mean of ranks.")                            \
+    DTRAIN__ROW(X, GPU_TEMPERATURE, "gpu_temperature_celsius", "nvml", DTRAIN_METRIC_RANKS,        \
+                DTRAIN__FROM(MAX, GPU_TEMPERATURE), "Temperature, hottest GPU.")                   \
+    X(GPU_THROTTLE, "gpu_throttle", "nvml", DTRAIN__INTEGERS, DTRAIN__FROM(RANKS, GPU_THROTTLE),   \
       "gpu_throttle_reasons", 1, "NVML's bits of why clocks are low, of any rank.")                \
-    X(GPU_ECC, "gpu_ecc_errors", "nvml", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_ECC),               \
-      "gpu_ecc_errors", 1, "Uncorrected ECC errors of all ranks' GPUs.")                           \
+    DTRAIN__EACH(X, GPU_ECC, "gpu_ecc_errors", "nvml", RANKS,                                      \
+                 "Uncorrected ECC errors of all ranks' GPUs.")                                     \
     DTRAIN__HELD_LIST(X, MEMORY_, "memory_", "held")                                               \
     DTRAIN__HELD_LIST(X, PREDICTED_, "predicted_", "predicted")                                    \
-    DTRAIN__HELD_ROW(X, PREDICTED_ACTIVATION, "predicted_activation_bytes",                        \
-      "predicted for activations and their gradients")                                             \
-    DTRAIN__HELD_ROW(X, PREDICTED, "predicted_bytes", "that were predicted")
+    DTRAIN__HELD(X, PREDICTED_ACTIVATION, "predicted_activation_bytes",                            \
+                 "predicted for activations and their gradients")                                  \
+    DTRAIN__HELD(X, PREDICTED, "predicted_bytes", "that were predicted")
 
 #define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
-#define DTRAIN__EACH (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
+#define DTRAIN__INTEGERS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
 
+/* A metric in base units; one of integers of each rank; a time of each rank. */
+#define DTRAIN__ROW(X, ID, name, group, flags, from, help)                                         \
+    X(ID, name, group, flags, from, name, 1, help)
+#define DTRAIN__EACH(X, ID, name, group, take, help)                                               \
+    X(ID, name, group, DTRAIN__INTEGERS, DTRAIN__FROM(take, ID), name, 1, help)
+#define DTRAIN__TIME(X, ID, part, take, help)                                                      \
+    X(ID, part "_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(take, ID), part "_seconds", 1e-3,  \
+      help)
 /* Least, mean and most of a figure over ranks, and the rank that has most. */
-#define DTRAIN__SPREAD_LIST(X, ID, part, unit, base_unit, flags, scale, what)                      \
+#define DTRAIN__SPREAD(X, ID, part, unit, base_unit, flags, scale, what)                           \
     X(ID##_MIN, part unit "_min", "ranks", flags, DTRAIN__FROM(SPREAD_MIN, ID),                    \
       part "_min" base_unit, scale, what ", least of ranks.")                                      \
     X(ID##_MEAN, part unit "_mean", "ranks", flags, DTRAIN__FROM(SPREAD_MEAN, ID),                 \
@@ -130,31 +135,20 @@
       part "_max" base_unit, scale, what ", most of ranks.")                                       \
     X(ID##_RANK, part unit "_rank", "ranks", DTRAIN_METRIC_INTEGER, DTRAIN__FROM(SPREAD_RANK, ID), \
       part "_max_rank", 1, what ", rank that has most.")
-#define DTRAIN__TIMES_LIST(X, ID, part, text)                                                      \
-    DTRAIN__SPREAD_LIST(X, ID, part, "_ms", "_seconds", 0, 1e-3, "Time in " text)
-
-/* In the order of dtrain_collective_kind, without those that move nothing. */
-#define DTRAIN__KIND_LIST(X)                                                                       \
-    DTRAIN__KIND_ROW(X, ALL_REDUCE, "all_reduce")                                                  \
-    DTRAIN__KIND_ROW(X, REDUCE_SCATTER, "reduce_scatter")                                          \
-    DTRAIN__KIND_ROW(X, ALL_GATHER, "all_gather")                                                  \
-    DTRAIN__KIND_ROW(X, BROADCAST, "broadcast")                                                    \
-    DTRAIN__KIND_ROW(X, REDUCE, "reduce")                                                          \
-    DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
-    DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
-#define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
-    X(ID, kind "_bytes", "sent", DTRAIN__EACH, DTRAIN__SENT_BY(ID), kind "_bytes", 1,              \
-      "Bytes that rank 0 sent in the step by " kind ".")
-
+#define DTRAIN__TIMES(X, ID, part, text)                                                           \
+    DTRAIN__SPREAD(X, ID, part, "_ms", "_seconds", 0, 1e-3, "Time in " text)
+#define DTRAIN__KIND(X, ID, kind)                                                                  \
+    DTRAIN__ROW(X, ID, kind "_bytes", "sent", DTRAIN__INTEGERS, DTRAIN__SENT_BY(ID),               \
+                "Bytes that rank 0 sent in the step by " kind ".")
+#define DTRAIN__HELD(X, ID, name, text)                                                            \
+    DTRAIN__ROW(X, ID, name, "memory", DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED, 0,             \
+                "Bytes of rank 0 " text ".")
 #define DTRAIN__HELD_LIST(X, WHAT, what, verb)                                                     \
-    DTRAIN__HELD_ROW(X, WHAT##PARAM, what "param_bytes", verb " for parameters")                   \
-    DTRAIN__HELD_ROW(X, WHAT##GRAD, what "grad_bytes", verb " for gradients")                      \
-    DTRAIN__HELD_ROW(X, WHAT##OPTIMIZER, what "optimizer_bytes", verb " for optimizer state")      \
-    DTRAIN__HELD_ROW(X, WHAT##BUFFER, what "buffer_bytes", verb " to gather and reduce")           \
-    DTRAIN__HELD_ROW(X, WHAT##HOST, what "host_bytes", verb " in host memory")
-#define DTRAIN__HELD_ROW(X, ID, name, text)                                                        \
-    X(ID, name, "memory", DTRAIN__FIXED, 0, name, 1, "Bytes of rank 0 " text ".")
-#define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
+    DTRAIN__HELD(X, WHAT##PARAM, what "param_bytes", verb " for parameters")                       \
+    DTRAIN__HELD(X, WHAT##GRAD, what "grad_bytes", verb " for gradients")                          \
+    DTRAIN__HELD(X, WHAT##OPTIMIZER, what "optimizer_bytes", verb " for optimizer state")          \
+    DTRAIN__HELD(X, WHAT##BUFFER, what "buffer_bytes", verb " to gather and reduce")               \
+    DTRAIN__HELD(X, WHAT##HOST, what "host_bytes", verb " in host memory")
 /* clang-format on */
 
 /* The ways to make a metric of a figure: the metric is set from the record, and each rank has the

@@ -87,54 +87,15 @@ static void dtrain__fill_gpu_sums(dtrain_metrics *metrics, const dtrain_step_rec
     if (ecc->max_rank >= 0) dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, each ? errors : ecc->max);
 }
 
-/* Set the figures of this rank's GPU, in a run without a trainer that would exchange them. */
-static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
-{
-    const float *figures = metrics->nvml.figures;
-    for (int id = DTRAIN__METRIC_GPU_UTILIZATION; id <= DTRAIN__METRIC_GPU_ECC; id++)
-        dtrain__set_measured(
-            metrics, id, (double)figures[DTRAIN__FIGURE_OF(id) - DTRAIN_FIGURE_GPU_UTILIZATION]);
-}
-
-/* Set the metrics that are made of the figures of all ranks; spreads need at least two. */
-static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        const int take = DTRAIN__TAKE_OF(id);
-        const dtrain_spread *all = &record->figures[DTRAIN__FIGURE_OF(id)];
-        const bool spread = take >= DTRAIN__TAKE_SPREAD_MIN;
-        if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0 || (spread && record->ranks < 2))
-            continue;
-        const double unit = dtrain__metric_unit(id);
-        const bool mean = take == DTRAIN__TAKE_MEAN || take == DTRAIN__TAKE_SPREAD_MEAN;
-        dtrain__set_measured(metrics, id,
-                             take == DTRAIN__TAKE_SPREAD_RANK  ? all->max_rank
-                             : take == DTRAIN__TAKE_SPREAD_MIN ? unit * all->min
-                             : mean                            ? unit * all->mean
-                                                               : unit * all->max);
-    }
-    dtrain__fill_gpu_sums(metrics, record);
-}
-
-/* Set the bytes sent by each kind of collective that any rank has used. */
-static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const int figure = DTRAIN__FIGURE_OF(id);
-        const dtrain_spread *all = &record->figures[figure];
-        const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
-        const bool others = record->ranks > 0 && all->max_rank >= 0 && all->max > 0;
-        if (own || others) dtrain__set(metrics, id, (double)own);
-    }
-}
-
 /* Set the values of a step, but for those with DTRAIN_METRIC_FIXED, which are set once. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
+    const dtrain_spread *figures = record->figures;
+    const int ranks = record->ranks;
     metrics->sample.step = record->step;
     metrics->sample.wall_time = dtrain__wall_time();
-    metrics->sample.figures = trainer && record->ranks == trainer->ranks ? trainer->words : NULL;
+    metrics->sample.figures = trainer && ranks == trainer->ranks ? trainer->words : NULL;
     metrics->sample.figure_stride = trainer ? trainer->word_count : 0;
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
@@ -153,26 +114,49 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     if (record->loss_scale > 0) dtrain__set(metrics, DTRAIN__METRIC_LOSS_SCALE, record->loss_scale);
     if (record->loss_scale > 0 || record->skipped_steps)
         dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
-    dtrain__fill_kinds(metrics, record);
-    if (record->ranks && record->figures[DTRAIN_FIGURE_TENSOR_BYTES].max_rank >= 0)
+    /* kinds of collectives that any rank has used */
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
+        const int figure = DTRAIN__FIGURE_OF(id);
+        const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
+        if (own || (ranks > 0 && figures[figure].max_rank >= 0 && figures[figure].max > 0))
+            dtrain__set(metrics, id, (double)own);
+    }
+    if (ranks && figures[DTRAIN_FIGURE_TENSOR_BYTES].max_rank >= 0)
         dtrain__set(metrics, DTRAIN__METRIC_TENSOR_BYTES, (double)record->tensor_bytes);
-    if (record->ranks && record->figures[DTRAIN_FIGURE_PIPELINE_BYTES].max_rank >= 0)
+    if (ranks && figures[DTRAIN_FIGURE_PIPELINE_BYTES].max_rank >= 0)
         dtrain__set(metrics, DTRAIN__METRIC_PIPELINE_BYTES, (double)record->pipeline_bytes);
-    if (!trainer) dtrain__fill_own_gpu(metrics);
-    if (record->ranks == 0) return;
-    if (record->ranks > 1) {
+    /* without a trainer, which would exchange them, the figures of this rank's GPU */
+    for (int id = DTRAIN__METRIC_GPU_UTILIZATION; !trainer && id <= DTRAIN__METRIC_GPU_ECC; id++)
+        dtrain__set_measured(
+            metrics, id,
+            (double)metrics->nvml.figures[DTRAIN__FIGURE_OF(id) - DTRAIN_FIGURE_GPU_UTILIZATION]);
+    if (ranks == 0) return;
+    if (ranks > 1) {
         dtrain__set(metrics, DTRAIN__METRIC_STRAGGLER, record->straggler_score);
         dtrain__set(metrics, DTRAIN__METRIC_SLOWEST, record->slowest_rank);
     }
-    dtrain__fill_figures(metrics, record);
-    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
-    const double flops = record->figures[DTRAIN_FIGURE_FLOPS].mean;
+    /* what is made of the figures of all ranks; spreads need at least two */
+    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
+        const int take = DTRAIN__TAKE_OF(id);
+        const dtrain_spread *all = &figures[DTRAIN__FIGURE_OF(id)];
+        if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0) continue;
+        if (take >= DTRAIN__TAKE_SPREAD_MIN && ranks < 2) continue;
+        const double unit = dtrain__metric_unit(id);
+        const bool mean = take == DTRAIN__TAKE_MEAN || take == DTRAIN__TAKE_SPREAD_MEAN;
+        dtrain__set_measured(metrics, id,
+                             take == DTRAIN__TAKE_SPREAD_RANK  ? all->max_rank
+                             : take == DTRAIN__TAKE_SPREAD_MIN ? unit * all->min
+                             : mean                            ? unit * all->mean
+                                                               : unit * all->max);
+    }
+    dtrain__fill_gpu_sums(metrics, record);
+    const double seconds = figures[DTRAIN_FIGURE_STEP].max;
+    const double flops = figures[DTRAIN_FIGURE_FLOPS].mean;
     if (!(flops > 0 && seconds > 0)) return;
-    const double rate = flops * record->ranks / seconds;
+    const double rate = flops * ranks / seconds;
     dtrain__set(metrics, DTRAIN__METRIC_FLOPS, rate);
     if (metrics->desc.peak_flops > 0)
-        dtrain__set(metrics, DTRAIN__METRIC_PEAK_SHARE,
-                    rate / (record->ranks * metrics->desc.peak_flops));
+        dtrain__set(metrics, DTRAIN__METRIC_PEAK_SHARE, rate / (ranks * metrics->desc.peak_flops));
 }
 
 /* Set the metrics of memory that are held or predicted, which begin with `first`. */
