@@ -6689,14 +6689,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
     return dtrain_fail(code, "%s", text);
 }
 
-/* Wait a little: asleep for records that come over the network, spinning for shared memory. */
-static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait)
-{
-    if (!dtrain__is_remote(world)) return dtrain__wait_turn(world, wait);
-    dtrain__link_pump(world, 5);
-    return dtrain__wait_poll(world, wait);
-}
-
 /* Say whether record number `sequence` of a rank has arrived. This rank's own counts as arrived
  * when the link has sent it, and on rank 0 all that it forwards: the caller may not come back for a
  * long time to send the rest. */
@@ -6706,61 +6698,56 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 
-/* Wait for the record of a rank. Read whether that rank has left before reading its slot for the
- * last time: a record that it wrote before it left counts. Where ranks share no page, records come
- * through rank 0; so when rank 0 waits for nobody, it is the one that is behind, whichever record
- * is missing. */
-static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
-                                          dtrain__wait *wait)
-{
-    while (!dtrain__has_record(world, rank, sequence)) {
-        const dtrain_result turn = dtrain__gather_turn(world, wait);
-        if (!wait->polled) continue;
-        const int awaited = rank == world->rank ? dtrain__link_unsent(world) : rank;
-        dtrain__set_waits(world, awaited);
-        const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
-        if (dtrain__has_record(world, rank, sequence)) break;
-        if (turn == DTRAIN_ERROR_PEER) return turn;
-        if (left)
-            return dtrain__abort_with(
-                world, DTRAIN_ERROR_PEER,
-                "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
-                world->rank);
-        if (world->look_for_circle && world->look_for_circle(world, NULL, NULL, wait) != DTRAIN_OK)
-            return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
-                                      dtrain__bare(dtrain_last_error()));
-        if (turn == DTRAIN_ERROR_TIMEOUT) {
-            const bool through_0 = world->rank && dtrain__is_remote(world);
-            const int behind = dtrain__behind(world, through_0 ? 0 : awaited);
-            return dtrain__abort_with(
-                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
-                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? awaited : behind,
-                rank == world->rank ? ", which does not read" : "");
-        }
-    }
-    return DTRAIN_OK;
-}
-
+/* Publish this rank's record, and collect those of all others. Read whether a rank has left before
+ * reading its slot for the last time: a record that it wrote before it left counts. Where ranks
+ * share no page, records come through rank 0; so when rank 0 waits for nobody, it is the one that is
+ * behind, whichever record is missing. */
 static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
                                         void *all)
 {
     dtrain__wait wait = dtrain__wait_begin();
     const uint64_t sequence = ++world->gather_count;
     const size_t half = sequence % 2;
+    const bool remote = dtrain__is_remote(world);
     dtrain__gather_slot *slots = world->control->slots;
     slots[world->rank].bytes[half] = bytes;
     if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
     dtrain__store(&slots[world->rank].sequence, sequence);
     dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, mine, bytes);
     for (int k = 1; k <= world->size; k++) { /* this rank is the last */
-        const int i = (world->rank + k) % world->size;
-        DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
-        if (slots[i].bytes[half] != bytes)
+        const int rank = (world->rank + k) % world->size;
+        while (!dtrain__has_record(world, rank, sequence)) {
+            if (remote) dtrain__link_pump(world, 5); /* sleeps; in shared memory ranks spin */
+            const dtrain_result turn =
+                remote ? dtrain__wait_poll(world, &wait) : dtrain__wait_turn(world, &wait);
+            if (!wait.polled) continue;
+            const int awaited = rank == world->rank ? dtrain__link_unsent(world) : rank;
+            dtrain__set_waits(world, awaited);
+            const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
+            if (dtrain__has_record(world, rank, sequence)) break;
+            if (turn == DTRAIN_ERROR_PEER) return turn;
+            if (left)
+                return dtrain__abort_with(
+                    world, DTRAIN_ERROR_PEER,
+                    "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather",
+                    rank, world->rank);
+            if (world->look_for_circle &&
+                world->look_for_circle(world, NULL, NULL, &wait) != DTRAIN_OK)
+                return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
+                                          dtrain__bare(dtrain_last_error()));
+            if (turn != DTRAIN_ERROR_TIMEOUT) continue;
+            const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
+            return dtrain__abort_with(
+                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
+                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? awaited : behind,
+                rank == world->rank ? ", which does not read" : "");
+        }
+        if (slots[rank].bytes[half] != bytes)
             return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
-                "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
-                (unsigned long long)slots[i].bytes[half], world->rank, bytes);
-        if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
+                "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", rank,
+                (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
+        if (bytes) memcpy((char *)all + (size_t)rank * bytes, slots[rank].data[half], bytes);
     }
     dtrain__set_waits(world, -1);
     if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
@@ -7467,30 +7454,6 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     dtrain__socket_close(&pending->socket);
 }
 
-/* Check the hello of a rank that knows the key. */
-static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__hello *hello)
-{
-    const dtrain__hello own = dtrain__hello_make(r);
-    const int rank = hello->rank;
-    if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d (%s, pid %d) was built with another dtrain, version %s; "
-                                 "rank 0 has %s: start the same program on all ranks",
-                                 rank, hello->host, hello->pid, hello->version, own.version);
-    if (hello->size != own.size)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
-                                 rank, hello->host, hello->pid, hello->size, own.size);
-    if (rank < 0 || rank >= own.size)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "a rank %d joins (%s, pid %d) in a world of %d", rank, hello->host,
-                                 hello->pid, own.size);
-    if (rank && r->world->link->ends[rank].socket < 0) return DTRAIN_OK;
-    return dtrain__meet_fail(
-        r, DTRAIN_ERROR_MISMATCH, "rank %d was started twice: as %s and as %s, pid %d", rank,
-        rank ? r->world->link->ends[rank].name : "this rank 0", hello->host, hello->pid);
-}
-
 /* Turn away a rank of another job, which has no key to be told from it by. Where nobody else comes
  * in its place for OTHER_JOB_NS, it is taken for one of this job that was set differently, and let
  * in: the programs compare what they were told, and can say what differs. */
@@ -7535,10 +7498,29 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
     if (dtrain__other_job(r, pending)) return;
-    if (r->result == DTRAIN_OK) (void)dtrain__check_hello(r, hello);
-    const int rank = hello->rank, result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
+    /* a rank that knows the key and contradicts this one ends the run */
+    const dtrain__hello own = dtrain__hello_make(r);
+    const int rank = hello->rank;
+    dtrain__connection *end = rank >= 0 && rank < own.size ? &r->world->link->ends[rank] : NULL;
+    if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
+        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                          "rank %d (%s, pid %d) was built with another dtrain, version %s; rank 0 "
+                          "has %s: start the same program on all ranks",
+                          rank, hello->host, hello->pid, hello->version, own.version);
+    else if (hello->size != own.size)
+        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                          "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d", rank,
+                          hello->host, hello->pid, hello->size, own.size);
+    else if (!end)
+        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "a rank %d joins (%s, pid %d) in a world of %d",
+                          rank, hello->host, hello->pid, own.size);
+    else if (!rank || end->socket >= 0)
+        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                          "rank %d was started twice: as %s and as %s, pid %d", rank,
+                          rank ? end->name : "this rank 0", hello->host, hello->pid);
+    const int result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
     const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
-    if (sent && rank > 0 && rank < r->world->size && !r->proofs[rank]) {
+    if (sent && end && rank && !r->proofs[rank]) {
         r->came++; /* a rank that got no reply calls again */
         r->proofs[rank] = hello->proof;
     }
@@ -7546,38 +7528,15 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
         dtrain__socket_close(&pending->socket);
         return;
     }
-    dtrain__connection *end = &r->world->link->ends[rank];
     snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
     end->socket = pending->socket;
     pending->socket = -1;
 }
 
-/* Log every 10 s which ranks are missing, and fail when the deadline has passed. */
-static void dtrain__meet_clock(dtrain__rendezvous *r)
-{
-    const uint64_t now = dtrain__now_ns();
-    const bool late = now >= r->deadline_ns;
-    char missing[160] = "", text[sizeof r->why + 400];
-    size_t used = 0;
-    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
-    if (!late && now - r->logged_ns < 10000000000u) return;
-    r->logged_ns = now;
-    for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
-        if (r->world->link->ends[i].socket < 0)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
-                                     used ? ", " : "", i);
-    snprintf(text, sizeof text,
-             "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
-             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
-             r->world->size - 1 - r->came, r->world->size, missing,
-             r->problem[0] ? "; the last trouble: " : "", r->problem);
-    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
-    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
-}
-
 /* Wait up to 0.1 s for connections and hellos, and handle them. A rank that has joined sends
  * nothing until the end, so when its socket is readable it has been closed. A new connection
- * replaces the oldest pending one: ranks send their hello at once, so that one is a stranger. */
+ * replaces the oldest pending one: ranks send their hello at once, so that one is a stranger. Log
+ * every 10 s which ranks are missing, and fail when the deadline has passed. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -7617,7 +7576,24 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         pending->socket = socket;
         pending->got = 0;
     }
-    dtrain__meet_clock(r);
+    const uint64_t now = dtrain__now_ns();
+    const bool late = now >= r->deadline_ns;
+    char missing[160] = "", text[sizeof r->why + 400];
+    size_t used = 0;
+    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
+    if (!late && now - r->logged_ns < 10000000000u) return;
+    r->logged_ns = now;
+    for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
+        if (ends[i].socket < 0)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
+                                     used ? ", " : "", i);
+    snprintf(text, sizeof text,
+             "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
+             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
+             r->world->size - 1 - r->came, r->world->size, missing,
+             r->problem[0] ? "; the last trouble: " : "", r->problem);
+    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
+    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
 /* Wait for all ranks and send them the result; after a failure, until the shortened deadline also
@@ -7820,40 +7796,35 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * /proc/<pid>/fd and map it at the same address, or all ranks try another address. The kernel frees
  * the file when the last rank has ended, however it ended. */
 
-/* Hash what is equal for ranks that can see each other's processes and memory: host name, boot, and
- * the namespaces of a container. A part that /proc hides is hidden from all ranks of the host; only
- * want of descriptors or memory is this rank's own failure: *error. */
-static uint64_t dtrain__host_id(int32_t *error)
-{
-    static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
-    uint64_t spaces[2] = {0, 0};
-    struct stat status;
-    char text[320];
-    memset(text, 0, sizeof text);
-    if (gethostname(text, 255) != 0) text[0] = 0;
-    const int file = dtrain__open("/proc/sys/kernel/random/boot_id", O_RDONLY);
-    if (file < 0 || read(file, text + 256, 64) < 0) *error = errno;
-    if (file >= 0) close(file);
-    for (int i = 0; i < 2; i++)
-        if (stat(names[i], &status) == 0) spaces[i] = (uint64_t)status.st_ino;
-        else if (!*error) *error = errno;
-    if (*error != EMFILE && *error != ENFILE && *error != ENOMEM && *error != EIO) *error = 0;
-    return dtrain__siphash(spaces, text, sizeof text);
-}
-
 /* The host on which a rank is. */
 typedef struct dtrain__host_record {
     uint64_t host;
     int32_t error, unused; /* errno: why the host is unknown; 0: it is known */
 } dtrain__host_record;
 
-/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. */
+/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. A
+ * host is a hash of what is equal for ranks that can see each other's processes and memory: host
+ * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks of
+ * the host; only want of descriptors or memory is this rank's own failure. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
+    static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
+    uint64_t spaces[2] = {0, 0};
+    char text[320];
+    struct stat status;
     dtrain__host_record own, all[DTRAIN_MAX_RANKS];
-    int local_rank = 0, local_size = 0, hosts = 0;
+    int local_rank = 0, local_size = 0, hosts = 0, error = 0;
+    memset(text, 0, sizeof text);
     memset(&own, 0, sizeof own);
-    const uint64_t mine = own.host = dtrain__host_id(&own.error);
+    if (gethostname(text, 255) != 0) text[0] = 0;
+    const int file = dtrain__open("/proc/sys/kernel/random/boot_id", O_RDONLY);
+    if (file < 0 || read(file, text + 256, 64) < 0) error = errno;
+    if (file >= 0) close(file);
+    for (int i = 0; i < 2; i++)
+        if (stat(names[i], &status) == 0) spaces[i] = (uint64_t)status.st_ino;
+        else if (!error) error = errno;
+    if (error == EMFILE || error == ENFILE || error == ENOMEM || error == EIO) own.error = error;
+    const uint64_t mine = own.host = dtrain__siphash(spaces, text, sizeof text);
     DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     for (int i = 0; i < world->size; i++) {
         int first = 0;
@@ -7887,31 +7858,6 @@ typedef struct dtrain__offer {
     int32_t pid, file;
 } dtrain__offer;
 
-/* Propose an address far from where programs, libraries and stacks are put, and from the shadow
- * memory of sanitizers; after three of them the kernel chooses rank 0's. */
-static void *dtrain__region_hint(int attempt)
-{
-    static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
-    return attempt < 3 ? (void *)places[attempt] : NULL;
-}
-
-static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_bytes, int attempt,
-                                          dtrain__region *region, dtrain__offer *offer)
-{
-    struct stat status;
-    offer->file = /* 1: MFD_CLOEXEC, which libc may hide */
-        dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
-    if (offer->file < 0 || fstat(offer->file, &status) != 0)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-    DTRAIN__TRY(dtrain__map_region(reserve_bytes, (uint32_t)world->size,
-                                   dtrain__region_hint(attempt), offer->file, region));
-    offer->address = (uint64_t)(uintptr_t)region->control;
-    offer->bytes = region->bytes;
-    offer->inode = (uint64_t)status.st_ino;
-    offer->pid = (int32_t)getpid();
-    return DTRAIN_OK;
-}
-
 /* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
  * process may have its number by now. */
 static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
@@ -7941,18 +7887,36 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
 }
 
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY
- * bytes for each rank, too many for a small stack. */
+ * went wrong, "" for nothing. An error is a failure of the all-gather itself. The addresses are far
+ * from where programs, libraries and stacks are put, and from the shadow memory of sanitizers; after
+ * three of them the kernel chooses rank 0's. Scratch: DTRAIN__WHY bytes for each rank, too many for
+ * a small stack. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region, char *scratch)
 {
+    static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
     dtrain__offer offer, *const offers = (dtrain__offer *)(void *)scratch;
+    struct stat status;
     char why[DTRAIN__WHY] = "";
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
     offer.file = -1;
-    if (world->rank == 0)
-        result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
+    if (world->rank == 0) {
+        offer.file = /* 1: MFD_CLOEXEC, which libc may hide */
+            dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
+        if (offer.file < 0 || fstat(offer.file, &status) != 0)
+            result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
+        else
+            result = dtrain__map_region(reserve_bytes, (uint32_t)world->size,
+                                        attempt < 3 ? (void *)places[attempt] : NULL, offer.file,
+                                        region);
+        if (result == DTRAIN_OK) {
+            offer.address = (uint64_t)(uintptr_t)region->control;
+            offer.bytes = region->bytes;
+            offer.inode = (uint64_t)status.st_ino;
+            offer.pid = (int32_t)getpid();
+        }
+    }
     dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
     if (gathered == DTRAIN_OK) {
         if (world->rank && offers[0].bytes) result = dtrain__accept_region(&offers[0], region);
@@ -21143,8 +21107,7 @@ DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text)
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
 /* Empty the text after an error: every later call then finds its end, and no call has to ask
- * whether an earlier one failed. Sentences may quote the text and go to terminals: control
- * characters are replaced. */
+ * whether an earlier one failed. */
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -21157,8 +21120,6 @@ DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, .
     va_start(args, format);
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
-    for (char *c = text; *c; c++)
-        if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
     json->result = dtrain_fail(DTRAIN_ERROR_DATA, "%s", text);
     json->at = json->end = json->text;
     return false;
@@ -36339,104 +36300,109 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  * metric is made of, and how; 0: it is set from the record */
 /* clang-format off */
 #define DTRAIN__METRIC_LIST(X)                                                                     \
-    X(LOSS, "loss", "loss", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")            \
-    X(VAL_LOSS, "val_loss", "loss", 0, 0, "val_loss", 1, "Mean loss of the last evaluation.")      \
-    X(VAL_ACCURACY, "val_accuracy", "loss", 0, 0, "val_accuracy", 1,                               \
-      "Share of right answers in the last evaluation, 0 to 1.")                                    \
-    X(GRAD_NORM, "grad_norm", "optimizer", 0, 0, "grad_norm", 1, "Gradient norm before clipping.") \
+    DTRAIN__ROW(X, LOSS, "loss", "loss", 0, 0, "Mean loss over micro-batches and ranks.")          \
+    DTRAIN__ROW(X, VAL_LOSS, "val_loss", "loss", 0, 0, "Mean loss of the last evaluation.")        \
+    DTRAIN__ROW(X, VAL_ACCURACY, "val_accuracy", "loss", 0, 0,                                     \
+                "Share of right answers in the last evaluation, 0 to 1.")                          \
+    DTRAIN__ROW(X, GRAD_NORM, "grad_norm", "optimizer", 0, 0, "Gradient norm before clipping.")    \
     X(LR, "lr", "optimizer", 0, 0, "learning_rate", 1, "Learning rate.")                           \
     X(TOKENS, "tokens", "throughput", DTRAIN__COUNTS, 0, "tokens_total", 1,                        \
       "Tokens or samples of all ranks.")                                                           \
-    X(RATE, "tokens_per_second", "throughput", 0, 0, "tokens_per_second", 1,                       \
-      "Tokens or samples of all ranks a second.")                                                  \
-    X(STEP, "step_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, STEP), "step_seconds",     \
-      1e-3, "Time of a step, slowest rank.")                                                       \
+    DTRAIN__ROW(X, RATE, "tokens_per_second", "throughput", 0, 0,                                  \
+                "Tokens or samples of all ranks a second.")                                        \
+    DTRAIN__TIME(X, STEP, "step", RANKS, "Time of a step, slowest rank.")                          \
     X(COMM, "comm_ms", "time", 0, 0, "comm_seconds", 1e-3,                                         \
       "Time with an operation in flight, mean of ranks.")                                          \
-    X(EXPOSED_COMM, "exposed_comm_ms", "time", DTRAIN_METRIC_RANKS,                                \
-      DTRAIN__FROM(RANKS, EXPOSED_COMM), "exposed_comm_seconds", 1e-3,                             \
-      "Time that ranks waited in communication, mean.")                                            \
-    X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, DATA), "data_seconds",     \
-      1e-3, "Time in wait for batches, slowest rank.")                                             \
-    X(COMM_BYTES, "comm_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, COMM_BYTES),             \
-      "comm_bytes", 1, "Bytes that rank 0 sent in the step.")                                      \
-    X(LOSS_SCALE, "loss_scale", "optimizer", 0, 0, "loss_scale", 1, "Loss scale of the step.")     \
+    DTRAIN__TIME(X, EXPOSED_COMM, "exposed_comm", RANKS,                                           \
+                 "Time that ranks waited in communication, mean.")                                 \
+    DTRAIN__TIME(X, DATA, "data", RANKS, "Time in wait for batches, slowest rank.")                \
+    DTRAIN__EACH(X, COMM_BYTES, "comm_bytes", "sent", RANKS,                                       \
+                 "Bytes that rank 0 sent in the step.")                                            \
+    DTRAIN__ROW(X, LOSS_SCALE, "loss_scale", "optimizer", 0, 0, "Loss scale of the step.")         \
     X(SKIPPED, "skipped_steps", "optimizer", DTRAIN__COUNTS, 0, "skipped_steps_total", 1,          \
       "Steps without an update.")                                                                  \
     X(STRAGGLER, "straggler_score", "ranks", 0, 0, "straggler_ratio", 1,                           \
       "Slowest rank's compute time by the median's.")                                              \
-    X(SLOWEST, "slowest_rank", "ranks", DTRAIN_METRIC_INTEGER, 0, "slowest_rank", 1,               \
-      "Rank that computed longest.")                                                               \
-    X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, FORWARD),             \
-      "forward_seconds", 1e-3, "Time in the forward pass, mean of ranks.")                         \
-    X(BACKWARD, "backward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BACKWARD),          \
-      "backward_seconds", 1e-3, "Time in the backward pass, mean of ranks.")                       \
-    X(HIDDEN_COMM, "hidden_comm_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, HIDDEN_COMM), \
-      "hidden_comm_seconds", 1e-3, "Communication behind compute, mean of ranks.")                 \
-    X(OPTIMIZER, "optimizer_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, OPTIMIZER),       \
-      "optimizer_seconds", 1e-3, "Time in norm and update, mean of ranks.")                        \
-    X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, CHECKPOINT),    \
-      "checkpoint_seconds", 1e-3, "Time in saving before the step, mean of ranks.")                \
-    DTRAIN__TIMES_LIST(X, STEP, "step", "a step")                                                  \
-    DTRAIN__TIMES_LIST(X, DATA, "data", "wait for batches")                                        \
-    DTRAIN__TIMES_LIST(X, FORWARD, "forward", "the forward pass")                                  \
-    DTRAIN__TIMES_LIST(X, BACKWARD, "backward", "the backward pass")                               \
-    DTRAIN__TIMES_LIST(X, EXPOSED_COMM, "exposed_comm", "exposed communication")                   \
-    DTRAIN__TIMES_LIST(X, HIDDEN_COMM, "hidden_comm", "hidden communication")                      \
-    DTRAIN__TIMES_LIST(X, OPTIMIZER, "optimizer", "norm and update")                               \
-    DTRAIN__TIMES_LIST(X, CHECKPOINT, "checkpoint", "saving")                                      \
-    DTRAIN__SPREAD_LIST(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,       \
-      "Bytes sent in the step")                                                                    \
-    X(TENSOR_BYTES, "tensor_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, TENSOR_BYTES),       \
-      "tensor_bytes", 1, "Bytes that rank 0 sent in the step over the tensor axis.")               \
-    X(TENSOR_EXPOSED, "tensor_exposed_ms", "time", DTRAIN_METRIC_RANKS,                            \
-      DTRAIN__FROM(MEAN, TENSOR_EXPOSED), "tensor_exposed_seconds", 1e-3,                          \
-      "Exposed communication of the tensor axis, mean of ranks.")                                  \
-    X(PIPELINE_BYTES, "pipeline_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, PIPELINE_BYTES), \
-      "pipeline_bytes", 1, "Bytes that rank 0 sent in the step over the pipeline axis.")           \
-    X(BUBBLE, "bubble_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUBBLE),                \
-      "bubble_seconds", 1e-3, "Wait for other stages of the pipeline, mean of ranks.")             \
-    X(BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
-      "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
-    DTRAIN__KIND_LIST(X)                                                                           \
+    DTRAIN__ROW(X, SLOWEST, "slowest_rank", "ranks", DTRAIN_METRIC_INTEGER, 0,                     \
+                "Rank that computed longest.")                                                     \
+    DTRAIN__TIME(X, FORWARD, "forward", MEAN, "Time in the forward pass, mean of ranks.")          \
+    DTRAIN__TIME(X, BACKWARD, "backward", MEAN, "Time in the backward pass, mean of ranks.")       \
+    DTRAIN__TIME(X, HIDDEN_COMM, "hidden_comm", MEAN,                                              \
+                 "Communication behind compute, mean of ranks.")                                   \
+    DTRAIN__TIME(X, OPTIMIZER, "optimizer", MEAN, "Time in norm and update, mean of ranks.")       \
+    DTRAIN__TIME(X, CHECKPOINT, "checkpoint", MEAN,                                                \
+                 "Time in saving before the step, mean of ranks.")                                 \
+    DTRAIN__TIMES(X, STEP, "step", "a step")                                                       \
+    DTRAIN__TIMES(X, DATA, "data", "wait for batches")                                             \
+    DTRAIN__TIMES(X, FORWARD, "forward", "the forward pass")                                       \
+    DTRAIN__TIMES(X, BACKWARD, "backward", "the backward pass")                                    \
+    DTRAIN__TIMES(X, EXPOSED_COMM, "exposed_comm", "exposed communication")                        \
+    DTRAIN__TIMES(X, HIDDEN_COMM, "hidden_comm", "hidden communication")                           \
+    DTRAIN__TIMES(X, OPTIMIZER, "optimizer", "norm and update")                                    \
+    DTRAIN__TIMES(X, CHECKPOINT, "checkpoint", "saving")                                           \
+    DTRAIN__SPREAD(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,            \
+                   "Bytes sent in the step")                                                       \
+    DTRAIN__EACH(X, TENSOR_BYTES, "tensor_bytes", "sent", RANKS,                                   \
+                 "Bytes that rank 0 sent in the step over the tensor axis.")                       \
+    DTRAIN__TIME(X, TENSOR_EXPOSED, "tensor_exposed", MEAN,                                        \
+                 "Exposed communication of the tensor axis, mean of ranks.")                       \
+    DTRAIN__EACH(X, PIPELINE_BYTES, "pipeline_bytes", "sent", RANKS,                               \
+                 "Bytes that rank 0 sent in the step over the pipeline axis.")                     \
+    DTRAIN__TIME(X, BUBBLE, "bubble", MEAN,                                                        \
+                 "Wait for other stages of the pipeline, mean of ranks.")                          \
+    DTRAIN__ROW(X, BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS,                       \
+                DTRAIN__FROM(MEAN, BUS), "Bus bandwidth as nccl-tests have it, mean of ranks.")    \
+    DTRAIN__KIND(X, ALL_REDUCE, "all_reduce") /* in the order of dtrain_collective_kind ... */     \
+    DTRAIN__KIND(X, REDUCE_SCATTER, "reduce_scatter")                                              \
+    DTRAIN__KIND(X, ALL_GATHER, "all_gather")                                                      \
+    DTRAIN__KIND(X, BROADCAST, "broadcast")                                                        \
+    DTRAIN__KIND(X, REDUCE, "reduce")                                                              \
+    DTRAIN__KIND(X, SEND, "send")                                                                  \
+    DTRAIN__KIND(X, ALL_TO_ALL, "all_to_all") /* ... without those that move nothing */            \
     X(FLOPS, "flops_per_second", "throughput", 0, 0, "flops_per_second", 1,                        \
       "Floating-point operations of all ranks a second.")                                          \
     X(PEAK_SHARE, "peak_share", "throughput", 0, 0, "flops_ratio", 1,                              \
       "Share of the devices' peak.")                                                               \
-    X(MEMORY, "memory_bytes", "memory", DTRAIN__EACH, DTRAIN__FROM(MAX, MEMORY), "memory_bytes",   \
-      1, "Device memory allocated, largest rank.")                                                 \
-    X(MEMORY_PEAK, "memory_peak_bytes", "memory", DTRAIN__EACH, DTRAIN__FROM(MAX, MEMORY_PEAK),    \
-      "memory_peak_bytes", 1, "Most device memory so far, largest rank.")                          \
-    X(ACTIVATIONS, "memory_activation_bytes", "memory", DTRAIN__EACH,                              \
-      DTRAIN__FROM(MAX, ACTIVATIONS), "memory_activation_bytes", 1,                                \
-      "Activations of the largest pass, largest rank.")                                            \
+    DTRAIN__EACH(X, MEMORY, "memory_bytes", "memory", MAX,                                         \
+                 "Device memory allocated, largest rank.")                                         \
+    DTRAIN__EACH(X, MEMORY_PEAK, "memory_peak_bytes", "memory", MAX,                               \
+                 "Most device memory so far, largest rank.")                                       \
+    DTRAIN__EACH(X, ACTIVATIONS, "memory_activation_bytes", "memory", MAX,                         \
+                 "Activations of the largest pass, largest rank.")                                 \
     X(GPU_UTILIZATION, "gpu_utilization", "nvml", DTRAIN_METRIC_RANKS,                             \
       DTRAIN__FROM(MEAN, GPU_UTILIZATION), "gpu_utilization_ratio", 1,                             \
       "GPU utilization, mean of ranks.")                                                           \
-    X(GPU_MEMORY, "gpu_memory_bytes", "nvml", DTRAIN__EACH, DTRAIN__FROM(MAX, GPU_MEMORY),         \
-      "gpu_memory_bytes", 1, "GPU memory in use, largest rank.")                                   \
+    DTRAIN__EACH(X, GPU_MEMORY, "gpu_memory_bytes", "nvml", MAX,                                   \
+                 "GPU memory in use, largest rank.")                                               \
     X(GPU_CLOCK, "gpu_clock_hz", "nvml", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_CLOCK),       \
       "gpu_clock_hertz", 1, "Clock of the multiprocessors, mean of ranks.")                        \
-    X(GPU_POWER, "gpu_power_watts", "nvml", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_POWER),    \
-      "gpu_power_watts", 1, "Power, mean of ranks.")                                               \
-    X(GPU_TEMPERATURE, "gpu_temperature_celsius", "nvml", DTRAIN_METRIC_RANKS,                     \
-      DTRAIN__FROM(MAX, GPU_TEMPERATURE), "gpu_temperature_celsius", 1,                            \
-      "Temperature, hottest GPU.")                                                                 \
-    X(GPU_THROTTLE, "gpu_throttle", "nvml", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_THROTTLE),       \
+    DTRAIN__ROW(X, GPU_POWER, "gpu_power_watts", "nvml", DTRAIN_METRIC_RANKS,                      \
+                DTRAIN__FROM(MEAN, GPU_POWER), "Power, mean of ranks.")                            \
+    DTRAIN__ROW(X, GPU_TEMPERATURE, "gpu_temperature_celsius", "nvml", DTRAIN_METRIC_RANKS,        \
+                DTRAIN__FROM(MAX, GPU_TEMPERATURE), "Temperature, hottest GPU.")                   \
+    X(GPU_THROTTLE, "gpu_throttle", "nvml", DTRAIN__INTEGERS, DTRAIN__FROM(RANKS, GPU_THROTTLE),   \
       "gpu_throttle_reasons", 1, "NVML's bits of why clocks are low, of any rank.")                \
-    X(GPU_ECC, "gpu_ecc_errors", "nvml", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_ECC),               \
-      "gpu_ecc_errors", 1, "Uncorrected ECC errors of all ranks' GPUs.")                           \
+    DTRAIN__EACH(X, GPU_ECC, "gpu_ecc_errors", "nvml", RANKS,                                      \
+                 "Uncorrected ECC errors of all ranks' GPUs.")                                     \
     DTRAIN__HELD_LIST(X, MEMORY_, "memory_", "held")                                               \
     DTRAIN__HELD_LIST(X, PREDICTED_, "predicted_", "predicted")                                    \
-    DTRAIN__HELD_ROW(X, PREDICTED_ACTIVATION, "predicted_activation_bytes",                        \
-      "predicted for activations and their gradients")                                             \
-    DTRAIN__HELD_ROW(X, PREDICTED, "predicted_bytes", "that were predicted")
+    DTRAIN__HELD(X, PREDICTED_ACTIVATION, "predicted_activation_bytes",                            \
+                 "predicted for activations and their gradients")                                  \
+    DTRAIN__HELD(X, PREDICTED, "predicted_bytes", "that were predicted")
 
 #define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
-#define DTRAIN__EACH (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
+#define DTRAIN__INTEGERS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
 
+/* A metric in base units; one of integers of each rank; a time of each rank. */
+#define DTRAIN__ROW(X, ID, name, group, flags, from, help)                                         \
+    X(ID, name, group, flags, from, name, 1, help)
+#define DTRAIN__EACH(X, ID, name, group, take, help)                                               \
+    X(ID, name, group, DTRAIN__INTEGERS, DTRAIN__FROM(take, ID), name, 1, help)
+#define DTRAIN__TIME(X, ID, part, take, help)                                                      \
+    X(ID, part "_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(take, ID), part "_seconds", 1e-3,  \
+      help)
 /* Least, mean and most of a figure over ranks, and the rank that has most. */
-#define DTRAIN__SPREAD_LIST(X, ID, part, unit, base_unit, flags, scale, what)                      \
+#define DTRAIN__SPREAD(X, ID, part, unit, base_unit, flags, scale, what)                           \
     X(ID##_MIN, part unit "_min", "ranks", flags, DTRAIN__FROM(SPREAD_MIN, ID),                    \
       part "_min" base_unit, scale, what ", least of ranks.")                                      \
     X(ID##_MEAN, part unit "_mean", "ranks", flags, DTRAIN__FROM(SPREAD_MEAN, ID),                 \
@@ -36445,31 +36411,20 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
       part "_max" base_unit, scale, what ", most of ranks.")                                       \
     X(ID##_RANK, part unit "_rank", "ranks", DTRAIN_METRIC_INTEGER, DTRAIN__FROM(SPREAD_RANK, ID), \
       part "_max_rank", 1, what ", rank that has most.")
-#define DTRAIN__TIMES_LIST(X, ID, part, text)                                                      \
-    DTRAIN__SPREAD_LIST(X, ID, part, "_ms", "_seconds", 0, 1e-3, "Time in " text)
-
-/* In the order of dtrain_collective_kind, without those that move nothing. */
-#define DTRAIN__KIND_LIST(X)                                                                       \
-    DTRAIN__KIND_ROW(X, ALL_REDUCE, "all_reduce")                                                  \
-    DTRAIN__KIND_ROW(X, REDUCE_SCATTER, "reduce_scatter")                                          \
-    DTRAIN__KIND_ROW(X, ALL_GATHER, "all_gather")                                                  \
-    DTRAIN__KIND_ROW(X, BROADCAST, "broadcast")                                                    \
-    DTRAIN__KIND_ROW(X, REDUCE, "reduce")                                                          \
-    DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
-    DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
-#define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
-    X(ID, kind "_bytes", "sent", DTRAIN__EACH, DTRAIN__SENT_BY(ID), kind "_bytes", 1,              \
-      "Bytes that rank 0 sent in the step by " kind ".")
-
+#define DTRAIN__TIMES(X, ID, part, text)                                                           \
+    DTRAIN__SPREAD(X, ID, part, "_ms", "_seconds", 0, 1e-3, "Time in " text)
+#define DTRAIN__KIND(X, ID, kind)                                                                  \
+    DTRAIN__ROW(X, ID, kind "_bytes", "sent", DTRAIN__INTEGERS, DTRAIN__SENT_BY(ID),               \
+                "Bytes that rank 0 sent in the step by " kind ".")
+#define DTRAIN__HELD(X, ID, name, text)                                                            \
+    DTRAIN__ROW(X, ID, name, "memory", DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED, 0,             \
+                "Bytes of rank 0 " text ".")
 #define DTRAIN__HELD_LIST(X, WHAT, what, verb)                                                     \
-    DTRAIN__HELD_ROW(X, WHAT##PARAM, what "param_bytes", verb " for parameters")                   \
-    DTRAIN__HELD_ROW(X, WHAT##GRAD, what "grad_bytes", verb " for gradients")                      \
-    DTRAIN__HELD_ROW(X, WHAT##OPTIMIZER, what "optimizer_bytes", verb " for optimizer state")      \
-    DTRAIN__HELD_ROW(X, WHAT##BUFFER, what "buffer_bytes", verb " to gather and reduce")           \
-    DTRAIN__HELD_ROW(X, WHAT##HOST, what "host_bytes", verb " in host memory")
-#define DTRAIN__HELD_ROW(X, ID, name, text)                                                        \
-    X(ID, name, "memory", DTRAIN__FIXED, 0, name, 1, "Bytes of rank 0 " text ".")
-#define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
+    DTRAIN__HELD(X, WHAT##PARAM, what "param_bytes", verb " for parameters")                       \
+    DTRAIN__HELD(X, WHAT##GRAD, what "grad_bytes", verb " for gradients")                          \
+    DTRAIN__HELD(X, WHAT##OPTIMIZER, what "optimizer_bytes", verb " for optimizer state")          \
+    DTRAIN__HELD(X, WHAT##BUFFER, what "buffer_bytes", verb " to gather and reduce")               \
+    DTRAIN__HELD(X, WHAT##HOST, what "host_bytes", verb " in host memory")
 /* clang-format on */
 
 /* The ways to make a metric of a figure: the metric is set from the record, and each rank has the
@@ -37011,54 +36966,15 @@ static void dtrain__fill_gpu_sums(dtrain_metrics *metrics, const dtrain_step_rec
     if (ecc->max_rank >= 0) dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, each ? errors : ecc->max);
 }
 
-/* Set the figures of this rank's GPU, in a run without a trainer that would exchange them. */
-static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
-{
-    const float *figures = metrics->nvml.figures;
-    for (int id = DTRAIN__METRIC_GPU_UTILIZATION; id <= DTRAIN__METRIC_GPU_ECC; id++)
-        dtrain__set_measured(
-            metrics, id, (double)figures[DTRAIN__FIGURE_OF(id) - DTRAIN_FIGURE_GPU_UTILIZATION]);
-}
-
-/* Set the metrics that are made of the figures of all ranks; spreads need at least two. */
-static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        const int take = DTRAIN__TAKE_OF(id);
-        const dtrain_spread *all = &record->figures[DTRAIN__FIGURE_OF(id)];
-        const bool spread = take >= DTRAIN__TAKE_SPREAD_MIN;
-        if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0 || (spread && record->ranks < 2))
-            continue;
-        const double unit = dtrain__metric_unit(id);
-        const bool mean = take == DTRAIN__TAKE_MEAN || take == DTRAIN__TAKE_SPREAD_MEAN;
-        dtrain__set_measured(metrics, id,
-                             take == DTRAIN__TAKE_SPREAD_RANK  ? all->max_rank
-                             : take == DTRAIN__TAKE_SPREAD_MIN ? unit * all->min
-                             : mean                            ? unit * all->mean
-                                                               : unit * all->max);
-    }
-    dtrain__fill_gpu_sums(metrics, record);
-}
-
-/* Set the bytes sent by each kind of collective that any rank has used. */
-static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const int figure = DTRAIN__FIGURE_OF(id);
-        const dtrain_spread *all = &record->figures[figure];
-        const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
-        const bool others = record->ranks > 0 && all->max_rank >= 0 && all->max > 0;
-        if (own || others) dtrain__set(metrics, id, (double)own);
-    }
-}
-
 /* Set the values of a step, but for those with DTRAIN_METRIC_FIXED, which are set once. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
+    const dtrain_spread *figures = record->figures;
+    const int ranks = record->ranks;
     metrics->sample.step = record->step;
     metrics->sample.wall_time = dtrain__wall_time();
-    metrics->sample.figures = trainer && record->ranks == trainer->ranks ? trainer->words : NULL;
+    metrics->sample.figures = trainer && ranks == trainer->ranks ? trainer->words : NULL;
     metrics->sample.figure_stride = trainer ? trainer->word_count : 0;
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
@@ -37077,26 +36993,49 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     if (record->loss_scale > 0) dtrain__set(metrics, DTRAIN__METRIC_LOSS_SCALE, record->loss_scale);
     if (record->loss_scale > 0 || record->skipped_steps)
         dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
-    dtrain__fill_kinds(metrics, record);
-    if (record->ranks && record->figures[DTRAIN_FIGURE_TENSOR_BYTES].max_rank >= 0)
+    /* kinds of collectives that any rank has used */
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
+        const int figure = DTRAIN__FIGURE_OF(id);
+        const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
+        if (own || (ranks > 0 && figures[figure].max_rank >= 0 && figures[figure].max > 0))
+            dtrain__set(metrics, id, (double)own);
+    }
+    if (ranks && figures[DTRAIN_FIGURE_TENSOR_BYTES].max_rank >= 0)
         dtrain__set(metrics, DTRAIN__METRIC_TENSOR_BYTES, (double)record->tensor_bytes);
-    if (record->ranks && record->figures[DTRAIN_FIGURE_PIPELINE_BYTES].max_rank >= 0)
+    if (ranks && figures[DTRAIN_FIGURE_PIPELINE_BYTES].max_rank >= 0)
         dtrain__set(metrics, DTRAIN__METRIC_PIPELINE_BYTES, (double)record->pipeline_bytes);
-    if (!trainer) dtrain__fill_own_gpu(metrics);
-    if (record->ranks == 0) return;
-    if (record->ranks > 1) {
+    /* without a trainer, which would exchange them, the figures of this rank's GPU */
+    for (int id = DTRAIN__METRIC_GPU_UTILIZATION; !trainer && id <= DTRAIN__METRIC_GPU_ECC; id++)
+        dtrain__set_measured(
+            metrics, id,
+            (double)metrics->nvml.figures[DTRAIN__FIGURE_OF(id) - DTRAIN_FIGURE_GPU_UTILIZATION]);
+    if (ranks == 0) return;
+    if (ranks > 1) {
         dtrain__set(metrics, DTRAIN__METRIC_STRAGGLER, record->straggler_score);
         dtrain__set(metrics, DTRAIN__METRIC_SLOWEST, record->slowest_rank);
     }
-    dtrain__fill_figures(metrics, record);
-    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
-    const double flops = record->figures[DTRAIN_FIGURE_FLOPS].mean;
+    /* what is made of the figures of all ranks; spreads need at least two */
+    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
+        const int take = DTRAIN__TAKE_OF(id);
+        const dtrain_spread *all = &figures[DTRAIN__FIGURE_OF(id)];
+        if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0) continue;
+        if (take >= DTRAIN__TAKE_SPREAD_MIN && ranks < 2) continue;
+        const double unit = dtrain__metric_unit(id);
+        const bool mean = take == DTRAIN__TAKE_MEAN || take == DTRAIN__TAKE_SPREAD_MEAN;
+        dtrain__set_measured(metrics, id,
+                             take == DTRAIN__TAKE_SPREAD_RANK  ? all->max_rank
+                             : take == DTRAIN__TAKE_SPREAD_MIN ? unit * all->min
+                             : mean                            ? unit * all->mean
+                                                               : unit * all->max);
+    }
+    dtrain__fill_gpu_sums(metrics, record);
+    const double seconds = figures[DTRAIN_FIGURE_STEP].max;
+    const double flops = figures[DTRAIN_FIGURE_FLOPS].mean;
     if (!(flops > 0 && seconds > 0)) return;
-    const double rate = flops * record->ranks / seconds;
+    const double rate = flops * ranks / seconds;
     dtrain__set(metrics, DTRAIN__METRIC_FLOPS, rate);
     if (metrics->desc.peak_flops > 0)
-        dtrain__set(metrics, DTRAIN__METRIC_PEAK_SHARE,
-                    rate / (record->ranks * metrics->desc.peak_flops));
+        dtrain__set(metrics, DTRAIN__METRIC_PEAK_SHARE, rate / (ranks * metrics->desc.peak_flops));
 }
 
 /* Set the metrics of memory that are held or predicted, which begin with `first`. */

@@ -80,8 +80,7 @@ DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text)
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
 /* Empty the text after an error: every later call then finds its end, and no call has to ask
- * whether an earlier one failed. Sentences may quote the text and go to terminals: control
- * characters are replaced. */
+ * whether an earlier one failed. */
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -94,8 +93,6 @@ DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, .
     va_start(args, format);
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
-    for (char *c = text; *c; c++)
-        if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
     json->result = dtrain_fail(DTRAIN_ERROR_DATA, "%s", text);
     json->at = json->end = json->text;
     return false;

@@ -321,14 +321,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
     return dtrain_fail(code, "%s", text);
 }
 
-/* Wait a little: asleep for records that come over the network, spinning for shared memory. */
-static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait)
-{
-    if (!dtrain__is_remote(world)) return dtrain__wait_turn(world, wait);
-    dtrain__link_pump(world, 5);
-    return dtrain__wait_poll(world, wait);
-}
-
 /* Say whether record number `sequence` of a rank has arrived. This rank's own counts as arrived
  * when the link has sent it, and on rank 0 all that it forwards: the caller may not come back for a
  * long time to send the rest. */
@@ -338,61 +330,56 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 
-/* Wait for the record of a rank. Read whether that rank has left before reading its slot for the
- * last time: a record that it wrote before it left counts. Where ranks share no page, records come
- * through rank 0; so when rank 0 waits for nobody, it is the one that is behind, whichever record
- * is missing. */
-static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
-                                          dtrain__wait *wait)
-{
-    while (!dtrain__has_record(world, rank, sequence)) {
-        const dtrain_result turn = dtrain__gather_turn(world, wait);
-        if (!wait->polled) continue;
-        const int awaited = rank == world->rank ? dtrain__link_unsent(world) : rank;
-        dtrain__set_waits(world, awaited);
-        const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
-        if (dtrain__has_record(world, rank, sequence)) break;
-        if (turn == DTRAIN_ERROR_PEER) return turn;
-        if (left)
-            return dtrain__abort_with(
-                world, DTRAIN_ERROR_PEER,
-                "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
-                world->rank);
-        if (world->look_for_circle && world->look_for_circle(world, NULL, NULL, wait) != DTRAIN_OK)
-            return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
-                                      dtrain__bare(dtrain_last_error()));
-        if (turn == DTRAIN_ERROR_TIMEOUT) {
-            const bool through_0 = world->rank && dtrain__is_remote(world);
-            const int behind = dtrain__behind(world, through_0 ? 0 : awaited);
-            return dtrain__abort_with(
-                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
-                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? awaited : behind,
-                rank == world->rank ? ", which does not read" : "");
-        }
-    }
-    return DTRAIN_OK;
-}
-
+/* Publish this rank's record, and collect those of all others. Read whether a rank has left before
+ * reading its slot for the last time: a record that it wrote before it left counts. Where ranks
+ * share no page, records come through rank 0; so when rank 0 waits for nobody, it is the one that is
+ * behind, whichever record is missing. */
 static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
                                         void *all)
 {
     dtrain__wait wait = dtrain__wait_begin();
     const uint64_t sequence = ++world->gather_count;
     const size_t half = sequence % 2;
+    const bool remote = dtrain__is_remote(world);
     dtrain__gather_slot *slots = world->control->slots;
     slots[world->rank].bytes[half] = bytes;
     if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
     dtrain__store(&slots[world->rank].sequence, sequence);
     dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, mine, bytes);
     for (int k = 1; k <= world->size; k++) { /* this rank is the last */
-        const int i = (world->rank + k) % world->size;
-        DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
-        if (slots[i].bytes[half] != bytes)
+        const int rank = (world->rank + k) % world->size;
+        while (!dtrain__has_record(world, rank, sequence)) {
+            if (remote) dtrain__link_pump(world, 5); /* sleeps; in shared memory ranks spin */
+            const dtrain_result turn =
+                remote ? dtrain__wait_poll(world, &wait) : dtrain__wait_turn(world, &wait);
+            if (!wait.polled) continue;
+            const int awaited = rank == world->rank ? dtrain__link_unsent(world) : rank;
+            dtrain__set_waits(world, awaited);
+            const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
+            if (dtrain__has_record(world, rank, sequence)) break;
+            if (turn == DTRAIN_ERROR_PEER) return turn;
+            if (left)
+                return dtrain__abort_with(
+                    world, DTRAIN_ERROR_PEER,
+                    "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather",
+                    rank, world->rank);
+            if (world->look_for_circle &&
+                world->look_for_circle(world, NULL, NULL, &wait) != DTRAIN_OK)
+                return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
+                                          dtrain__bare(dtrain_last_error()));
+            if (turn != DTRAIN_ERROR_TIMEOUT) continue;
+            const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
+            return dtrain__abort_with(
+                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
+                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? awaited : behind,
+                rank == world->rank ? ", which does not read" : "");
+        }
+        if (slots[rank].bytes[half] != bytes)
             return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
-                "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
-                (unsigned long long)slots[i].bytes[half], world->rank, bytes);
-        if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
+                "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", rank,
+                (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
+        if (bytes) memcpy((char *)all + (size_t)rank * bytes, slots[rank].data[half], bytes);
     }
     dtrain__set_waits(world, -1);
     if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);

@@ -12,40 +12,35 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-/* Hash what is equal for ranks that can see each other's processes and memory: host name, boot, and
- * the namespaces of a container. A part that /proc hides is hidden from all ranks of the host; only
- * want of descriptors or memory is this rank's own failure: *error. */
-static uint64_t dtrain__host_id(int32_t *error)
-{
-    static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
-    uint64_t spaces[2] = {0, 0};
-    struct stat status;
-    char text[320];
-    memset(text, 0, sizeof text);
-    if (gethostname(text, 255) != 0) text[0] = 0;
-    const int file = dtrain__open("/proc/sys/kernel/random/boot_id", O_RDONLY);
-    if (file < 0 || read(file, text + 256, 64) < 0) *error = errno;
-    if (file >= 0) close(file);
-    for (int i = 0; i < 2; i++)
-        if (stat(names[i], &status) == 0) spaces[i] = (uint64_t)status.st_ino;
-        else if (!*error) *error = errno;
-    if (*error != EMFILE && *error != ENFILE && *error != ENOMEM && *error != EIO) *error = 0;
-    return dtrain__siphash(spaces, text, sizeof text);
-}
-
 /* The host on which a rank is. */
 typedef struct dtrain__host_record {
     uint64_t host;
     int32_t error, unused; /* errno: why the host is unknown; 0: it is known */
 } dtrain__host_record;
 
-/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. */
+/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. A
+ * host is a hash of what is equal for ranks that can see each other's processes and memory: host
+ * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks of
+ * the host; only want of descriptors or memory is this rank's own failure. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
+    static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
+    uint64_t spaces[2] = {0, 0};
+    char text[320];
+    struct stat status;
     dtrain__host_record own, all[DTRAIN_MAX_RANKS];
-    int local_rank = 0, local_size = 0, hosts = 0;
+    int local_rank = 0, local_size = 0, hosts = 0, error = 0;
+    memset(text, 0, sizeof text);
     memset(&own, 0, sizeof own);
-    const uint64_t mine = own.host = dtrain__host_id(&own.error);
+    if (gethostname(text, 255) != 0) text[0] = 0;
+    const int file = dtrain__open("/proc/sys/kernel/random/boot_id", O_RDONLY);
+    if (file < 0 || read(file, text + 256, 64) < 0) error = errno;
+    if (file >= 0) close(file);
+    for (int i = 0; i < 2; i++)
+        if (stat(names[i], &status) == 0) spaces[i] = (uint64_t)status.st_ino;
+        else if (!error) error = errno;
+    if (error == EMFILE || error == ENFILE || error == ENOMEM || error == EIO) own.error = error;
+    const uint64_t mine = own.host = dtrain__siphash(spaces, text, sizeof text);
     DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     for (int i = 0; i < world->size; i++) {
         int first = 0;
@@ -79,31 +74,6 @@ typedef struct dtrain__offer {
     int32_t pid, file;
 } dtrain__offer;
 
-/* Propose an address far from where programs, libraries and stacks are put, and from the shadow
- * memory of sanitizers; after three of them the kernel chooses rank 0's. */
-static void *dtrain__region_hint(int attempt)
-{
-    static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
-    return attempt < 3 ? (void *)places[attempt] : NULL;
-}
-
-static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_bytes, int attempt,
-                                          dtrain__region *region, dtrain__offer *offer)
-{
-    struct stat status;
-    offer->file = /* 1: MFD_CLOEXEC, which libc may hide */
-        dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
-    if (offer->file < 0 || fstat(offer->file, &status) != 0)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-    DTRAIN__TRY(dtrain__map_region(reserve_bytes, (uint32_t)world->size,
-                                   dtrain__region_hint(attempt), offer->file, region));
-    offer->address = (uint64_t)(uintptr_t)region->control;
-    offer->bytes = region->bytes;
-    offer->inode = (uint64_t)status.st_ino;
-    offer->pid = (int32_t)getpid();
-    return DTRAIN_OK;
-}
-
 /* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
  * process may have its number by now. */
 static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
@@ -132,19 +102,38 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     return DTRAIN_OK;
 }
 
+/* Where regions are put: far from programs, libraries and stacks, and from the shadow memory of
+ * sanitizers. After three attempts the kernel chooses rank 0's address. */
+static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
+
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY
- * bytes for each rank, too many for a small stack. */
+ * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY bytes for each rank, too many for
+ * a small stack. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region, char *scratch)
 {
     dtrain__offer offer, *const offers = (dtrain__offer *)(void *)scratch;
+    struct stat status;
     char why[DTRAIN__WHY] = "";
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
     offer.file = -1;
-    if (world->rank == 0)
-        result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
+    if (world->rank == 0) {
+        offer.file = /* 1: MFD_CLOEXEC, which libc may hide */
+            dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
+        if (offer.file < 0 || fstat(offer.file, &status) != 0)
+            result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
+        else
+            result = dtrain__map_region(reserve_bytes, (uint32_t)world->size,
+                                        attempt < 3 ? (void *)dtrain__places[attempt] : NULL,
+                                        offer.file, region);
+        if (result == DTRAIN_OK) {
+            offer.address = (uint64_t)(uintptr_t)region->control;
+            offer.bytes = region->bytes;
+            offer.inode = (uint64_t)status.st_ino;
+            offer.pid = (int32_t)getpid();
+        }
+    }
     dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
     if (gathered == DTRAIN_OK) {
         if (world->rank && offers[0].bytes) result = dtrain__accept_region(&offers[0], region);

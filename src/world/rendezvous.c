@@ -226,30 +226,6 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     dtrain__socket_close(&pending->socket);
 }
 
-/* Check the hello of a rank that knows the key. */
-static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__hello *hello)
-{
-    const dtrain__hello own = dtrain__hello_make(r);
-    const int rank = hello->rank;
-    if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d (%s, pid %d) was built with another dtrain, version %s; "
-                                 "rank 0 has %s: start the same program on all ranks",
-                                 rank, hello->host, hello->pid, hello->version, own.version);
-    if (hello->size != own.size)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
-                                 rank, hello->host, hello->pid, hello->size, own.size);
-    if (rank < 0 || rank >= own.size)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "a rank %d joins (%s, pid %d) in a world of %d", rank, hello->host,
-                                 hello->pid, own.size);
-    if (rank && r->world->link->ends[rank].socket < 0) return DTRAIN_OK;
-    return dtrain__meet_fail(
-        r, DTRAIN_ERROR_MISMATCH, "rank %d was started twice: as %s and as %s, pid %d", rank,
-        rank ? r->world->link->ends[rank].name : "this rank 0", hello->host, hello->pid);
-}
-
 /* Turn away a rank of another job, which has no key to be told from it by. Where nobody else comes
  * in its place for OTHER_JOB_NS, it is taken for one of this job that was set differently, and let
  * in: the programs compare what they were told, and can say what differs. */
@@ -294,10 +270,29 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
     if (dtrain__other_job(r, pending)) return;
-    if (r->result == DTRAIN_OK) (void)dtrain__check_hello(r, hello);
-    const int rank = hello->rank, result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
+    /* a rank that knows the key and contradicts this one ends the run */
+    const dtrain__hello own = dtrain__hello_make(r);
+    const int rank = hello->rank;
+    dtrain__connection *end = rank >= 0 && rank < own.size ? &r->world->link->ends[rank] : NULL;
+    if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
+        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                          "rank %d (%s, pid %d) was built with another dtrain, version %s; rank 0 "
+                          "has %s: start the same program on all ranks",
+                          rank, hello->host, hello->pid, hello->version, own.version);
+    else if (hello->size != own.size)
+        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                          "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d", rank,
+                          hello->host, hello->pid, hello->size, own.size);
+    else if (!end)
+        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "a rank %d joins (%s, pid %d) in a world of %d",
+                          rank, hello->host, hello->pid, own.size);
+    else if (!rank || end->socket >= 0)
+        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                          "rank %d was started twice: as %s and as %s, pid %d", rank,
+                          rank ? end->name : "this rank 0", hello->host, hello->pid);
+    const int result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
     const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
-    if (sent && rank > 0 && rank < r->world->size && !r->proofs[rank]) {
+    if (sent && end && rank && !r->proofs[rank]) {
         r->came++; /* a rank that got no reply calls again */
         r->proofs[rank] = hello->proof;
     }
@@ -305,38 +300,15 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
         dtrain__socket_close(&pending->socket);
         return;
     }
-    dtrain__connection *end = &r->world->link->ends[rank];
     snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
     end->socket = pending->socket;
     pending->socket = -1;
 }
 
-/* Log every 10 s which ranks are missing, and fail when the deadline has passed. */
-static void dtrain__meet_clock(dtrain__rendezvous *r)
-{
-    const uint64_t now = dtrain__now_ns();
-    const bool late = now >= r->deadline_ns;
-    char missing[160] = "", text[sizeof r->why + 400];
-    size_t used = 0;
-    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
-    if (!late && now - r->logged_ns < 10000000000u) return;
-    r->logged_ns = now;
-    for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
-        if (r->world->link->ends[i].socket < 0)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
-                                     used ? ", " : "", i);
-    snprintf(text, sizeof text,
-             "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
-             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
-             r->world->size - 1 - r->came, r->world->size, missing,
-             r->problem[0] ? "; the last trouble: " : "", r->problem);
-    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
-    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
-}
-
 /* Wait up to 0.1 s for connections and hellos, and handle them. A rank that has joined sends
  * nothing until the end, so when its socket is readable it has been closed. A new connection
- * replaces the oldest pending one: ranks send their hello at once, so that one is a stranger. */
+ * replaces the oldest pending one: ranks send their hello at once, so that one is a stranger. Log
+ * every 10 s which ranks are missing, and fail when the deadline has passed. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -376,7 +348,24 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         pending->socket = socket;
         pending->got = 0;
     }
-    dtrain__meet_clock(r);
+    const uint64_t now = dtrain__now_ns();
+    const bool late = now >= r->deadline_ns;
+    char missing[160] = "", text[sizeof r->why + 400];
+    size_t used = 0;
+    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
+    if (!late && now - r->logged_ns < 10000000000u) return;
+    r->logged_ns = now;
+    for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
+        if (ends[i].socket < 0)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
+                                     used ? ", " : "", i);
+    snprintf(text, sizeof text,
+             "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
+             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
+             r->world->size - 1 - r->came, r->world->size, missing,
+             r->problem[0] ? "; the last trouble: " : "", r->problem);
+    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
+    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
 /* Wait for all ranks and send them the result; after a failure, until the shortened deadline also

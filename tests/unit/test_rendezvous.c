@@ -1499,7 +1499,7 @@ static void take_the_place(int rank)
     int attempt;
     if (rank != 1) return;
     for (attempt = 0; attempt < 2; attempt++)
-        (void)!mmap((char *)dtrain__region_hint(attempt) + (1 << 20), 4096, PROT_READ,
+        (void)!mmap((char *)dtrain__places[attempt] + (1 << 20), 4096, PROT_READ,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
 }
 
