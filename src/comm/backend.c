@@ -51,7 +51,7 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
     if (!name || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_ops_by_name: %s is NULL",
                            name ? "out" : "name");
-    *out = strcmp(name, "local") == 0 ? dtrain__local_comm_ops()
+    *out = strcmp(name, "local") == 0 ? dtrain__local_comm_ops(false)
            : strcmp(name, "mpi") == 0 ? dtrain__mpi_comm_ops()
                                       : NULL;
     if (*out) return DTRAIN_OK;
@@ -66,12 +66,11 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
     const dtrain_comm_ops *const mpi = dtrain__mpi_comm_ops();
-    const dtrain_comm_ops *const local = dtrain__local_comm_ops();
-    const dtrain_comm_ops *ops = world->comm_ops                  ? world->comm_ops
-                                 : world->control->arenas || !mpi ? local
-                                                                  : mpi;
+    const dtrain_comm_ops *const local = dtrain__local_comm_ops(false);
+    const dtrain_comm_ops *ops = world->control->arenas || !mpi ? local : mpi;
     const bool on_host = world->device->ops->host_memory;
     bool shared = false;
+    if (world->comm_ops) ops = world->comm_ops;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
@@ -85,7 +84,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
                    "dtrain_nccl.h has a faster way when each has a device",
                    world->size);
     }
-    if (!on_host && ops == local) ops = dtrain__staged_comm_ops();
+    if (!on_host && ops == local) ops = dtrain__local_comm_ops(true);
     world->comm_ops = ops;
     return ops->create(world, &world->comm);
 }
@@ -94,8 +93,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
  * own was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
-    if (world->comm && world->comm->ops->start != dtrain__engine_start)
-        (void)world->comm->ops->destroy(world->comm);
+    if (world->comm && world->comm->ops->start != dtrain__engine_start) (void)world->comm->ops->destroy(world->comm);
     while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 

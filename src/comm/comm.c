@@ -18,13 +18,33 @@
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
-/* In place is allowed; a shifted overlap would overwrite what is still to be read. */
-static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain_collective *what)
+/* Check the arguments of a call. In place is allowed; a shifted overlap would overwrite what is
+ * still to be read. */
+static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
+                                              const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const bool reads = dtrain__gives(what, comm->rank), writes = dtrain__gets(what, comm->rank);
     size_t bytes;
+    if (what->kind == DTRAIN_COLLECTIVE_BARRIER) return DTRAIN_OK;
+    if (!unit)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
+                           (int)what->dtype);
+    if (kind->reduces && (what->op < DTRAIN_REDUCE_SUM || what->op > DTRAIN_REDUCE_PROD))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
+                           what->op);
+    if (what->op == DTRAIN_REDUCE_MEAN &&
+        (what->dtype == DTRAIN_DTYPE_I32 || what->dtype == DTRAIN_DTYPE_I64))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: DTRAIN_REDUCE_MEAN of %s would have to round; sum and divide",
+                           kind->call, dtrain_dtype_name(what->dtype));
+    if (kind->rooted && (what->root < 0 || what->root >= comm->size))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
+                           kind->call, what->root, comm->size - 1);
+    if (kind->rooted && what->kind >= DTRAIN_COLLECTIVE_SEND && what->root == comm->rank)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
+                           what->root);
     if (!dtrain__size_mul(what->count, unit * (size_t)comm->size, &bytes) || bytes > SIZE_MAX / 2)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: count %zu times %d ranks is more than memory can hold", kind->call,
@@ -46,60 +66,7 @@ static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain
                        kind->call, kind->cuts && kind->joins ? "" : "one buffer in place or ");
 }
 
-static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
-                                              const dtrain_collective *what)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    if (what->kind == DTRAIN_COLLECTIVE_BARRIER) return DTRAIN_OK;
-    if (!dtrain_dtype_bytes(what->dtype))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
-                           (int)what->dtype);
-    if (kind->reduces && (what->op < DTRAIN_REDUCE_SUM || what->op > DTRAIN_REDUCE_PROD))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
-                           what->op);
-    if (what->op == DTRAIN_REDUCE_MEAN &&
-        (what->dtype == DTRAIN_DTYPE_I32 || what->dtype == DTRAIN_DTYPE_I64))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: DTRAIN_REDUCE_MEAN of %s would have to round; sum and divide",
-                           kind->call, dtrain_dtype_name(what->dtype));
-    if (kind->rooted && (what->root < 0 || what->root >= comm->size))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
-                           kind->call, what->root, comm->size - 1);
-    if (kind->rooted && what->kind >= DTRAIN_COLLECTIVE_SEND && what->root == comm->rank)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
-                           what->root);
-    return dtrain__check_buffers(comm, what);
-}
-
 /* ---- Books ------------------------------------------------------------------------------------*/
-
-/* Return this rank's share of the traffic as rings would make it, the usual figure for comparing
- * systems. */
-DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
-    const uint64_t n = (uint64_t)size;
-    if (what->kind == DTRAIN_COLLECTIVE_SEND) return bytes;
-    if (what->kind == DTRAIN_COLLECTIVE_RECV || what->kind == DTRAIN_COLLECTIVE_SPLIT) return 0;
-    if (kind->cuts || kind->joins) return bytes * (n - 1);
-    return (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 2u : 1u) *
-           (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
-}
-
-/* Return the part of an operation's bytes that goes to other nodes of node_ranks: of a
- * message all or nothing, and in a collective every rank is sent the same. */
-static uint64_t dtrain__node_bytes(const dtrain_comm *comm, const dtrain_collective *what,
-                                   uint64_t bytes)
-{
-    const int node = comm->world->node_ranks, *ranks = comm->world_ranks;
-    int away = 0;
-    if (!node || !bytes) return 0;
-    if (what->kind == DTRAIN_COLLECTIVE_SEND)
-        return ranks[what->root] / node != ranks[comm->rank] / node ? bytes : 0;
-    for (int i = 0; i < comm->size; i++) away += ranks[i] / node != ranks[comm->rank] / node;
-    return away ? (uint64_t)((double)bytes * away / (comm->size - 1)) : 0;
-}
 
 /* End the time in flight at `now`, if nothing is in flight any more. */
 DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now)
@@ -118,27 +85,37 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
     return result;
 }
 
-/* Count an operation, record its begin, and return the number of its event. */
+/* Count an operation, record its begin, and return the number of its event. Wire bytes are this
+ * rank's share of the traffic as rings would make it, the usual figure for comparing systems. The
+ * part that goes to other nodes of node_ranks is all or nothing of a message; in a collective every
+ * rank is sent the same. */
 static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
-    const bool message =
-        what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_RECV;
-    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
-    const dtrain__comm_call call = {dtrain__kind_of(what->kind)->name,
-                                    message ? 0 : ++comm->started,
-                                    what->count,
-                                    comm->number,
-                                    comm->world_ranks[0],
-                                    comm->size,
-                                    what->root,
-                                    (uint8_t)what->dtype,
-                                    (uint8_t)what->op,
-                                    comm->axis};
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const bool message = sends || what->kind == DTRAIN_COLLECTIVE_RECV;
+    const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
+    const uint64_t n = (uint64_t)comm->size;
+    const int node = comm->world->node_ranks, *ranks = comm->world_ranks;
+    const dtrain__comm_call call = {kind->name,        message ? 0 : ++comm->started,
+                                    what->count,       comm->number,
+                                    ranks[0],          comm->size,
+                                    what->root,        (uint8_t)what->dtype,
+                                    (uint8_t)what->op, comm->axis};
+    uint64_t wire = (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 2u : 1u) *
+                    (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
+    int away = 0;
+    if (kind->cuts || kind->joins) wire = bytes * (n - 1);
+    if (message) wire = sends ? bytes : 0;
+    if (what->kind == DTRAIN_COLLECTIVE_SPLIT) wire = 0;
+    for (int i = 0; node && i < comm->size; i++)
+        if (!message || i == what->root) away += ranks[i] / node != ranks[comm->rank] / node;
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
-    comm->info.wire_bytes += bytes;
-    comm->info.node_bytes += dtrain__node_bytes(comm, what, bytes);
-    comm->info.kind_bytes[what->kind] += bytes;
+    comm->info.wire_bytes += wire;
+    if (away)
+        comm->info.node_bytes += (uint64_t)((double)wire * away / (message ? 1 : comm->size - 1));
+    comm->info.kind_bytes[what->kind] += wire;
     if (!comm->flight_since) comm->flight_since = now;
     return dtrain__call_queued(comm->world, &call);
 }

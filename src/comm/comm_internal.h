@@ -25,7 +25,6 @@ DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
 
 /* comm/comm.c */
-DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank);
 DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now);
 DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send,

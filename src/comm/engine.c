@@ -87,32 +87,6 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
                                 b);
 }
 
-/* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and
- * the first rank that calls something else. */
-static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
-{
-    for (; work->heard < comm->base.size; work->heard++) {
-        const dtrain_call *shown = dtrain__shown_by(comm, work, work->heard);
-        if (!shown) return false;
-        if (dtrain__same_call(shown, &work->op.call)) continue;
-        (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
-        return false;
-    }
-    /* After a failure other ranks may have freed their buffers; small inputs are copies. */
-    if (!work->op.small && dtrain__load(&comm->report->state))
-        (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
-    return !comm->failed;
-}
-
-/* Compute this rank's result from the inputs that ranks have shown with their calls. */
-static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
-{
-    const void *in[DTRAIN_MAX_RANKS];
-    for (int i = 0; i < comm->base.size; i++)
-        in[i] = i == comm->base.rank ? work->op.what.send : dtrain__shown_by(comm, work, i) + 1;
-    dtrain_collective_result(&comm->base, &work->op.what, in);
-}
-
 /* ---- Progress ---------------------------------------------------------------------------------*/
 
 /* Move one collective as far as it goes without waiting; true when it is done. Ranks agree on
@@ -120,6 +94,8 @@ static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work 
 static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
 {
     const dtrain_transport_ops *transport = comm->transport;
+    const int rank = comm->base.rank;
+    const void *in[DTRAIN_MAX_RANKS];
     if (work->state == DTRAIN__QUEUED) {
         if (work->op.sequence - oldest >= DTRAIN_WINDOW) return false;
         work->state = DTRAIN__SHOWN;
@@ -128,60 +104,58 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
         if (comm->failed) return false;
     }
     if (work->state == DTRAIN__SHOWN) {
-        if (work->op.sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work))
+        if (work->op.sequence != comm->agreed + 1) return false;
+        for (; work->heard < comm->base.size; work->heard++) {
+            const dtrain_call *shown = dtrain__shown_by(comm, work, work->heard);
+            if (!shown) return false;
+            if (dtrain__same_call(shown, &work->op.call)) continue;
+            /* The sentence names rank 0 and the first rank that calls something else. */
+            (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : rank);
             return false;
+        }
+        /* After a failure other ranks may have freed their buffers; small inputs are copies. */
+        if (!work->op.small && dtrain__load(&comm->report->state))
+            (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+        if (comm->failed) return false;
         comm->agreed = work->op.sequence;
         ++*comm->base.moves;
-        if (work->op.small) dtrain__small_result(comm, work);
+        for (int i = 0; work->op.small && i < comm->base.size; i++)
+            in[i] = i == rank ? work->op.what.send : dtrain__shown_by(comm, work, i) + 1;
+        if (work->op.small) dtrain_collective_result(&comm->base, &work->op.what, in);
         work->state = DTRAIN__MOVING;
     }
     work->op.oldest = work->op.sequence == oldest;
     return transport->move(&comm->base, &work->op);
 }
 
-/* Say whether a receiver has heard the call of its message, which has the count and dtype that it
- * asks for. */
-static bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work)
-{
-    const dtrain_collective *what = &work->op.what;
-    const dtrain_call *sent = comm->transport->heard(&comm->base, 0, what->root);
-    const int *world = comm->base.world_ranks;
-    if (!sent) return false;
-    if (sent->count == work->op.call.count && sent->dtype == work->op.call.dtype) return true;
-    (void)dtrain__engine_failf(
-        &comm->base, DTRAIN_ERROR_MISMATCH,
-        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-        world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
-        (unsigned long long)sent->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
-        what->count);
-    return false;
-}
-
-/* Messages between two ranks in one direction go one after the other. */
+/* Move one message. Messages between two ranks in one direction go one after the other, and a
+ * receiver first hears the call of its message, which must have the count and dtype that it asks
+ * for. */
 static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
 {
+    const dtrain_collective *what = &work->op.what;
+    const int *world = comm->base.world_ranks;
     if (work->state == DTRAIN__QUEUED) {
         const dtrain__work *first = comm->queue;
-        while (first->op.what.kind != work->op.what.kind ||
-               first->op.what.root != work->op.what.root || first->op.posted)
+        while (first->op.what.kind != what->kind || first->op.what.root != what->root ||
+               first->op.posted)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;
         dtrain__call_started(comm->base.world, work->op.base.event);
     }
-    if (work->op.what.kind == DTRAIN_COLLECTIVE_RECV && !work->op.agreed)
-        work->op.agreed = dtrain__message_agrees(comm, work);
+    if (what->kind == DTRAIN_COLLECTIVE_RECV && !work->op.agreed) {
+        const dtrain_call *sent = comm->transport->heard(&comm->base, 0, what->root);
+        work->op.agreed = sent && sent->count == what->count && sent->dtype == work->op.call.dtype;
+        if (sent && !work->op.agreed)
+            (void)dtrain__engine_failf(
+                &comm->base, DTRAIN_ERROR_MISMATCH,
+                "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+                world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
+                (unsigned long long)sent->count, world[comm->base.rank],
+                dtrain_dtype_name(what->dtype), what->count);
+    }
     return !comm->failed && comm->transport->move(&comm->base, &work->op);
-}
-
-/* Say whether an operation waits for the copy into its image; a copy that failed ends the wait. */
-static bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
-{
-    bool done;
-    if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
-    const dtrain_result result = dtrain__copied_in(comm, work, &done);
-    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(&comm->base, result);
-    return !done;
 }
 
 /* Move everything in flight, oldest first. */
@@ -341,83 +315,47 @@ static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *wo
     return !comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
-/* Make the rarer checks of a wait: has another rank failed the communicator, called something else,
- * left? Read whether a rank has left before reading its progress, as what it did before counts. */
-static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__work *waited)
+/* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
+ * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
+ * nothing here: what they wait for may be under way on a slow network. */
+static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
-    const int *world = comm->base.world_ranks, rank = comm->base.rank;
-    int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
-    char name[128];
-    if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
-    for (int i = 0; i < comm->base.size; i++) {
-        const bool left = dtrain__left_for(comm->base.world, world[i], comm->transport->grace_ns);
-        if (!dtrain__waits_for(comm, work, i)) {
-            if (work->op.sequence && work->state == DTRAIN__SHOWN)
-                DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
-            continue;
-        }
-        if (waits < 0 || (dtrain__waits(comm->base.world, waits) >= 0 &&
-                          dtrain__waits(comm->base.world, world[i]) < 0))
-            waits = world[i];
-        if (!left) continue;
-        dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
-        return dtrain__engine_failf(
-            &comm->base, DTRAIN_ERROR_PEER,
-            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
-            world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
-    }
-    dtrain__set_waits(comm->base.world, waits);
-    return DTRAIN_OK;
-}
-
-/* List the ranks that `work` waits for, and where these wait themselves, for whom: "rank 3, which
- * waits for rank 2 (its last was #16)". A circle proves nothing here: what they wait for may be
- * under way on a slow network. */
-static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
-                                size_t room)
-{
-    const int size = comm->base.size, *world = comm->base.world_ranks;
+    const dtrain_world *world = comm->base.world;
+    const int size = comm->base.size, *ranks = comm->base.world_ranks;
+    const double seconds = 1e-9 * (double)world->timeout_ns;
     bool listed[DTRAIN_MAX_RANKS] = {false};
+    char name[128], list[200] = "";
     size_t used = 0;
-    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those that do not wait */
+    if (dtrain__copying_in(comm, waited)) {
+        (void)dtrain__engine_failf(
+            &comm->base, DTRAIN_ERROR_TIMEOUT,
+            "the device did not finish the work before a collective in %.1f s", seconds);
+        return;
+    }
+    for (int k = 0; k < 2 * size && used + 96 < sizeof list; k++) { /* first who does not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
-        const int next = dtrain__waits(comm->base.world, world[i]);
-        const int end = dtrain__behind(comm->base.world, world[i]);
-        const int behind = end < 0 ? world[i] : end;
-        if (listed[behind] || (behind == world[i]) != (k < size)) continue;
+        const int next = dtrain__waits(world, ranks[i]), end = dtrain__behind(world, ranks[i]);
+        const int behind = end < 0 ? ranks[i] : end;
+        if (listed[behind] || (behind == ranks[i]) != (k < size)) continue;
         listed[behind] = true;
-        used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
-        if (behind != world[i])
-            used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
-        if (end < 0 && next >= 0)
-            used += (size_t)snprintf(list + used, room - used,
-                                     ", which waits for rank %d in a circle", next);
+        used += (size_t)snprintf(list + used, sizeof list - used, "%srank %d", used ? ", " : "",
+                                 ranks[i]);
+        if (behind != ranks[i] || (end < 0 && next >= 0))
+            used += (size_t)snprintf(list + used, sizeof list - used, ", which waits for rank %d%s",
+                                     end < 0 ? next : behind, end < 0 ? " in a circle" : "");
         for (int at = 0; at < size && end >= 0; at++) {
-            if (world[at] != behind) continue;
+            if (ranks[at] != behind) continue;
             const uint64_t last = dtrain__last_sequence(comm, at);
             used += (size_t)snprintf(
-                list + used, room - used, " (%s #%llu)",
+                list + used, sizeof list - used, " (%s #%llu)",
                 work->op.sequence && last >= work->op.sequence ? "stuck in" : "its last was",
                 (unsigned long long)last);
         }
     }
-}
-
-static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
-{
-    const dtrain__work *work = dtrain__blocking(comm, waited);
-    char name[128], list[200] = "";
-    const dtrain_world *world = comm->base.world;
-    const double seconds = 1e-9 * (double)world->timeout_ns;
     dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
-    if (dtrain__copying_in(comm, waited))
-        return dtrain__engine_failf(
-            &comm->base, DTRAIN_ERROR_TIMEOUT,
-            "the device did not finish the work before a collective in %.1f s", seconds);
-    dtrain__list_behind(comm, work, list, sizeof list);
-    return dtrain__engine_failf(
+    (void)dtrain__engine_failf(
         &comm->base, DTRAIN_ERROR_TIMEOUT,
         "%s: rank %d waited %.1f s for %s; %sif they are only slow, raise timeout_ms", name,
         world->rank, seconds, list[0] ? list : "its own transfers to end",
@@ -468,59 +406,47 @@ static dtrain_result dtrain__more_works(dtrain__engine *comm)
     return DTRAIN_OK;
 }
 
-/* Take an idle work and fill it. */
-static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collective *what,
-                                       dtrain__work **out)
+/* Start an operation. Of one rank the result is what it sends, and there is nothing to wait for; a
+ * copy to or from the device is on its compute stream. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
+                                                   dtrain_work **out)
 {
-    const size_t bytes = dtrain__send_bytes(what, comm->base.size);
+    dtrain__engine *comm = dtrain__engine_of(base);
+    const size_t bytes = dtrain__send_bytes(what, base->size);
     const size_t kept = offsetof(dtrain__work, heard);
-    if (!comm->idle) DTRAIN__TRY(dtrain__more_works(comm));
+    dtrain_result result = DTRAIN_OK;
+    *out = NULL;
+    if (comm->failed) return dtrain__engine_standing(comm);
+    if (base->size == 1)
+        return what->send == what->recv || bytes == 0
+                   ? DTRAIN_OK
+                   : dtrain_device_copy(base->world->device, what->recv, what->send, bytes);
+    if (!comm->idle) result = dtrain__more_works(comm);
+    if (result != DTRAIN_OK) return dtrain__engine_fail(base, result, dtrain_last_error());
+
     dtrain__work *work = comm->idle;
     comm->idle = work->next;
     memset((char *)work + kept, 0, dtrain__work_bytes(comm) - kept);
-    *out = work;
-    comm->base.outstanding++;
+    base->outstanding++;
     work->next = NULL;
-    work->op.base.comm = &comm->base;
+    work->op.base.comm = base;
+    work->op.base.event = base->world->timeline.ring->count; /* just recorded */
     work->op.what = *what;
-    work->op.send_bytes = dtrain__gives(what, comm->base.rank) ? bytes : 0;
-    if (dtrain__gets(what, comm->base.rank))
-        work->op.recv_bytes = dtrain__recv_bytes(what, comm->base.size);
-    work->op.base.event = comm->base.world->timeline.ring->count; /* just recorded */
-    work->op.small = bytes <= DTRAIN_SMALL_BYTES &&
-                     bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
+    work->op.send_bytes = dtrain__gives(what, base->rank) ? bytes : 0;
+    if (dtrain__gets(what, base->rank)) work->op.recv_bytes = dtrain__recv_bytes(what, base->size);
+    work->op.small =
+        bytes <= DTRAIN_SMALL_BYTES && bytes * (size_t)base->size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->op.call.count = what->count;
     work->op.call.kind = what->kind;
     work->op.call.dtype = (uint32_t)what->dtype;
     work->op.call.op = what->op;
     work->op.call.root = what->root;
-    return DTRAIN_OK;
-}
-
-/* One rank: the result is what it sends, and there is nothing to wait for; a copy to or from the
- * device is on its compute stream. */
-static dtrain_result dtrain__alone(const dtrain__engine *comm, const dtrain_collective *what)
-{
-    const size_t bytes = dtrain__send_bytes(what, 1);
-    if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
-    return dtrain_device_copy(comm->base.world->device, what->recv, what->send, bytes);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
-                                                   dtrain_work **out)
-{
-    dtrain__engine *comm = dtrain__engine_of(base);
-    *out = NULL;
-    if (comm->failed) return dtrain__engine_standing(comm);
-    if (base->size == 1) return dtrain__alone(comm, what);
-    dtrain__work *work;
-    if (dtrain__work_take(comm, what, &work) != DTRAIN_OK)
-        return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    const dtrain_result copied = comm->staged ? dtrain__copy_in(comm, work) : DTRAIN_OK;
-    if (copied != DTRAIN_OK) {
+    if (comm->staged) result = dtrain__copy_in(comm, work);
+    if (result != DTRAIN_OK) {
         dtrain__recycle(comm, work);
-        return dtrain__engine_fail(base, copied, dtrain_last_error());
+        return dtrain__engine_fail(base, result, dtrain_last_error());
     }
+
     if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
         work->op.sequence = ++comm->sequence;
     *comm->queue_end = work;
@@ -536,22 +462,48 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
 }
 
 /* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
- * returned `turn`, and fail the communicator if they say so. Before that, advance once more: what
- * other ranks did until they failed or left may be all that was needed. */
-static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain__wait *wait,
-                                 dtrain_result turn)
+ * returned `turn`, and fail the communicator if they say so: is there a circle, has another rank
+ * failed the communicator, called something else, left? Before that, advance once more: what other
+ * ranks did until they failed or left may be all that was needed. */
+static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
+                                 dtrain__wait *wait, dtrain_result turn)
 {
-    char text[DTRAIN__ERROR_BYTES] = "";
+    dtrain_world *world = comm->base.world;
+    const int *ranks = comm->base.world_ranks, rank = comm->base.rank;
+    int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
+    char text[DTRAIN__ERROR_BYTES] = "", name[128];
     if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
-    if (work->done || comm->failed) return;
+    if (waited->done || comm->failed) return;
+
     if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
-    if (wait && dtrain__look_for_circle(comm->base.world, comm, work, wait) != DTRAIN_OK)
+    if (wait && dtrain__look_for_circle(world, comm, waited, wait) != DTRAIN_OK)
         (void)dtrain__engine_give_up(&comm->base, DTRAIN_ERROR_MISMATCH);
-    else if (work->done || comm->failed) return;
-    else if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
-    else if (dtrain__engine_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
-        (void)dtrain__engine_timeout(comm, work);
+    if (waited->done || comm->failed) return;
+    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
+    else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
+
+    /* Read whether a rank has left before reading its progress, as what it did before counts. */
+    const dtrain__work *work = comm->failed ? NULL : dtrain__blocking(comm, waited);
+    for (int i = 0; i < comm->base.size && !comm->failed; i++) {
+        const bool left = dtrain__left_for(world, ranks[i], comm->transport->grace_ns);
+        if (!dtrain__waits_for(comm, work, i)) {
+            if (work->op.sequence && work->state == DTRAIN__SHOWN)
+                (void)dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i);
+            continue;
+        }
+        if (waits < 0 || (dtrain__waits(world, waits) >= 0 && dtrain__waits(world, ranks[i]) < 0))
+            waits = ranks[i];
+        if (!left) continue;
+        dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
+        (void)dtrain__engine_failf(
+            &comm->base, DTRAIN_ERROR_PEER,
+            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
+            ranks[i], (unsigned long long)dtrain__last_sequence(comm, i), ranks[rank], name);
+    }
+    if (comm->failed) return;
+    dtrain__set_waits(world, waits);
+    if (turn == DTRAIN_ERROR_TIMEOUT) dtrain__engine_timeout(comm, waited);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
@@ -567,11 +519,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
-    if (work->done && comm->staged) {
-        result = dtrain__after_copy_out(comm, work);
-        if (result != DTRAIN_OK)
-            result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
-    }
+    if (work->done && comm->staged) /* what the compute stream gets from now on comes after it */
+        result = DTRAIN__ORDER(world->device, event_wait, work->bounce.copied, NULL);
+    if (work->done && result != DTRAIN_OK)
+        result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
@@ -612,11 +563,6 @@ DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t
     else comm->transport->unmap(base, memory, bytes);
 }
 
-static size_t dtrain__engine_bytes(const dtrain_transport_ops *transport)
-{
-    return offsetof(dtrain__engine, base) + transport->comm_bytes;
-}
-
 /* Free this rank's half of a communicator. Operations in flight are dropped. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
@@ -637,7 +583,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
     comm->transport->release(base, comm->report != NULL);
     dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof(int));
-    dtrain__free(allocator, comm, 1, dtrain__engine_bytes(comm->transport));
+    dtrain__free(allocator, comm, 1, offsetof(dtrain__engine, base) + comm->transport->comm_bytes);
     return DTRAIN_OK;
 }
 
@@ -651,7 +597,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     *out = NULL;
     *address = 0;
     dtrain__engine *comm = (dtrain__engine *)dtrain__alloc(
-        allocator, 1, dtrain__engine_bytes(transport), "a communicator");
+        allocator, 1, offsetof(dtrain__engine, base) + transport->comm_bytes, "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
     comm->base.ops = ops;
     comm->base.world = world;

@@ -43,7 +43,6 @@
 
 typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
-typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
 typedef enum dtrain__state {
     DTRAIN__QUEUED = 0,
@@ -51,11 +50,19 @@ typedef enum dtrain__state {
     DTRAIN__MOVING = 2
 } dtrain__state;
 
+/* What a work has for buffers in device memory, see comm/staged.c; zero until first needed. */
+typedef struct dtrain__bounce {
+    dtrain_collective called; /* with the program's buffers; op.what has addresses in the image */
+    dtrain_event *computed, *copied;
+    char *image; /* page-locked, and mapped by the transport; it grows */
+    size_t bytes;
+} dtrain__bounce;
+
 /* The engine's part of a work precedes the part that the transport sees. */
 struct dtrain__work {
     dtrain__work *next;       /* in the queue, or among the idle */
     dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
-    dtrain__bounce *bounce;   /* device memory only; stays, too */
+    dtrain__bounce bounce;    /* stays, too */
     int heard;                /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
     bool done;
@@ -113,13 +120,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
 
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
-                                                bool *done);
+DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
 
 /* comm/local.c; comm/mpi.c: NULL without DTRAIN_USE_MPI */
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__staged_comm_ops(void);
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged);
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void);

@@ -15,18 +15,6 @@
 #include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
 
-static void dtrain__dump_event(dtrain__writer *out, const dtrain__event *event)
-{
-    static const char *const states[] = {"queued", "started", "done", "failed"};
-    dtrain__writer_add(out, "{\"kind\":\"%s\",\"first\":%d,\"size\":%d,\"root\":%d,",
-                       event->call.kind, event->call.first, event->call.size, event->call.root);
-    dtrain__writer_call(out, event);
-    dtrain__writer_add(
-        out, ",\"state\":\"%s\",\"queued_ns\":%llu,\"started_ns\":%llu,\"ended_ns\":%llu}",
-        states[event->state], (unsigned long long)event->begin_ns,
-        (unsigned long long)event->started_ns, (unsigned long long)event->end_ns);
-}
-
 /* Write what this rank knows of each rank. */
 static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, uint64_t now)
 {
@@ -66,25 +54,12 @@ static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *co
     dtrain__writer_add(out, "]}");
 }
 
-/* Write the communicators of the engine, and the world's; others are not listed anywhere. */
-static void dtrain__dump_communicators(dtrain__writer *out, const dtrain_world *world)
-{
-    bool first = true, listed = !world->comm;
-    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
-        if (!comm->report) continue; /* half of one that is being made */
-        dtrain__dump_communicator(out, &comm->base, comm->failed, first);
-        listed = listed || &comm->base == world->comm;
-        first = false;
-    }
-    if (!listed)
-        dtrain__dump_communicator(out, world->comm, world->timeline.ring->code != 0, first);
-}
-
 static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
 {
+    static const char *const states[] = {"queued", "started", "done", "failed"};
     const dtrain__ring *ring = world->timeline.ring;
     uint64_t next = ring->count + 1, calls = 0;
-    const char *separator = "\n  ";
+    bool first = true, listed = !world->comm;
     char host[256] = "";
     if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
     dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
@@ -98,16 +73,32 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
     dtrain__writer_add(out, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
                        dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
     dtrain__dump_ranks(out, world, dtrain__now_ns());
+
+    /* The communicators of the engine, and the world's; others are not listed anywhere. */
     dtrain__writer_add(out, "],\n \"communicators\": [");
-    dtrain__dump_communicators(out, world);
+    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
+        if (!comm->report) continue; /* half of one that is being made */
+        dtrain__dump_communicator(out, &comm->base, comm->failed, first);
+        listed = listed || &comm->base == world->comm;
+        first = false;
+    }
+    if (!listed) dtrain__dump_communicator(out, world->comm, ring->code != 0, first);
+
     dtrain__writer_add(out, "],\n \"collectives\": [");
     while (calls < DTRAIN__FLIGHT_RECORDS && dtrain__event_at(world, next - 1))
         calls += dtrain__event_at(world, --next)->call.kind != NULL;
-    for (; next <= ring->count; next++) {
-        if (!dtrain__event_at(world, next)->call.kind) continue;
-        dtrain__writer_add(out, "%s", separator);
-        dtrain__dump_event(out, dtrain__event_at(world, next));
-        separator = ",\n  ";
+    for (first = true; next <= ring->count; next++) {
+        const dtrain__event *event = dtrain__event_at(world, next);
+        if (!event->call.kind) continue;
+        dtrain__writer_add(out, "%s{\"kind\":\"%s\",\"first\":%d,\"size\":%d,\"root\":%d,",
+                           first ? "\n  " : ",\n  ", event->call.kind, event->call.first,
+                           event->call.size, event->call.root);
+        dtrain__writer_call(out, event);
+        dtrain__writer_add(
+            out, ",\"state\":\"%s\",\"queued_ns\":%llu,\"started_ns\":%llu,\"ended_ns\":%llu}",
+            states[event->state], (unsigned long long)event->begin_ns,
+            (unsigned long long)event->started_ns, (unsigned long long)event->end_ns);
+        first = false;
     }
     dtrain__writer_add(out, "]}\n");
     dtrain__writer_flush(out);

@@ -124,14 +124,6 @@ static bool dtrain__reached(const dtrain_comm *comm, uint64_t sequence, uint32_t
     return dtrain__load(&dtrain__slot_of(comm, rank, sequence)->progress) >= goal;
 }
 
-static bool dtrain__all_reached(const dtrain_comm *comm, dtrain__local_work *work)
-{
-    while (work->seen < comm->size &&
-           dtrain__reached(comm, work->base.sequence, work->stage, work->seen))
-        work->seen++;
-    return work->seen == comm->size;
-}
-
 static void dtrain__reach(const dtrain_comm *comm, dtrain__local_work *work, uint32_t stage)
 {
     work->stage = stage;
@@ -170,20 +162,6 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
             dtrain__read_memory(getpid(), (const char *)memory + bytes - 1, &byte, 1));
 }
 
-/* Say whether this rank can read the memory of all: read each rank's proof, and compare. A kernel
- * can forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
-static bool dtrain__reads_all(const dtrain__local_comm *comm)
-{
-    for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__part *part = comm->parts[i];
-        uint64_t value = 0;
-        if (!dtrain__read_memory(part->pid, part->proof, &value, sizeof value) ||
-            value != part->proof_value)
-            return false;
-    }
-    return true;
-}
-
 /* Read another rank's bytes. False: that rank has ended, which the wait will report, or the
  * communicator has failed. */
 static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *to, size_t bytes)
@@ -200,31 +178,29 @@ static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *t
 
 /* ---- Showing a call ---------------------------------------------------------------------------*/
 
-/* Say which paths this rank's buffers allow. On the direct path other ranks read `send`; they write
- * `recv` where slices of a result are computed by different ranks. */
-static uint64_t dtrain__allowed_paths(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const dtrain_world *world = comm->world;
-    const size_t send_bytes = dtrain__send_bytes(what, comm->size);
-    const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
-    const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
-    const bool direct = dtrain__is_shared(world, what->send, send_bytes) &&
-                        (!written || dtrain__is_shared(world, what->recv, recv_bytes));
-    const bool read = ((const dtrain__local_comm *)comm)->reads &&
-                      send_bytes >= DTRAIN__READ_BYTES &&
-                      (direct || (dtrain__is_readable(what->send, send_bytes) &&
-                                  dtrain__is_readable(what->recv, recv_bytes)));
-    return (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
-}
-
+/* Show a call, and which paths this rank's buffers allow. On the direct path other ranks read
+ * `send`; they write `recv` where slices of a result are computed by different ranks. */
 static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
+    const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
     (void)dtrain__write_shown(work, &slot->shown);
-    slot->send = (const char *)work->what.send;
-    slot->recv = (char *)work->what.recv;
-    slot->paths = work->small ? 0 : dtrain__allowed_paths(comm, &work->what);
+    slot->send = (const char *)what->send;
+    slot->recv = (char *)what->recv;
+    slot->paths = 0;
+    if (!work->small) {
+        const size_t send_bytes = dtrain__send_bytes(what, comm->size);
+        const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
+        const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
+        const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
+                            (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
+        const bool read = ((const dtrain__local_comm *)comm)->reads &&
+                          send_bytes >= DTRAIN__READ_BYTES &&
+                          (direct || (dtrain__is_readable(what->send, send_bytes) &&
+                                      dtrain__is_readable(what->recv, recv_bytes)));
+        slot->paths = (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
+    }
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
@@ -336,69 +312,41 @@ static size_t dtrain__chunk_count(const dtrain_comm *comm, const dtrain_collecti
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
-/* Copy chunk c of this rank's input into its buffer: one piece, or one for each rank's slice. */
-static bool dtrain__chunk_in(dtrain_comm *comm, const dtrain_collective *what, size_t c)
+/* Go to the next stage of the copied path: compute the chunk of this rank's result whose inputs all
+ * ranks have copied (ranks that give nothing may have no buffer), and copy the next chunk of its
+ * own input into its buffer: one piece, or one for each rank's slice. */
+static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work)
 {
-    dtrain__part *part = dtrain__part_of(comm, comm->rank);
+    const dtrain_collective *what = &work->base.what;
+    const bool cuts = dtrain__kind_of(what->kind)->cuts;
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
+    const size_t slice = cuts ? (size_t)comm->rank * chunk : 0,
+                 pieces = cuts ? (size_t)comm->size : 1;
+    dtrain__part *part = dtrain__part_of(comm, comm->rank);
+    const char *in[DTRAIN_MAX_RANKS];
     void *stage;
-    if (!dtrain__gives(what, comm->rank)) return true;
+    if (work->stage > 1) {
+        const size_t c = work->stage - 2, rest = what->count - c * chunk;
+        for (int i = 0; i < comm->size; i++) {
+            in[i] = dtrain__part_of(comm, i)->stage;
+            if (in[i]) in[i] += c % 2 * DTRAIN__CHUNK_BYTES + slice * unit;
+        }
+        dtrain__pull(comm, what, in, c * chunk, rest < chunk ? rest : chunk);
+    }
+    if (work->stage + 1 >= work->final || !dtrain__gives(what, comm->rank)) return true;
     if (!part->stage) {
         if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
             return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
+    const size_t c = work->stage - 1, rest = what->count - c * chunk;
+    const size_t length = rest < chunk ? rest : chunk;
     char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
     for (size_t i = 0; i < pieces; i++)
         memcpy(half + i * chunk * unit,
                (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
     comm->info.staged_bytes += pieces * length * unit;
     return true;
-}
-
-/* Compute chunk c of this rank's result from the buffers of all; ranks that give nothing may have
- * none. */
-static void dtrain__chunk_out(dtrain_comm *comm, const dtrain_collective *what, size_t c)
-{
-    const char *in[DTRAIN_MAX_RANKS];
-    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->rank * chunk : 0;
-    for (int i = 0; i < comm->size; i++) {
-        const char *stage = dtrain__part_of(comm, i)->stage;
-        in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
-    }
-    dtrain__pull(comm, what, in, c * chunk, length);
-}
-
-/* Choose the path from what all ranks have shown. All are at stage 1. */
-static void dtrain__choose_path(const dtrain_comm *comm, dtrain__local_work *work)
-{
-    const dtrain_collective *what = &work->base.what;
-    const size_t chunk = dtrain__chunk_count(comm, what);
-    uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
-    for (int i = 0; i < comm->size; i++)
-        paths &= dtrain__slot_of(comm, i, work->base.sequence)->paths;
-    work->seen = comm->size;
-    work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT : paths ? DTRAIN__READ : DTRAIN__COPIED;
-    work->final = work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
-    if (work->path == DTRAIN__COPIED) work->final += (uint32_t)((what->count + chunk - 1) / chunk);
-}
-
-/* Do what follows the stage that all ranks have reached; false: it cannot be done now. */
-static bool dtrain__next_stage(dtrain_comm *comm, dtrain__local_work *work)
-{
-    const dtrain_collective *what = &work->base.what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    if (work->path != DTRAIN__COPIED)
-        return work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins))
-                   ? dtrain__compute_slice(comm, work)
-                   : dtrain__take_pieces(comm, work);
-    if (!work->base.oldest) return false;
-    if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
-    return work->stage + 1 >= work->final || dtrain__chunk_in(comm, what, work->stage - 1);
 }
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
@@ -421,89 +369,56 @@ static bool dtrain__message_stuck(const dtrain_comm *comm, const dtrain__local_w
     return work->base.posted ? tail < work->end : filled == (sends ? DTRAIN__CELLS : 0u);
 }
 
-/* Say how the receiver comes to a message that is longer than the channel. */
-static dtrain__path dtrain__message_path(const dtrain_comm *comm, const dtrain_collective *what,
-                                         size_t bytes)
-{
-    if (bytes <= DTRAIN__CELLS * DTRAIN__CELL_BYTES) return DTRAIN__COPIED;
-    if (dtrain__is_shared(comm->world, what->send, bytes)) return DTRAIN__DIRECT;
-    return dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
-                   dtrain__is_readable(what->send, bytes)
-               ? DTRAIN__READ
-               : DTRAIN__COPIED;
-}
-
-/* Fill a cell with the next part of a message, or with where all of it lies. */
-static void dtrain__cell_fill(dtrain_comm *comm, dtrain__local_work *work, dtrain__cell *cell,
-                              size_t bytes)
-{
-    const dtrain_collective *what = &work->base.what;
-    const size_t rest = bytes - work->moved;
-    size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
-    if (work->moved == 0) work->path = dtrain__message_path(comm, what, bytes);
-    cell->shown = work->base.call;
-    cell->path = (uint64_t)work->path;
-    cell->lies = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
-    if (cell->lies) {
-        length = bytes;
-    } else if (length) {
-        memcpy(cell->data, (const char *)what->send + work->moved, length);
-        comm->info.staged_bytes += length;
-    }
-    work->moved += length;
-}
-
-/* Take what a cell has. False: the engine has not agreed yet, or the communicator has failed. */
-static bool dtrain__cell_take(dtrain_comm *comm, dtrain__local_work *work, const dtrain__cell *cell,
-                              size_t bytes)
-{
-    const dtrain_collective *what = &work->base.what;
-    const size_t rest = bytes - work->moved;
-    const size_t length = cell->lies                  ? bytes
-                          : rest < DTRAIN__CELL_BYTES ? rest
-                                                      : DTRAIN__CELL_BYTES;
-    char *to = (char *)what->recv + work->moved;
-    if (!work->base.agreed) return false;
-    if (cell->path == DTRAIN__READ) {
-        if (!dtrain__fetch(comm, what->root, cell->lies, to, length)) return false;
-    } else if (length) {
-        memcpy(to, cell->lies ? cell->lies : cell->data, length);
-        comm->info.staged_bytes += cell->lies ? 0 : length;
-    }
-    work->moved += length;
-    return true;
-}
-
-/* Fill or empty one cell; an empty message is one empty cell. */
-static bool dtrain__message_cell(dtrain_comm *comm, dtrain__local_work *work, size_t bytes)
-{
-    dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
-    const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
-    uint64_t *mine = sends ? &channel->head : &channel->tail;
-    dtrain__cell *cell = &channel->cells[*mine % DTRAIN__CELLS];
-    if (sends) dtrain__cell_fill(comm, work, cell, bytes);
-    else if (!dtrain__cell_take(comm, work, cell, bytes)) return false;
-    dtrain__store(mine, *mine + 1);
-    ++*comm->moves;
-    work->end = *mine;
-    work->base.posted = sends && work->moved == bytes && cell->lies;
-    return true;
-}
-
+/* Fill or empty cells, as far as it goes; an empty message is one empty cell. */
 static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    void *channel;
-    if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what)) {
-        if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    void *made;
+    if (sends && !dtrain__channel_of(comm, what)) {
+        if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &made) != DTRAIN_OK)
             return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
         dtrain__store(&dtrain__part_of(comm, comm->rank)->channels[what->root],
-                      (dtrain__channel *)channel);
+                      (dtrain__channel *)made);
     }
     while (!dtrain__message_stuck(comm, work)) {
         if (work->base.posted) return true;
-        if (!dtrain__message_cell(comm, work, bytes)) return false;
+        dtrain__channel *channel = dtrain__channel_of(comm, what);
+        uint64_t *mine = sends ? &channel->head : &channel->tail;
+        dtrain__cell *cell = &channel->cells[*mine % DTRAIN__CELLS];
+        const size_t rest = bytes - work->moved;
+        size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
+        if (!sends && !work->base.agreed) return false;
+
+        /* The sender writes how the receiver comes to a message that is longer than the channel. */
+        if (sends && work->moved == 0 && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES) {
+            if (dtrain__is_shared(comm->world, what->send, bytes)) work->path = DTRAIN__DIRECT;
+            else if (dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
+                     dtrain__is_readable(what->send, bytes))
+                work->path = DTRAIN__READ;
+        }
+        if (sends) {
+            cell->shown = work->base.call;
+            cell->path = (uint64_t)work->path;
+            cell->lies = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
+        }
+
+        if (cell->lies) length = bytes;
+        else comm->info.staged_bytes += length;
+        if (sends && !cell->lies && length)
+            memcpy(cell->data, (const char *)what->send + work->moved, length);
+        char *to = (char *)what->recv + work->moved;
+        if (!sends && cell->path != DTRAIN__READ && length)
+            memcpy(to, cell->lies ? cell->lies : cell->data, length);
+        if (!sends && cell->path == DTRAIN__READ &&
+            !dtrain__fetch(comm, what->root, cell->lies, to, length))
+            return false;
+        work->moved += length;
+        dtrain__store(mine, *mine + 1);
+        ++*comm->moves;
+        work->end = *mine;
+        work->base.posted = sends && work->moved == bytes && cell->lies;
         if (work->moved == bytes && !work->base.posted) return true;
     }
     return false;
@@ -512,15 +427,39 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
+    const dtrain_collective *what = &base->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     if (!base->sequence) return dtrain__local_message(comm, work);
     if (base->small) return true;
-    if (!work->final) dtrain__choose_path(comm, work);
-    while (dtrain__all_reached(comm, work)) {
+    if (!work->final) { /* choose the path from what all ranks have shown; all are at stage 1 */
+        uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
+        for (int i = 0; i < comm->size; i++)
+            paths &= dtrain__slot_of(comm, i, base->sequence)->paths;
+        work->seen = comm->size;
+        work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT
+                     : paths                ? DTRAIN__READ
+                                            : DTRAIN__COPIED;
+        work->final =
+            work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
+        const size_t chunk = dtrain__chunk_count(comm, what);
+        if (work->path == DTRAIN__COPIED)
+            work->final += (uint32_t)((what->count + chunk - 1) / chunk);
+    }
+    for (;;) {
+        while (work->seen < comm->size &&
+               dtrain__reached(comm, base->sequence, work->stage, work->seen))
+            work->seen++;
+        if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
-        if (!dtrain__next_stage(comm, work)) return false;
+        const bool computes =
+            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
+        const bool moved = work->path == DTRAIN__COPIED
+                               ? base->oldest && dtrain__next_chunk(comm, work)
+                           : computes ? dtrain__compute_slice(comm, work)
+                                      : dtrain__take_pieces(comm, work);
+        if (!moved) return false;
         dtrain__reach(comm, work, work->stage + 1);
     }
-    return false;
 }
 
 static bool dtrain__local_lags(const dtrain_comm *comm, const dtrain_transport_work *base, int rank)
@@ -568,8 +507,8 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
             "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
-            "communicator "
-            "needs that; between hosts give one that crosses them: on GPUs NCCL (comm_ops, "
+            "communicator needs that; between hosts give one that crosses them: on GPUs NCCL "
+            "(comm_ops, "
             "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
             world->size, world->node_count, world->node_count == 1 ? "" : "s",
             world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
@@ -590,11 +529,20 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
     return DTRAIN_OK;
 }
 
+/* Find out, too, whether this rank can read the memory of all: read each rank's proof, and compare.
+ * A kernel can forbid it (yama, seccomp), and in another namespace the pid is that of another
+ * process. */
 static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    for (int i = 0; i < base->size; i++) comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
-    comm->reads = dtrain__reads_all(comm);
+    comm->reads = true;
+    for (int i = 0; i < base->size; i++) {
+        const dtrain__part *part = comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
+        uint64_t value = 0;
+        comm->reads = comm->reads &&
+                      dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
+                      value == part->proof_value;
+    }
     dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)comm->reads);
     return &comm->parts[0]->report;
 }
@@ -633,14 +581,9 @@ static const dtrain_transport_ops dtrain__local_transport = {sizeof(dtrain__loca
                                                              dtrain__local_lags,
                                                              NULL};
 
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void)
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged)
 {
-    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("local", &dtrain__local_transport);
-    return &ops;
-}
-
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__staged_comm_ops(void)
-{
-    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("staged", &dtrain__local_transport);
-    return &ops;
+    static const dtrain_comm_ops ops[] = {DTRAIN__ENGINE_OPS("local", &dtrain__local_transport),
+                                          DTRAIN__ENGINE_OPS("staged", &dtrain__local_transport)};
+    return &ops[staged];
 }

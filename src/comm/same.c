@@ -47,32 +47,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 
 /* ---- The first difference ---------------------------------------------------------------------*/
 
-/* Find the usual and the odd value of an item among the values of all ranks. */
-static void dtrain__find_odd(const uint64_t *values, int ranks, dtrain__difference *found)
-{
-    int most = 0;
-    for (int i = 0; i < ranks; i++) {
-        int same = 0;
-        for (int k = 0; k < ranks; k++) same += values[k] == values[i];
-        if (same == ranks) return;
-        if (same > most) found->usual = i;
-        if (same > most) most = same;
-    }
-    found->single = most == ranks - 1;
-    for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
-}
-
-/* Compare items one by one, up to the first that differs. */
+/* Compare items one by one, up to the first that differs. Of that, find the usual and the odd value
+ * among those of all ranks. */
 static dtrain_result dtrain__same_search(dtrain_comm *comm, dtrain__same_hash *hash_of,
                                          const void *user, size_t count, dtrain__difference *found)
 {
+    const int ranks = dtrain_comm_size(comm);
     uint64_t values[DTRAIN_MAX_RANKS];
     found->odd = -1;
     for (found->item = 0; found->item < count; found->item++) {
         const uint64_t hash = hash_of(user, found->item);
+        int most = 0;
         DTRAIN__TRY(dtrain_all_gather(comm, &hash, values, 1, DTRAIN_DTYPE_I64, NULL));
-        dtrain__find_odd(values, dtrain_comm_size(comm), found);
-        if (found->odd >= 0) break;
+        for (int i = 0; i < ranks; i++) {
+            int same = 0;
+            for (int k = 0; k < ranks; k++) same += values[k] == values[i];
+            if (same > most) found->usual = i;
+            if (same > most) most = same;
+        }
+        if (most == ranks) continue;
+        found->single = most == ranks - 1;
+        for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
+        break;
     }
     return DTRAIN_OK;
 }
@@ -125,36 +121,6 @@ static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *ite
     return list;
 }
 
-/* Write a value of a field: 0.02, not 0.0199999996, where that is the same float. */
-static void dtrain__same_value(const dtrain__same_field *field, const unsigned char *at, char *text,
-                               size_t room)
-{
-    const bool narrow = field->bytes == sizeof(uint32_t);
-    union {
-        uint32_t narrow;
-        uint64_t wide;
-        float number;
-        bool truth;
-        const char *string;
-    } x;
-    memcpy((void *)&x, at, field->bytes < sizeof x ? field->bytes : sizeof x);
-    const unsigned long long word = narrow ? x.narrow : x.wide;
-    switch (field->type) {
-    case DTRAIN__SAME_TEXT: snprintf(text, room, "\"%s\"", dtrain__short(x.string)); break;
-    case DTRAIN__SAME_FLOAT:
-        snprintf(text, room, "%g", (double)x.number);
-        if (strtof(text, NULL) != x.number) snprintf(text, room, "%.9g", (double)x.number);
-        break;
-    case DTRAIN__SAME_BOOL: snprintf(text, room, "%s", x.truth ? "true" : "false"); break;
-    case DTRAIN__SAME_INT:
-        snprintf(text, room, "%lld", narrow ? (long long)(int32_t)x.narrow : (long long)word);
-        break;
-    case DTRAIN__SAME_UINT: snprintf(text, room, "%llu", word); break;
-    case DTRAIN__SAME_FLAGS: snprintf(text, room, "0x%llx", word); break;
-    default: snprintf(text, room, "(hash %llx)", word);
-    }
-}
-
 /* Write a field of the item, with its name, and return a hash of all of it; 0: this rank does not
  * have the item. */
 static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, char *text)
@@ -164,18 +130,43 @@ static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, cha
     const dtrain__same_list *list = dtrain__same_place(items, &number);
     const dtrain__same_field *field = &list->fields[f];
     const unsigned char *at = (const unsigned char *)(list->make ? record : list->at);
+    const bool narrow = field->bytes == sizeof(uint32_t), several = field->bytes > sizeof(int64_t);
     memset(text, 0, room);
     if (number >= list->items) {
         snprintf(text, room, "only %zu of them", list->items);
         return 0;
     }
     if (list->make) list->make(list->at, number, record);
-    const bool several = field->bytes > sizeof(int64_t);
     size_t used = (size_t)snprintf(text, room, several ? "%s (" : "%s ", field->name);
     for (uint32_t done = 0; done < field->bytes; done += (uint32_t)sizeof(int64_t)) {
+        union {
+            uint32_t narrow;
+            uint64_t wide;
+            float number;
+            bool truth;
+            const char *string;
+        } x;
         if (done) used += (size_t)snprintf(text + used, room - used, ", ");
-        dtrain__same_value(field, at + field->offset + done, text + used, room - used);
-        used += strlen(text + used);
+        memcpy((void *)&x, at + field->offset + done,
+               field->bytes < sizeof x ? field->bytes : sizeof x);
+        const unsigned long long word = narrow ? x.narrow : x.wide;
+        char *to = text + used;
+        switch (field->type) {
+        case DTRAIN__SAME_TEXT: snprintf(to, room - used, "\"%s\"", dtrain__short(x.string)); break;
+        case DTRAIN__SAME_FLOAT: /* 0.02, not 0.0199999996, where that is the same float */
+            snprintf(to, room - used, "%g", (double)x.number);
+            if (strtof(to, NULL) != x.number) snprintf(to, room - used, "%.9g", (double)x.number);
+            break;
+        case DTRAIN__SAME_BOOL: snprintf(to, room - used, "%s", x.truth ? "true" : "false"); break;
+        case DTRAIN__SAME_INT:
+            snprintf(to, room - used, "%lld",
+                     narrow ? (long long)(int32_t)x.narrow : (long long)word);
+            break;
+        case DTRAIN__SAME_UINT: snprintf(to, room - used, "%llu", word); break;
+        case DTRAIN__SAME_FLAGS: snprintf(to, room - used, "0x%llx", word); break;
+        default: snprintf(to, room - used, "(hash %llx)", word);
+        }
+        used += strlen(to);
     }
     if (several) snprintf(text + used, room - used, ")");
     return dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
