@@ -242,8 +242,7 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
         }
         if (!sends && !work->agreed) return false;
         if (!sends)
-            *dtrain__mpi_heard_at(comm, 0, what->root) =
-                0; /* the next message's call has not arrived */
+            *dtrain__mpi_heard_at(comm, 0, what->root) = 0; /* the next call has not arrived */
         if (own->round == 1 && !sends && work->small && what->count)
             memcpy(what->recv, record + 1, work->recv_bytes);
         if (at >= all) return true;
@@ -310,32 +309,6 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
                          chunk.bytes);
 }
 
-/* Add up chunk c of this rank's slice, after all its parts have arrived. */
-static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                                size_t c)
-{
-    const int rank = comm->base.rank;
-    const char *in[DTRAIN_MAX_RANKS];
-    dtrain__transfer chunk;
-    if (!dtrain__mpi_chunk_of(comm, what, false, rank, rank, c, &chunk)) return;
-    for (int i = 0; i < comm->base.size; i++)
-        in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
-    in[rank] = (const char *)what->send + chunk.source;
-    char *out = dtrain__mpi_sum(comm, what, c, chunk.source);
-    dtrain__combine(what, in, comm->base.size, &out, 1,
-                    chunk.bytes / dtrain_dtype_bytes(what->dtype));
-}
-
-/* Copy this rank's own part of an all-gather or all-to-all. */
-static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_collective *what)
-{
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const size_t slice = (size_t)comm->base.rank * bytes;
-    const char *from = (const char *)what->send + (dtrain__kind_of(what->kind)->cuts ? slice : 0);
-    char *to = (char *)what->recv + slice;
-    if (dtrain__kind_of(what->kind)->joins && from != to) memcpy(to, from, bytes);
-}
-
 /* Post rounds until one is in flight; return true when the collective is complete. The sends of
  * this rank's records count as pending: the next collective of the line reuses their buffers. */
 static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
@@ -346,17 +319,31 @@ static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const int size = base->size, rank = base->rank;
     const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
-    size_t first, length;                   /* of slice 0, which is the longest */
+    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
+    size_t first, length; /* of slice 0, which is the longest */
+    dtrain__transfer chunk;
     if (!work->sequence) return dtrain__mpi_message(comm, own);
     if (own->pending || work->small) return !own->pending;
     if (!work->oldest) return false;
     dtrain__slice(what, size, 0, &first, &length);
-    const size_t bytes = length * dtrain_dtype_bytes(what->dtype);
-    const size_t each = dtrain__mpi_chunk(comm, what), chunks = bytes / each + (bytes % each != 0);
+    const size_t chunks = length * unit / each + (length * unit % each != 0);
     for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
         const size_t r = own->round;
-        if (r == 0) dtrain__mpi_copy_own(comm, what);
-        else if (kind->reduces) dtrain__mpi_combine(comm, what, r - 1);
+        if (r == 0 && kind->joins) { /* this rank's own part */
+            const size_t slice = (size_t)rank * what->count * unit;
+            const char *from = (const char *)what->send + (kind->cuts ? slice : 0);
+            char *to = (char *)what->recv + slice;
+            if (from != to) memcpy(to, from, what->count * unit);
+        }
+        /* All parts of chunk r - 1 of this rank's slice have arrived: add them up. */
+        if (r && kind->reduces &&
+            dtrain__mpi_chunk_of(comm, what, false, rank, rank, r - 1, &chunk)) {
+            const char *in[DTRAIN_MAX_RANKS];
+            char *out = dtrain__mpi_sum(comm, what, r - 1, chunk.source);
+            for (int i = 0; i < size; i++) in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
+            in[rank] = (const char *)what->send + chunk.source;
+            dtrain__combine(what, in, size, &out, 1, chunk.bytes / unit);
+        }
         if (r == chunks + (kind->cuts ? 0 : lag)) return true;
         for (int i = 1; i < size; i++) {
             const int peer = (rank + i) % size;

@@ -58,28 +58,6 @@ static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
     return false;
 }
 
-/* End the thread, with MPI_Finalize or without. The memory of a thread that never returns from MPI
- * is kept until the process ends. */
-static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__mpi_thread *thread = hub->thread;
-    dtrain__wait wait = dtrain__wait_begin();
-    const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
-    const bool ends = thread->finalize = !hub->failed;
-    pthread_mutex_unlock(&thread->gate);
-    while (ends && !dtrain__mpi_returned(hub, 2) && dtrain__wait_poll(world, &wait) == DTRAIN_OK)
-        continue;
-    if (inside || (ends && dtrain__load(&thread->returned) < 2)) {
-        dtrain_log(world, DTRAIN_LOG_WARNING, "rank %d leaves MPI, and %s has not returned",
-                   world->rank, ends ? "MPI_Finalize" : "MPI_Init_thread");
-        pthread_detach(thread->id);
-        return;
-    }
-    pthread_join(thread->id, NULL);
-    pthread_mutex_destroy(&thread->gate);
-    free(thread);
-}
-
 /* Wait for something that MPI does on all ranks together; `done` tests it. The ranks exchange their
  * progress at least ten times a second: so a stopped rank is noticed, and all give up together. */
 static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub, const char *call,
@@ -125,32 +103,11 @@ static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
     return done || hub->code != MPI_SUCCESS;
 }
 
-/* Check that MPI's world is this one, with the same result on all ranks: `all` has MPI's size and
- * rank as each rank sees them. */
-static dtrain_result dtrain__mpi_compare(int32_t (*all)[2], int size)
-{
-    int alone = 0;
-    for (int i = 0; i < size; i++) alone += all[i][0] == 1;
-    if (alone == size && size > 1)
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
-                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
-                           "pmi2",
-                           size, size);
-    for (int i = 0; i < size; i++)
-        if (all[i][0] != size)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
-                               "mpirun as the environment announces",
-                               i, size, (int)all[i][0]);
-    return DTRAIN_OK;
-}
-
 /* Start MPI, unless the program has, and find the ranks of the world in it. */
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
-    int finalized = 0, ready = 0, size, rank, found = 0;
+    int finalized = 0, ready = 0, size, rank, found = 0, alone = 0;
     void *highest = NULL;
     struct sigaction pipes;
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
@@ -187,8 +144,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     mine[0] = size;
     mine[1] = rank;
     DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
-    DTRAIN__TRY(dtrain__mpi_compare(all, world->size));
-    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i][1];
+    for (int i = 0; i < world->size; i++) alone += all[i][0] == 1;
+    if (alone == world->size && alone > 1)
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
+                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
+                           "pmi2",
+                           alone, alone);
+    for (int i = 0; i < world->size; i++) {
+        hub->ranks[i] = all[i][1];
+        if (all[i][0] != world->size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
+                               "mpirun as the environment announces",
+                               i, world->size, (int)all[i][0]);
+    }
 
     /* A duplicate keeps the program's messages apart from these. */
     hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
@@ -220,12 +190,31 @@ static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
 }
 
 /* Leave MPI after the last communicator, and finalize it if dtrain has started it. Unless all ranks
- * have come this far, memory that MPI may still access stays mapped. */
+ * have come this far, memory that MPI may still access stays mapped, and so does that of a thread
+ * that never returns from MPI, until the process ends. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    hub->failed = !dtrain__mpi_all_end(world, hub);
-    if (hub->thread) dtrain__mpi_thread_end(world, hub);
-    else if (!hub->failed) MPI_Comm_free(&hub->mpi);
+    dtrain__mpi_thread *thread = hub->thread;
+    const bool ends = dtrain__mpi_all_end(world, hub);
+    hub->failed = !ends;
+    if (thread) {
+        dtrain__wait wait = dtrain__wait_begin();
+        const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
+        thread->finalize = ends;
+        pthread_mutex_unlock(&thread->gate);
+        while (ends && !dtrain__mpi_returned(hub, 2) &&
+               dtrain__wait_poll(world, &wait) == DTRAIN_OK)
+            continue;
+        if (inside || (ends && dtrain__load(&thread->returned) < 2)) {
+            dtrain_log(world, DTRAIN_LOG_WARNING, "rank %d leaves MPI, and %s has not returned",
+                       world->rank, ends ? "MPI_Finalize" : "MPI_Init_thread");
+            pthread_detach(thread->id);
+        } else {
+            pthread_join(thread->id, NULL);
+            pthread_mutex_destroy(&thread->gate);
+            free(thread);
+        }
+    } else if (ends) MPI_Comm_free(&hub->mpi);
     if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
 }
 

@@ -16,8 +16,8 @@
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-/* Columns that have the same meaning in every family. The columns after them are variables that
- * only the family's own reader uses. */
+/* Columns that have the same meaning in every family. Variables that only the family's own reader
+ * uses are in no column. */
 enum {
     DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
     DTRAIN__PORT,
@@ -27,7 +27,7 @@ enum {
     DTRAIN__LOCAL_SIZE,
     DTRAIN__RUN, /* this and the next one name the run */
     DTRAIN__RUN_PART,
-    DTRAIN__VARIABLES = 11
+    DTRAIN__VARIABLES
 };
 enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
 
@@ -233,19 +233,16 @@ static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
     {"Slurm",
      dtrain__read_slurm,
      {"MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL,
-      "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES",
-      "SLURM_STEP_NODELIST"}},
+      "SLURM_JOB_ID", "SLURM_STEP_ID"}},
     {"MPICH",
      NULL,
      {"MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}},
     {"Indexed Job",
      dtrain__read_indexed,
-     {"MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, NULL, NULL,
-      "DTRAIN_WORLD_SIZE", "HOSTNAME"}},
+     {"MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX", "WORLD_SIZE"}},
     {"PET",
      dtrain__read_pet,
-     {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, NULL, NULL,
-      "PET_NPROC_PER_NODE"}},
+     {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES"}},
 };
 
 /* Read local rank and size of one family, where it has them. */
@@ -266,36 +263,31 @@ static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__fami
                                 "local ranks go from 0 to the local size less one");
 }
 
-/* Find the port of the rendezvous: DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's port is
- * its own, we use the one DTRAIN__PORT_OFFSET above (below, at the end of the range). */
-static dtrain_result dtrain__env_port(dtrain__lookup_fn env, const char *theirs,
-                                      dtrain__placement *out)
+/* Find where the ranks meet. The port is DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's
+ * port is its own, so the one DTRAIN__PORT_OFFSET above is used (below, at the end of the range).
+ * The address is as said in the environment, else this host when all ranks are on it, else what the
+ * family has found out. "[::1]" is "::1". */
+static dtrain_result dtrain__env_meeting(dtrain__lookup_fn env, const dtrain__family *family,
+                                         dtrain__placement *out)
 {
-    const char *const names[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", theirs};
+    const char *const *names = family->variables;
+    const char *const ports[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", names[DTRAIN__PORT]};
     int port = DTRAIN__DEFAULT_PORT, offset = 0;
     bool found = false;
     for (int i = 0; i < 3 && !found; i++) {
-        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &port));
+        DTRAIN__TRY(dtrain__env_number(env, ports[i], &found, &port));
         if (port < 1 || port > 65535)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
-                names[i], port);
-        if (i == 2)
-            offset =
-                port + DTRAIN__PORT_OFFSET <= 65535 ? DTRAIN__PORT_OFFSET : -DTRAIN__PORT_OFFSET;
+                ports[i], port);
+        if (i == 2) offset = DTRAIN__PORT_OFFSET;
     }
+    if (port + offset > 65535) offset = -offset;
     out->port = (uint32_t)(port + offset);
-    return DTRAIN_OK;
-}
 
-/* Find the address of rank 0: as said in the environment, else this host when all ranks are on it,
- * else what the family has found out. "[::1]" is "::1". */
-static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__family *family,
-                                         dtrain__placement *out)
-{
     const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
-    if (!address) address = dtrain__env_text(env, family->variables[DTRAIN__ADDRESS]);
+    if (!address) address = dtrain__env_text(env, names[DTRAIN__ADDRESS]);
     if (!address && out->local_size == out->size) address = "127.0.0.1";
     size_t length = address ? strlen(address) : 0;
     if (length >= sizeof out->address)
@@ -312,38 +304,8 @@ static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__fa
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
         "dtrain_launch: %s=%d in the environment, and not where rank 0 is; set %s to rank 0's host",
-        family->variables[DTRAIN__SIZE], out->forks ? out->size / out->forks : out->size,
-        family->variables[DTRAIN__ADDRESS]);
-}
-
-/* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
- * run, which at least keeps two runs apart that meet at one port. */
-static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
-                            dtrain__placement *out)
-{
-    const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
-    const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
-    const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);
-    out->named = run && *run;
-    for (uint64_t i = 0; i < 2; i++) {
-        const uint64_t plain[2] = {i, secret ? 1u : 0u};
-        const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
-        out->key[i] = dtrain__siphash(chain, part, part ? strlen(part) : 0);
-    }
-}
-
-/* Read how often the launcher around this process has started it again. Whether that launcher has
- * started one rank, a node or a shell makes no difference. */
-static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
-{
-    static const char *const names[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
-                                        "SLURM_RESTART_COUNT"};
-    bool found = false;
-    int count = 0;
-    for (int i = 0; i < 3 && !found; i++)
-        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
-    out->restart_count = (uint32_t)count;
-    return DTRAIN_OK;
+        names[DTRAIN__SIZE], out->forks ? out->size / out->forks : out->size,
+        names[DTRAIN__ADDRESS]);
 }
 
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
@@ -351,8 +313,11 @@ static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placeme
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
+    static const char *const counts[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
+                                         "SLURM_RESTART_COUNT"};
     const dtrain__family *family = dtrain__families;
-    bool found = false;
+    bool found = false, counted = false;
+    int count = 0;
     for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
@@ -367,17 +332,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     const bool alone = !found || out->size == 1;
     if (alone) memset(out, 0, sizeof *out), out->size = 1;
     out->complete = found;
-    DTRAIN__TRY(dtrain__env_restarts(env, out));
+
+    /* How often the launcher around this process has started it again. Whether that launcher has
+     * started one rank, a node or a shell makes no difference. */
+    for (int i = 0; i < 3 && !counted; i++)
+        DTRAIN__TRY(dtrain__env_number(env, counts[i], &counted, &count));
+    out->restart_count = (uint32_t)count;
     if (alone) return DTRAIN_OK;
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
                            family->variables[DTRAIN__SIZE], out->size, DTRAIN_MAX_RANKS);
     out->family = family->name;
-    dtrain__env_key(env, family, out);
-    if (out->forks != out->size) {
-        DTRAIN__TRY(dtrain__env_port(env, family->variables[DTRAIN__PORT], out));
-        DTRAIN__TRY(dtrain__env_address(env, family, out));
+
+    /* The key of the run is made from DTRAIN_JOB_KEY, a secret, or else from the launcher's name
+     * for this run, which at least keeps two runs apart that meet at one port. */
+    const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
+    const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
+    const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);
+    out->named = run != NULL;
+    for (uint64_t i = 0; i < 2; i++) {
+        const uint64_t plain[2] = {i, secret ? 1u : 0u};
+        const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
+        out->key[i] = dtrain__siphash(chain, part, part ? strlen(part) : 0);
     }
-    return DTRAIN_OK;
+    return out->forks == out->size ? DTRAIN_OK : dtrain__env_meeting(env, family, out);
 }

@@ -108,49 +108,45 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     dtrain__signal_ranks(launch, SIGKILL);
 }
 
-/* Kill ranks that are stopped after others have ended: nobody waits for them any more, so no
- * deadline names them. They have been stopped for timeout_ms, in which a gap of more than a second
- * counts as one second: a job that is suspended as a whole, launcher included, goes on. */
-static void dtrain__end_stopped(dtrain__launch *launch, uint64_t gap_ns)
-{
-    char text[96];
-    int stopped = 0;
-    for (uint32_t i = 0; i < launch->desc.rank_count; i++)
-        stopped += launch->pids[i] > 0 && launch->stops[i];
-    const bool stuck = stopped == launch->live && launch->live < (int)launch->desc.rank_count;
-    launch->stopped_ns += gap_ns < 1000000000u ? gap_ns : 1000000000u;
-    if (!stuck) launch->stopped_ns = 0;
-    if (launch->stopped_ns < (uint64_t)launch->desc.timeout_ms * 1000000u) return;
-    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
-        if (launch->pids[i] <= 0) continue;
-        snprintf(text, sizeof text, "it was stopped by signal %d for %.1f s while others ended",
-                 launch->stops[i], 1e-9 * (double)launch->stopped_ns);
-        dtrain__record_end(launch->region.control, launch->place.rank + i, DTRAIN__STOPPED, SIGKILL,
-                           text);
-        launch->stops[i] = 0;
-    }
-    dtrain__signal_ranks(launch, SIGKILL);
-}
-
 /* Wait until all ranks have ended. SIGCHLD wakes this thread; the nap only matters when another
  * thread of the host has taken it. */
 static void dtrain__watch(dtrain__launch *launch)
 {
+    const int count = (int)launch->desc.rank_count;
+    const uint64_t most_ns = (uint64_t)launch->desc.timeout_ms * 1000000u;
+    uint64_t before = dtrain__now_ns(), stopped_ns = 0;
     struct timespec nap;
+    char text[96];
     nap.tv_sec = 0;
     nap.tv_nsec = 50000000;
-    uint64_t before = dtrain__now_ns();
-    launch->stopped_ns = 0;
     memset(launch->stops, 0, sizeof launch->stops);
     while (launch->live > 0) {
         siginfo_t what;
+        int stopped = 0;
         const int number = sigtimedwait(&launch->watched, &what, &nap);
         dtrain__reap(launch);
         if (number > 0 && number != SIGCHLD)
             dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
-        const uint64_t now = dtrain__now_ns();
-        if (launch->live) dtrain__end_stopped(launch, now - before);
+
+        /* Kill ranks that are stopped after others have ended: nobody waits for them any more, so
+         * no deadline names them. They have been stopped for timeout_ms, in which a gap of more
+         * than a second counts as one second: a job that is suspended as a whole, launcher
+         * included, goes on. */
+        const uint64_t now = dtrain__now_ns(), gap = now - before;
         before = now;
+        for (int i = 0; i < count; i++) stopped += launch->pids[i] > 0 && launch->stops[i];
+        stopped_ns += gap < 1000000000u ? gap : 1000000000u;
+        if (!stopped || stopped < launch->live || launch->live == count) stopped_ns = 0;
+        for (int i = 0; i < count && stopped_ns >= most_ns; i++) {
+            if (launch->pids[i] <= 0) continue;
+            snprintf(text, sizeof text, "it was stopped by signal %d for %.1f s while others ended",
+                     launch->stops[i], 1e-9 * (double)stopped_ns);
+            dtrain__record_end(launch->region.control, launch->place.rank + i, DTRAIN__STOPPED,
+                               SIGKILL, text);
+            launch->stops[i] = 0;
+            kill(launch->pids[i], SIGKILL);
+        }
+
         if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
             launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
         if (launch->kill_ns && now >= launch->kill_ns) {
@@ -160,29 +156,26 @@ static void dtrain__watch(dtrain__launch *launch)
     }
 }
 
-/* Be a rank, and end the process. A rank must not outlive the launcher, which may have died before
+/* Fork the ranks and watch them. A rank must not outlive the launcher, which may have died before
  * prctl: then the parent is another process. */
-static void dtrain__child(dtrain__launch *launch, int index)
-{
-#ifdef __linux__
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-#endif
-    if (getppid() != launch->launcher) _exit(1);
-    if (launch->desc.catch_signals)
-        dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
-    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-    const int code = dtrain__rank_run(launch, index);
-    fflush(NULL);
-    _exit(dtrain__exit_code(code));
-}
-
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
     int i = 0, error = 0;
     fflush(NULL); /* or each rank would print the buffers again */
     for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
-        if (pid == 0) dtrain__child(launch, i);
+        if (pid == 0) {
+#ifdef __linux__
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+            if (getppid() != launch->launcher) _exit(1);
+            if (launch->desc.catch_signals)
+                dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
+            pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+            const int code = dtrain__rank_run(launch, i);
+            fflush(NULL);
+            _exit(dtrain__exit_code(code));
+        }
         if (pid < 0) error = errno;
         launch->pids[i] = pid > 0 ? pid : 0;
         launch->live += pid > 0;
@@ -224,7 +217,6 @@ static void dtrain__signals_block(dtrain__launch *launch)
             sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
     sigaction(SIGCHLD, NULL, &launch->child_action);
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
-    launch->waits_for_signals = true;
     launch->child_was_pending = dtrain__take_child_signal();
     if (dtrain__ignores_children(launch)) signal(SIGCHLD, SIG_DFL);
 }
@@ -234,7 +226,6 @@ static void dtrain__signals_block(dtrain__launch *launch)
  * raised again. */
 static void dtrain__signals_restore(dtrain__launch *launch)
 {
-    if (!launch->waits_for_signals) return;
     while (dtrain__take_child_signal()) continue;
     if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
     if (launch->child_was_pending) kill(getpid(), SIGCHLD);
@@ -440,22 +431,6 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     return result;
 }
 
-/* Start all ranks, and again after a failure, as often as the desc allows. */
-static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    const bool catches = launch->desc.catch_signals && !launch->launcher;
-    sigset_t old_mask;
-    dtrain_result result;
-    if (catches)
-        DTRAIN__TRY(dtrain__signals_begin(launch->desc.flight_directory != NULL, &old_mask));
-    if (launch->launcher) dtrain__signals_block(launch);
-    do result = dtrain__attempt(launch, info);
-    while (dtrain__restart(launch, &result, info));
-    dtrain__signals_restore(launch);
-    if (catches) dtrain__signals_end(&old_mask);
-    return result;
-}
-
 /* Make the number that all attempts of this run have, and no other run: from the name that
  * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, behind
  * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
@@ -482,6 +457,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 {
     dtrain__launch launch;
     dtrain_launch_info ignored;
+    sigset_t old_mask;
     if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
     memset(info, 0, sizeof *info);
@@ -496,8 +472,15 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
     launch.job = dtrain__job_number(&launch);
+    const bool catches = launch.desc.catch_signals && !launch.launcher;
+    if (result == DTRAIN_OK && catches)
+        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, &old_mask);
     if (result == DTRAIN_OK) {
-        result = dtrain__run_attempts(&launch, info);
+        if (launch.launcher) dtrain__signals_block(&launch);
+        do result = dtrain__attempt(&launch, info);
+        while (dtrain__restart(&launch, &result, info));
+        if (launch.launcher) dtrain__signals_restore(&launch);
+        if (catches) dtrain__signals_end(&old_mask);
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
         info->restart_count = launch.place.restart_count + launch.restart_count;
     }

@@ -34,21 +34,19 @@ typedef struct dtrain__launch {
     dtrain_result joined;    /* with is_rank: the result of making its world */
     dtrain__region region;
     uint32_t cores;
-    uint64_t job;                 /* see dtrain_world */
-    uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
-    pid_t launcher;               /* this process, if it forks ranks; else 0 */
+    uint64_t job;               /* see dtrain_world */
+    uint64_t start_ns, kill_ns; /* kill_ns: the end of the grace period, 0 = no failure yet */
+    pid_t launcher;             /* this process, if it forks ranks, and waits for signals; else 0 */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
     int stops[DTRAIN_MAX_RANKS];  /* signal that has stopped each process; 0: it runs */
-    uint64_t stopped_ns;          /* for how long all that live have been stopped */
     int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
     int passed_on;                /* last signal forwarded, SIGUSR1 and SIGUSR2 included */
     uint64_t stop_ns;             /* when the last request to stop came */
-    bool waits_for_signals;       /* `watched` is blocked */
     bool child_was_pending;       /* SIGCHLD, when the launch began */
     struct sigaction child_action;
-    sigset_t watched, old_mask;
-    uint32_t gate; /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
+    sigset_t watched, old_mask; /* `watched` is blocked while this process forks ranks */
+    uint32_t gate;              /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
 
     /* Attempts. */
     uint64_t attempt_ns;    /* when this attempt began */

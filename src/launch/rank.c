@@ -3,7 +3,7 @@
  *     dtrain__rank_run
  *         world_create    join the other ranks (rendezvous), device, communicator
  *         rank_main       the program's
- *         rank_end        the exit record; ranks of another launcher stay until it has been sent
+ *         world_leave     ranks of another launcher stay until their exit record has been sent
  *         world_destroy   */
 
 #include "core/platform_internal.h"
@@ -42,11 +42,6 @@ static uint64_t *dtrain__progress_open(void)
     return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
 }
 
-static void dtrain__progress_close(uint64_t *progress)
-{
-    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
-}
-
 static void dtrain__world_destroy(dtrain_world *world)
 {
     if (!world) return;
@@ -55,7 +50,8 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__timeline_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
-    dtrain__progress_close(world->progress);
+    if (world->progress)
+        munmap((char *)world->progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
     if (world->page.control) munmap(world->page.control, world->page.bytes);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
@@ -78,22 +74,6 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Warn, on one rank of a host, of kernels that were compiled for an older generation of GPUs. */
-static void dtrain__warn_of_old_code(dtrain_world *world)
-{
-    dtrain_device_info gpu;
-    if (world->local_rank != 0 || dtrain_device_query(world->device, &gpu) != DTRAIN_OK) return;
-    if (gpu.code_version == 0 || gpu.code_version / 10 >= gpu.major) return;
-    dtrain_log(world, DTRAIN_LOG_WARNING,
-               "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles it "
-               "again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
-               gpu.code_version, gpu.name, gpu.major, gpu.minor,
-               gpu.code_version < 80
-                   ? ", and attention does without tensor cores, several times slower"
-                   : "",
-               gpu.major, gpu.minor);
-}
-
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
@@ -101,6 +81,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
 {
     const dtrain_launch_desc *desc = &launch->desc;
     dtrain_device_desc device;
+    dtrain_device_info gpu;
     dtrain_world *world =
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
@@ -146,7 +127,17 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
                            "leave out trace, or DTRAIN_OMIT_MONITOR (DTRAIN_CORE)");
 #endif
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    dtrain__warn_of_old_code(world);
+    if (world->local_rank == 0 && dtrain_device_query(world->device, &gpu) == DTRAIN_OK &&
+        gpu.code_version && gpu.code_version / 10 < gpu.major)
+        dtrain_log(
+            world, DTRAIN_LOG_WARNING,
+            "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles "
+            "it again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+            gpu.code_version, gpu.name, gpu.major, gpu.minor,
+            gpu.code_version < 80
+                ? ", and attention does without tensor cores, several times slower"
+                : "",
+            gpu.major, gpu.minor);
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
     return DTRAIN_OK;
@@ -174,32 +165,15 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     }
 }
 
-/* Record how this rank ended in the control page of its world. A joined rank also records it in the
- * page of this launch, from which dtrain_launch makes its result: rank 0 with the records of all
- * ranks, a failed rank with that of the cause. */
-static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
-                             int code)
-{
-    char error[DTRAIN__ERROR_BYTES];
-    snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    if (error[0]) launch->region.control->exits[rank].code = (int32_t)*dtrain__last_code();
-    const bool met = launch->joins && world && world->link;
-    if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
-    if (world) world->control->exits[rank].after = world->caused_by;
-    if (!met || !launch->is_rank)
-        dtrain__record_end(launch->region.control, rank, how, code, error);
-    if (!met) return;
-    dtrain__record_end(world->control, rank, how, code, error);
-    dtrain__world_leave(world, launch->desc.grace_ms);
-    if (!launch->is_rank || (rank && !code)) return;
-    memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
-    launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
-}
-
-/* Run a rank from its start to its end, in a process or a thread of its own. */
+/* Run a rank from its start to its end, in a process or a thread of its own. How it ended is
+ * recorded in the control page of its world. A joined rank also records it in the page of this
+ * launch, from which dtrain_launch makes its result: rank 0 with the records of all ranks, a failed
+ * rank with that of the cause. */
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 {
     const int rank = launch->place.rank + index;
+    dtrain__control *control = launch->region.control;
+    char error[DTRAIN__ERROR_BYTES];
     int code = 1;
     dtrain__end how = DTRAIN__UNSTARTED;
     dtrain_world *world = NULL;
@@ -211,7 +185,21 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
         how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
     }
     if (launch->is_rank) launch->joined = created;
-    dtrain__rank_end(launch, world, rank, how, code);
+
+    snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
+    if (error[0]) control->exits[rank].code = (int32_t)*dtrain__last_code();
+    const bool met = launch->joins && world && world->link;
+    if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
+    if (world) world->control->exits[rank].after = world->caused_by;
+    if (!met || !launch->is_rank) dtrain__record_end(control, rank, how, code, error);
+    if (met) {
+        dtrain__record_end(world->control, rank, how, code, error);
+        dtrain__world_leave(world, launch->desc.grace_ms);
+    }
+    if (met && launch->is_rank && (!rank || code)) {
+        memcpy(control->exits, world->control->exits, sizeof control->exits);
+        control->first_failed = dtrain__load(&world->control->first_failed);
+    }
     dtrain__world_destroy(world);
     dtrain__set_thread_rank(-1);
     return code;

@@ -56,14 +56,6 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Say whether the run was asked to stop: through the launcher, at a terminal, or at one rank.
- * Without catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
-static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
-{
-    return launch->forwarded || launch->caught ||
-           (launch->passed_on && info->signal == launch->passed_on);
-}
-
 /* Wait before a restart, and return the signal that asks the run to stop meanwhile, or 0. Signals
  * that are forwarded are blocked and come from sigtimedwait; with threads they are the host's,
  * unless they are caught. */
@@ -72,7 +64,7 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
     const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
     sigset_t stops;
     sigemptyset(&stops);
-    if (launch->waits_for_signals) stops = launch->watched;
+    if (launch->launcher) stops = launch->watched;
     sigdelset(&stops, SIGCHLD);
     for (;;) {
         const uint64_t now = dtrain__now_ns(), left = now < end ? end - now : 0;
@@ -83,7 +75,7 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
         const int number = sigtimedwait(&stops, &what, &nap);
         const bool asks = number == SIGUSR1 && launch->desc.catch_signals;
         if (number > 0 && ((number != SIGUSR1 && number != SIGUSR2) || asks)) return number;
-        if (!launch->waits_for_signals && launch->desc.catch_signals && dtrain__signal_caught())
+        if (!launch->launcher && launch->desc.catch_signals && dtrain__signal_caught())
             return dtrain__signal_caught();
         if (!left) return 0;
     }
@@ -97,7 +89,11 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     char last[DTRAIN__ERROR_BYTES], what[DTRAIN__RESTART_TEXT];
     uint64_t wait_ns;
     if (*result == DTRAIN_OK || launch->joins || !launch->restarts.most) return false;
-    if (dtrain__was_stopped(launch, info)) return false;
+    /* Was the run asked to stop, through the launcher, at a terminal, or at one rank? Without
+     * catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
+    if (launch->forwarded || launch->caught ||
+        (launch->passed_on && info->signal == launch->passed_on))
+        return false;
     if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
     if (!launch->restarts.best && !launch->announced &&

@@ -25,15 +25,10 @@ DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind)
     return kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
 }
 
-static const char *dtrain__pipeline_kind_name(uint32_t kind)
-{
-    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
-    return kind <= DTRAIN_PIPELINE_ZBV ? names[kind] : "?";
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks)
 {
+    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
     const uint32_t kind = desc ? desc->kind : 0;
     if (kind > DTRAIN_PIPELINE_ZBV)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -47,7 +42,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
         DTRAIN_ERROR_ARGUMENT,
         "a pipeline of kind %s on %d ranks has %s, not %u; several stages a rank are "
         "for INTERLEAVED, two in the shape of a V for ZBV",
-        dtrain__pipeline_kind_name(kind), ranks,
+        names[kind], ranks,
         loops ? "1 to 64 chunks"
         : vee ? "2 chunks a rank"
               : "1 chunk a rank",

@@ -17,6 +17,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
 {
     const uint32_t count = cut->components ? cut->components : 1;
     const bool columns = cut->axis == DTRAIN_CUT_COLUMNS;
+    const char *const steps = columns ? "columns" : "rows";
     if (cut->axis == DTRAIN_CUT_NONE) return DTRAIN_OK;
     if (cut->axis > DTRAIN_CUT_COLUMNS || !shape[0] || (columns && !shape[1]))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -40,8 +41,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "component %u of its cut has a width of %lld, expected 1 to %lld "
                                "(%s in all)",
-                               i, (long long)length, (long long)whole,
-                               columns ? "columns" : "rows");
+                               i, (long long)length, (long long)whole, steps);
         left -= length;
         if (length % parts)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -52,14 +52,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
             return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                "its cut has %lld parts (heads, or %s) to share, and the tensor "
                                "axis %d ranks: each needs one; take fewer ranks",
-                               (long long)parts, columns ? "columns" : "rows", ranks);
+                               (long long)parts, steps, ranks);
     }
     if (left == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the %u components of its cut have %lld of %lld %s; together they are all "
                        "of them",
-                       count, (long long)(whole - left), (long long)whole,
-                       columns ? "columns" : "rows");
+                       count, (long long)(whole - left), (long long)whole, steps);
 }
 
 DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,

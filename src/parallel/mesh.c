@@ -59,18 +59,6 @@ static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
     return axes;
 }
 
-/* Bring an error of this rank to all, and refuse descs that differ between ranks. */
-static dtrain_result dtrain__mesh_compare(dtrain_comm *all, const dtrain_mesh_desc *desc,
-                                          dtrain_result mine)
-{
-    static const dtrain__same_field fields[] = {
-        DTRAIN__SAME(dtrain_mesh_desc, tensor, INT), DTRAIN__SAME(dtrain_mesh_desc, data, INT),
-        DTRAIN__SAME(dtrain_mesh_desc, pipeline, INT),
-        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL)};
-    const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
-    return dtrain__same(all, mine, "dtrain_mesh_create", &list, 1);
-}
-
 /* Split the ranks along a sum of axes that have several ranks, unless that has been done. */
 static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
 {
@@ -86,19 +74,6 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
     }
     mesh->comms[axes]->axis = names[axes];
-    return DTRAIN_OK;
-}
-
-/* Split the ranks along what strategies and models use: each axis, also one of a single rank, and
- * the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
- * DATA and another axis, are made when they are asked for. */
-static dtrain_result dtrain__mesh_open(dtrain_mesh *mesh)
-{
-    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
-                                    DTRAIN_AXIS_PIPELINE,
-                                    DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    for (size_t i = 0; i < sizeof used / sizeof *used; i++)
-        DTRAIN__TRY(dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i])));
     return DTRAIN_OK;
 }
 
@@ -122,9 +97,19 @@ static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
     return DTRAIN_OK;
 }
 
+/* The ranks are split along what strategies and models use: each axis, also one of a single rank,
+ * and the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
+ * DATA and another axis, are made when they are asked for. */
 DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
                                             dtrain_mesh **out)
 {
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_mesh_desc, tensor, INT), DTRAIN__SAME(dtrain_mesh_desc, data, INT),
+        DTRAIN__SAME(dtrain_mesh_desc, pipeline, INT),
+        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL)};
+    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
+                                    DTRAIN_AXIS_PIPELINE,
+                                    DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
     dtrain_mesh_desc zeroed;
     memset(&zeroed, 0, sizeof zeroed);
     if (!desc) desc = &zeroed;
@@ -140,7 +125,10 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     if (mesh) mesh->allocator = allocator;
     dtrain_comm *all = !world ? NULL : desc->comm ? desc->comm : dtrain_world_comm(world);
     dtrain_result result = mesh ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (all) result = dtrain__mesh_compare(all, desc, result);
+    if (all) {
+        const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
+        result = dtrain__same(all, result, "dtrain_mesh_create", &list, 1);
+    }
     if (mesh && result == DTRAIN_OK) { /* what ranks resolve alike, they refuse alike */
         dtrain_mesh_info *info = &mesh->info;
         mesh->world = world;
@@ -155,7 +143,8 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             info->sequence_parallel = desc->sequence_parallel && info->tensor > 1;
         }
     }
-    if (all && result == DTRAIN_OK) result = dtrain__mesh_open(mesh);
+    for (size_t i = 0; i < sizeof used / sizeof *used && all && result == DTRAIN_OK; i++)
+        result = dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i]));
     if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
     if (result == DTRAIN_OK) *out = mesh;
     else dtrain_mesh_destroy(mesh);
