@@ -163,59 +163,32 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
 }
 #endif
 
-/* List the ranks of the parent with this rank's color, by key and then by rank: a stable insertion
- * sort. pairs (size, 2) are (color, key); members has room for `size`; returns how many there
- * are. */
-static int dtrain_nccl__members(const dtrain_nccl__comm *parent, const int32_t *pairs, int color,
-                                int *members, int *rank)
-{
-    int count = 0;
-    for (int i = 0; i < parent->base.size; i++) {
-        int at = count;
-        if (pairs[2 * i] != color) continue;
-        for (; at > 0 && pairs[2 * members[at - 1] + 1] > pairs[2 * i + 1]; at--)
-            members[at] = members[at - 1];
-        members[at] = i;
-        count++;
-    }
-    for (int i = 0; i < count; i++) {
-        if (members[i] == parent->base.rank) *rank = i;
-        members[i] = parent->base.world_ranks[members[i]];
-    }
-    return count;
-}
-
-static dtrain_result dtrain_nccl__split_steps(dtrain_nccl__comm *parent, int color, int key,
-                                              int32_t *pairs, int *members,
-                                              dtrain_nccl__comm **child)
-{
-    const int32_t mine[2] = {color < 0 ? -1 : color, key};
-    char name[sizeof parent->name];
-    int rank = 0;
-    DTRAIN_NCCL_TRY(dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_SPLIT, mine, pairs, 2));
-    snprintf(name, sizeof name, "%.40s/%u.%d", parent->name, ++parent->split_count, color);
-    if (color >= 0) {
-        const int size = dtrain_nccl__members(parent, pairs, color, members, &rank);
-        DTRAIN_NCCL_TRY(dtrain_nccl__comm_make(parent->hub, size, rank, members, name, child));
-    }
-    return dtrain_nccl__split_native(parent, color, *child);
-}
-
+/* Split: every rank learns the color and key of all, and lists the ranks with its color by key and
+ * then by rank, by a stable insertion sort. */
 static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, dtrain_comm **out)
 {
     dtrain_nccl__comm *parent = (dtrain_nccl__comm *)base, *child = NULL;
     dtrain_nccl__hub *hub = parent->hub;
-    const size_t pair_bytes = (size_t)base->size * 2 * sizeof(int32_t);
-    const size_t member_bytes = (size_t)base->size * sizeof(int);
+    const int32_t mine[2] = {color < 0 ? -1 : color, key};
+    int32_t all[DTRAIN_MAX_RANKS][2];
+    int members[DTRAIN_MAX_RANKS], count = 0, rank = 0;
+    char name[sizeof parent->name];
     *out = NULL;
     if (parent->dead) return dtrain_nccl__comm_error(parent);
-    int32_t *pairs = (int32_t *)dtrain_nccl__alloc(hub, pair_bytes);
-    int *members = (int *)dtrain_nccl__alloc(hub, member_bytes);
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    if (pairs && members)
-        result = dtrain_nccl__split_steps(parent, color, key, pairs, members, &child);
-    dtrain_nccl__free(hub, pairs, pair_bytes);
-    dtrain_nccl__free(hub, members, member_bytes);
+    dtrain_result result = dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_SPLIT, mine, all, 2);
+    for (int i = 0; i < base->size && color >= 0 && result == DTRAIN_OK; i++) {
+        if (all[i][0] != color) continue;
+        int at = count++;
+        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
+        members[at] = i;
+    }
+    for (int i = 0; i < count; i++) {
+        if (members[i] == base->rank) rank = i;
+        members[i] = base->world_ranks[members[i]];
+    }
+    snprintf(name, sizeof name, "%.40s/%u.%d", parent->name, ++parent->split_count, color);
+    if (count) result = dtrain_nccl__comm_make(hub, count, rank, members, name, &child);
+    if (result == DTRAIN_OK) result = dtrain_nccl__split_native(parent, color, child);
     if (result == DTRAIN_OK) {
         *out = child ? &child->base : NULL;
         return DTRAIN_OK;
@@ -367,17 +340,11 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
-/* Tell whether NCCL orders the kernels of different communicators as the host has launched them. */
-static bool dtrain_nccl__orders_launches(const dtrain_nccl__hub *hub)
-{
-    const char *text = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-    return hub->version >= 22600 && text && atoi(text) > 0;
-}
-
 /* Do all that can fail on this rank alone. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
+    const char *order = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
     if (ops->host_memory || !ops->stream_native)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "NCCL needs ranks on GPUs, and the device is \"%s\"; set device_ops to "
@@ -390,7 +357,9 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
                            cudaGetErrorString(error));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[0].event));
-    for (int i = 0; i < (dtrain_nccl__orders_launches(hub) ? DTRAIN_NCCL__LANES : 1); i++) {
+    /* Does NCCL order the kernels of different communicators as the host has launched them? */
+    const bool ordered = hub->version >= 22600 && order && atoi(order) > 0;
+    for (int i = 0; i < (ordered ? DTRAIN_NCCL__LANES : 1); i++) {
         dtrain_nccl__lane *lane = &hub->lanes[i];
         DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &lane->stream));
         DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[1 + i].event));

@@ -9,9 +9,6 @@
 
 #include "comm/nccl/nccl_internal.h"
 
-/* Round up to the alignment that NCCL prefers. */
-static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
@@ -89,8 +86,8 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     work->send = what->send;
     work->recv = what->recv;
     if (!send_host && !recv_host) return DTRAIN_OK;
-    const size_t recv_at =
-        send_host && what->send != what->recv ? dtrain_nccl__padded(send_bytes) : 0;
+    const size_t padded = (send_bytes + 255) / 256 * 256; /* the alignment that NCCL prefers */
+    const size_t recv_at = send_host && what->send != what->recv ? padded : 0;
     const size_t end =
         recv_host && recv_at + recv_bytes > send_bytes ? recv_at + recv_bytes : send_bytes;
     DTRAIN_NCCL_TRY(dtrain_nccl__take_block(hub, end, &work->block));
@@ -359,49 +356,6 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
 
 /* ---- Starting ---------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain_nccl__check_start(dtrain_nccl__comm *comm,
-                                              const dtrain_collective *what)
-{
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const uintptr_t both = (uintptr_t)what->send | (uintptr_t)what->recv;
-    if (unit && what->count && both % unit)
-        return dtrain_nccl__fail(comm->hub, DTRAIN_ERROR_ARGUMENT,
-                                 "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
-                                 "these are at %p and %p",
-                                 dtrain_nccl__call_name(what->kind), unit, what->send, what->recv);
-    return DTRAIN_OK;
-}
-
-/* Replace an operation without data by one on a single integer in host memory. */
-static void dtrain_nccl__use_placeholder(dtrain_nccl__work *work)
-{
-    work->placeholder = 1;
-    work->what.count = 1;
-    work->what.dtype = DTRAIN_DTYPE_I32;
-    work->what.send = &work->placeholder;
-    work->what.recv = &work->placeholder;
-    if (dtrain_nccl__is_point_to_point(work->what.kind)) return;
-    work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
-    work->what.op = DTRAIN_REDUCE_SUM;
-    work->what.root = -1;
-}
-
-/* Choose the lane of a communicator. A mesh names its axes after the first operations of their
- * communicators: the new lane waits for the old one. */
-static dtrain_result dtrain_nccl__choose_lane(dtrain_nccl__comm *comm)
-{
-    dtrain_nccl__hub *hub = comm->hub;
-    const dtrain_device_ops *ops = hub->device->ops;
-    const bool tensor = comm->base.axis && strcmp(comm->base.axis, "tensor") == 0;
-    dtrain_nccl__lane *const lane = &hub->lanes[tensor && comm->next && hub->lanes[1].stream];
-    if (lane == comm->lane) return DTRAIN_OK;
-    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, comm->lane->stream));
-    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, lane->stream));
-    comm->lane = lane;
-    return DTRAIN_OK;
-}
-
 /* Do the steps of a start; the caller turns the error of a step into the communicator's. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
@@ -409,11 +363,30 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
 {
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
-    if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    DTRAIN_NCCL_TRY(dtrain_nccl__choose_lane(comm));
+    const bool message = dtrain_nccl__is_point_to_point(what->kind);
+    const bool tensor = comm->base.axis && strcmp(comm->base.axis, "tensor") == 0;
+    dtrain_nccl__lane *const lane = &hub->lanes[tensor && comm->next && hub->lanes[1].stream];
+    if (!message || lane != comm->lane) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    /* A mesh names its axes after the first operations of their communicators: the new lane waits
+     * for the old one. */
+    if (lane != comm->lane) {
+        DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, comm->lane->stream));
+        DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, lane->stream));
+        comm->lane = lane;
+    }
     DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
     work->what = *what;
-    if (what->count == 0) dtrain_nccl__use_placeholder(work);
+    if (what->count == 0) { /* replace it by an operation on a single integer in host memory */
+        work->placeholder = 1;
+        work->what.count = 1;
+        work->what.dtype = DTRAIN_DTYPE_I32;
+        work->what.send = work->what.recv = &work->placeholder;
+    }
+    if (what->count == 0 && !message) {
+        work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
+        work->what.op = DTRAIN_REDUCE_SUM;
+        work->what.root = -1;
+    }
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
     DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, comm->lane->stream));
     DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
@@ -431,10 +404,15 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
     dtrain_nccl__hub *hub = comm->hub;
     const char *call = dtrain_nccl__call_name(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
     bool capturing;
     *out = NULL;
     if (comm->dead) return dtrain_nccl__comm_error(comm);
-    DTRAIN_NCCL_TRY(dtrain_nccl__check_start(comm, what));
+    if (unit && what->count && ((uintptr_t)what->send | (uintptr_t)what->recv) % unit)
+        return dtrain_nccl__fail(hub, DTRAIN_ERROR_ARGUMENT,
+                                 "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
+                                 "these are at %p and %p",
+                                 call, unit, what->send, what->recv);
     DTRAIN_NCCL_TRY(dtrain_nccl__capturing(hub, &capturing));
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, call));
     dtrain_nccl__work *work = dtrain_nccl__take_work(comm);
@@ -451,20 +429,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
 
 /* ---- Ending -----------------------------------------------------------------------------------*/
 
-static void dtrain_nccl__scale_host(const dtrain_collective *what, double factor)
-{
-    for (size_t i = 0; i < what->count; i++) {
-        const float scale = (float)factor;
-        float *wide = (float *)what->recv + i;
-        uint16_t *half = (uint16_t *)what->recv + i;
-        if (what->dtype == DTRAIN_DTYPE_F64) ((double *)what->recv)[i] *= factor;
-        else if (what->dtype == DTRAIN_DTYPE_F32) *wide *= scale;
-        else
-            *half =
-                dtrain_half_from_f32(what->dtype, dtrain_half_to_f32(what->dtype, *half) * scale);
-    }
-}
-
 /* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
  * host. */
 static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
@@ -474,10 +438,16 @@ static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nc
     dtrain_axpby_args args;
     if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1) return DTRAIN_OK;
     if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
-    if (work->host_recv) {
-        dtrain_nccl__scale_host(what, scale);
-        return DTRAIN_OK;
+    for (size_t i = 0; i < what->count && work->host_recv; i++) {
+        float *wide = (float *)what->recv + i;
+        uint16_t *half = (uint16_t *)what->recv + i;
+        if (what->dtype == DTRAIN_DTYPE_F64) ((double *)what->recv)[i] *= scale;
+        else if (what->dtype == DTRAIN_DTYPE_F32) *wide *= (float)scale;
+        else
+            *half = dtrain_half_from_f32(what->dtype,
+                                         dtrain_half_to_f32(what->dtype, *half) * (float)scale);
     }
+    if (work->host_recv) return DTRAIN_OK;
     memset(&args, 0, sizeof args);
     args.count = (int64_t)what->count;
     args.a = scale;

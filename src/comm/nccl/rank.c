@@ -52,21 +52,22 @@ DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub 
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
-static const char *const dtrain_nccl__calls[] = {"?",
-                                                 "dtrain_all_reduce",
-                                                 "dtrain_reduce_scatter",
-                                                 "dtrain_all_gather",
-                                                 "dtrain_broadcast",
-                                                 "dtrain_reduce",
-                                                 "dtrain_barrier",
-                                                 "dtrain_send",
-                                                 "dtrain_recv",
-                                                 "dtrain_comm_split",
-                                                 "dtrain_all_to_all"};
+/* By dtrain_collective_kind. */
+static const char *const dtrain_nccl__names[][2] = {{"?", "?"},
+                                                    {"dtrain_all_reduce", "all-reduce"},
+                                                    {"dtrain_reduce_scatter", "reduce-scatter"},
+                                                    {"dtrain_all_gather", "all-gather"},
+                                                    {"dtrain_broadcast", "broadcast"},
+                                                    {"dtrain_reduce", "reduce"},
+                                                    {"dtrain_barrier", "barrier"},
+                                                    {"dtrain_send", "send"},
+                                                    {"dtrain_recv", "recv"},
+                                                    {"dtrain_comm_split", "split"},
+                                                    {"dtrain_all_to_all", "all-to-all"}};
 
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__call_name(uint32_t kind)
 {
-    return dtrain_nccl__calls[kind];
+    return dtrain_nccl__names[kind][0];
 }
 
 DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind)
@@ -80,16 +81,14 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                                                 const dtrain_nccl__record *record, char *text,
                                                 size_t room)
 {
-    static const char *const names[] = {"?",         "all-reduce", "reduce-scatter", "all-gather",
-                                        "broadcast", "reduce",     "barrier",        "send",
-                                        "recv",      "split",      "all-to-all"};
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     const dtrain_collective *what = &record->what;
     const bool point = dtrain_nccl__is_point_to_point(what->kind);
-    int used = snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
-                        (unsigned long long)record->number, comm->name,
-                        names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0],
-                        ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
+    int used =
+        snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
+                 (unsigned long long)record->number, comm->name,
+                 dtrain_nccl__names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0][1],
+                 ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
     if (what->kind != DTRAIN_COLLECTIVE_BARRIER && used >= 0 && (size_t)used < room)
         used += snprintf(text + used, room - (size_t)used, " %s count %zu",
                          dtrain_dtype_name(what->dtype), what->count);
