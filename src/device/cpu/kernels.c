@@ -28,13 +28,13 @@
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-#if DTRAIN__HAS_AVX512
-#define DTRAIN__ISA 3
+#if DTRAIN__HAS_AVX2 || DTRAIN__HAS_AVX512
+#define DTRAIN__ISA 2
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
-#if DTRAIN__HAS_AVX2
-#define DTRAIN__ISA 2
+#if DTRAIN__HAS_AVX512
+#define DTRAIN__ISA 3
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif

@@ -217,9 +217,7 @@ typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
 
 DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
 {
-#if DTRAIN__ISA == 3
-    return (DTRAIN__K(vq))_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64((int64_t)b));
-#elif DTRAIN__ISA == 2
+#if DTRAIN__ISA == 2
     return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
 #else
     return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
@@ -229,12 +227,7 @@ DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
 /* words = a0 b0 a1 b1 ... in 64-bit lanes. */
 DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
 {
-#if DTRAIN__ISA == 3
-    const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0);
-    const __m512i high = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
-    _mm512_storeu_si512(words, _mm512_permutex2var_epi64((__m512i)a, low, (__m512i)b));
-    _mm512_storeu_si512(words + 16, _mm512_permutex2var_epi64((__m512i)a, high, (__m512i)b));
-#elif DTRAIN__ISA == 2
+#if DTRAIN__ISA == 2
     const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
     const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
     __m256i *to = (__m256i *)(void *)words;

@@ -32,9 +32,7 @@ DTRAIN__HELPER void DTRAIN__K(topk_ahead)(const dtrain_topk_args *a, int64_t i)
 /* Bit j: lane j of a mask is set. */
 DTRAIN__HELPER uint32_t DTRAIN__K(vlanes)(dtrain__vi mask)
 {
-#if DTRAIN__ISA == 3
-    return _mm512_movepi32_mask((__m512i)mask);
-#elif DTRAIN__ISA == 2
+#if DTRAIN__ISA == 2
     return (uint32_t)_mm256_movemask_ps((__m256)mask);
 #elif DTRAIN__ISA == 1 && DTRAIN__W == 4 && defined(__SSE2__)
     return (uint32_t)_mm_movemask_ps((__m128)mask);

@@ -2,21 +2,25 @@
 
 #include "device/cpu/kernels/vectors.h"
 #include "device/cpu/kernels/activation.h"
-#include "device/cpu/kernels/elementwise.h"
-#include "device/cpu/kernels/sparse.h"
 #include "device/cpu/kernels/gemm.h"
 #include "device/cpu/kernels/pairs.h"
 #include "device/cpu/kernels/mix.h"
+#if DTRAIN__MODELS
+#include "device/cpu/kernels/convolution.h"
+#include "device/cpu/kernels/winograd.h"
+#include "device/cpu/kernels/attention.h"
+#endif
+#if DTRAIN__ISA != 3 /* AVX-512 takes these kernels from AVX2 */
+#include "device/cpu/kernels/elementwise.h"
+#include "device/cpu/kernels/sparse.h"
 #if DTRAIN__MODELS
 #include "device/cpu/kernels/layernorm.h"
 #include "device/cpu/kernels/pointwise.h"
 #include "device/cpu/kernels/tokens.h"
 #include "device/cpu/kernels/rows.h"
 #include "device/cpu/kernels/batchnorm.h"
-#include "device/cpu/kernels/convolution.h"
-#include "device/cpu/kernels/winograd.h"
 #include "device/cpu/kernels/pooling.h"
-#include "device/cpu/kernels/attention.h"
+#endif
 #endif
 #include "device/cpu/kernels/table.h"
 

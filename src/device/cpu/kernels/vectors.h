@@ -174,7 +174,6 @@ DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 {
     return _mm512_maskz_min_ps(0xffff, a, b);
 }
-DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
 DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, a);
