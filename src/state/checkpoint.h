@@ -6,8 +6,9 @@
  *     runs/gpt/lock                                 held (flock) by the run that saves to the
  *                                                   directory; DTRAIN_NO_LOCK=1 in the environment:
  *                                                   none, for file systems without flock
- *     runs/gpt/step-000000001000/manifest.json      what there is, and where; CRC-32C of all of it
- *                                model-00000.safetensors    values, of rank 0
+ *     runs/gpt/step-000000001000/manifest.json      settings, steps, and a CRC-32C of each header
+ *                                model-00000.safetensors    values, of rank 0; in its header what
+ *                                                           they are, and a CRC-32C of each MiB
  *                                state-00000.safetensors    everything else, of rank 0
  *                                model-00001.safetensors    ...
  *
@@ -20,9 +21,9 @@
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
  * the checkpoints before it as they were.
  *
- * Loading reads the manifest and those pieces that this rank needs. Number of ranks, axes of the
- * mesh, strategy, node size, precision and offload may be others than those of the run that saved.
- * What is carried over:
+ * Loading reads the manifest, the headers of all files and those pieces that this rank needs. Number
+ * of ranks, axes of the mesh, strategy, node size, precision and offload may be others than those
+ * of the run that saved. What is carried over:
  *
  *     values, moments, momentum, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
@@ -135,7 +136,7 @@ typedef struct dtrain_load_info {
  * DTRAIN_ERROR_NOT_FOUND: the directory is not there, or has no checkpoint: a run may begin.
  * Whatever else goes wrong is another error, after which it must not.
  *
- * Nothing is changed before the manifest has been checked against the state. An error after that
+ * Nothing is changed before the headers have been checked against the state. An error after that
  * leaves a mixture of old and loaded values: every call of the strategy then fails, until a
  * checkpoint has been loaded whole, or the program has set all values and calls
  * dtrain_state_changed. */

@@ -2,7 +2,7 @@
  *
  *     dtrain__folder       a directory of checkpoints, and how it is reached; state/directory.c
  *     dtrain__manifest     what a checkpoint holds; state/manifest.c
- *     dtrain__held         one rank's piece of a tensor; state/union.c
+ *     dtrain__held         a rank's piece of a tensor, listed or saved; state/union.c
  *     dtrain_checkpoint    a directory that is saved to; state/save.c */
 
 #pragma once
@@ -13,6 +13,7 @@
 #include "core/log.h"
 #include "comm/comm.h"
 #include "state/checkpoint.h"
+#include "state/safetensors_internal.h"
 #include "state/state.h"
 #include "state/storage.h"
 
@@ -20,8 +21,8 @@
  * reads without reading all of it. */
 #define DTRAIN__BLOCK ((size_t)1 << 20)
 #define DTRAIN__CRC_DIGITS 8
+#define DTRAIN__PIECE_KEY "piece:" /* before a piece's name in the metadata of its file */
 #define DTRAIN__PATH 768
-#define DTRAIN__MANIFEST_VERSION 2
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
@@ -36,34 +37,22 @@ typedef struct dtrain__outcome {
     char text[DTRAIN__ERROR_BYTES];
 } dtrain__outcome;
 
+/* ---- Pieces -----------------------------------------------------------------------------------*/
+
+/* A rank's piece of a tensor: an entry of the rank's list of state, which all ranks gather as words
+ * of 64 bits, or what one of its files holds. */
+typedef struct dtrain__held {
+    dtrain_state_tensor tensor; /* its memory is that of `rank` */
+    int64_t rank;               /* whose list or file it is in; -1: none */
+    int64_t at;                 /* of the name, in those gathered; of the first byte in the file */
+    int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
+    const char *crc;            /* of a file: CRC_DIGITS hexadecimal digits for each block */
+} dtrain__held;
+
 /* ---- Manifests --------------------------------------------------------------------------------*/
-
-typedef struct dtrain__saved_tensor {
-    dtrain_state_tensor tensor;      /* without piece and memory */
-    size_t first_piece, piece_count; /* in dtrain__manifest.pieces */
-} dtrain__saved_tensor;
-
-typedef struct dtrain__saved_piece {
-    uint32_t tensor, file;
-    int64_t rank; /* that wrote it; -1: of a tensor that ranks share */
-    dtrain_piece piece;
-    uint64_t at;     /* of the first byte in the file */
-    const char *crc; /* CRC_DIGITS hexadecimal digits for each block, in the text */
-} dtrain__saved_piece;
-
-typedef struct dtrain__saved_file {
-    const char *name;
-    uint64_t bytes;
-    int64_t rank; /* that wrote it */
-} dtrain__saved_file;
 
 /* The largest step or count that is saved or loaded: programs add to it and multiply it. */
 #define DTRAIN__STEP_MOST (INT64_MAX / 4)
-
-typedef struct dtrain__saved_scalar {
-    const char *name;
-    uint64_t bits;
-} dtrain__saved_scalar;
 
 /* An object in the text; NULL: there is none. */
 typedef struct dtrain__object {
@@ -71,23 +60,25 @@ typedef struct dtrain__object {
     size_t bytes;
 } dtrain__object;
 
-/* A manifest that was read, or whose members are to be written. */
+typedef struct dtrain__saved_tensor {
+    const dtrain__held *pieces; /* (count) */
+    size_t count;
+} dtrain__saved_tensor;
+
+/* A manifest that was read, and the headers of the files. */
 typedef struct dtrain__manifest {
     const dtrain_allocator *allocator;
     char *text; /* (text_bytes + 1), in which strings have been decoded */
     size_t text_bytes;
-    const char *format, *library, *strategy, *config;
-    uint64_t version, block, metric_bits, run, job; /* run, job: 0 = unknown */
+    const char *format, *strategy, *headers;
+    uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
     bool hierarchical;
-    dtrain__object model, settings;
-    dtrain__saved_scalar scalars[32];
-    size_t scalar_count;
-    dtrain__saved_tensor *tensors;  /* (tensor_room) */
-    dtrain__saved_tensor **by_name; /* (tensor_count), sorted by kind and name */
-    dtrain__saved_piece *pieces;    /* (piece_room), by tensor, rank of own ones, place */
-    dtrain__saved_file *files;      /* (file_room) */
-    size_t tensor_count, tensor_room, piece_count, piece_room, file_count, file_room;
+    dtrain__object model, settings, scalars;
+    dtrain__tensor_file *files;    /* (file_count) */
+    dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
+    dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */
+    size_t file_count, piece_count, piece_room, tensor_count;
 } dtrain__manifest;
 
 /* ---- Directories ------------------------------------------------------------------------------*/
@@ -110,6 +101,7 @@ typedef struct dtrain__steps {
 /* state/directory.c */
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path);
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
@@ -124,33 +116,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step);
 
 /* state/manifest.c */
-DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text);
-DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes);
 DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
-DTRAIN__PRIVATE void dtrain__manifest_file(dtrain__text *text, const dtrain__saved_file *file);
+DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text);
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out);
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
+                                                       const dtrain__folder *folder,
+                                                       const char *checkpoint, bool values_only);
 DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
 DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
                                                                   uint32_t kind, const char *name);
+DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
+                                                       int64_t rank);
 
 /* ---- Saving -----------------------------------------------------------------------------------*/
-
-/* An entry of a rank's list of state, which all ranks gather as words of 64 bits. */
-typedef struct dtrain__held {
-    dtrain_state_tensor tensor; /* its memory is that of `rank` */
-    int64_t rank;               /* whose list it is in; -1: none */
-    int64_t name_at;            /* in the names that come with it */
-    int64_t number;             /* of its tensor in the manifest */
-    int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
-} dtrain__held;
 
 /* One piece that this rank writes. */
 typedef struct dtrain__write_piece {
     const dtrain__held *held;
     uint64_t bytes;
-    uint64_t at; /* first byte, from the beginning of the file's data */
-    char *copy;  /* in the snapshot; NULL: there is none */
+    uint64_t at;   /* first byte, from the beginning of the file's data */
+    char *copy;    /* in the snapshot; NULL: there is none */
+    uint32_t *crc; /* of each block */
 } dtrain__write_piece;
 
 typedef struct dtrain__write_file {
@@ -178,6 +165,8 @@ struct dtrain_checkpoint {
     size_t held_count, held_room, held_names_bytes;
     dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
     size_t piece_count, piece_room;
+    uint32_t *crcs; /* (crc_count) of all pieces */
+    size_t crc_count;
     dtrain__write_file files[2]; /* values; all else */
     char *snapshot;              /* page-locked where the device is no CPU; NULL: there is none */
     char *bounce;                /* (BLOCK) for what is not in host memory; NULL: there is none */
@@ -186,7 +175,7 @@ struct dtrain_checkpoint {
     int64_t step;
     double metric;
     bool outstanding;  /* begun, and not settled */
-    dtrain__text head; /* rank 0: the manifest, up to its list of files */
+    dtrain__text head; /* rank 0: the manifest, up to the checksums of headers */
     double begun;
     uint64_t bytes;        /* that this rank has written ... */
     double written_at;     /* ... until then */
@@ -199,7 +188,7 @@ struct dtrain_checkpoint {
     pthread_mutex_t mutex;
     pthread_cond_t moved;
     uint32_t ended;  /* phases that have ended, and their outcomes */
-    double deadline; /* for other ranks' lists: nearer when all have written, past when one has
+    double deadline; /* for other ranks' files: nearer when all have written, past when one has
                         failed */
     dtrain__outcome outcomes[DTRAIN__SAVE_PHASES];
 
@@ -214,10 +203,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outc
 
 /* state/union.c */
 DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
-                                                   const dtrain_state_tensor *tensor,
-                                                   const dtrain_piece *pieces, size_t stride,
-                                                   size_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
+                                                   size_t room, size_t *count);
+DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b);
+DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right);
 
 /* state/write.c */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);

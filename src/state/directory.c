@@ -36,6 +36,14 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const c
     return path;
 }
 
+/* Check a path that a caller gave: what is added to it must have room. */
+DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path)
+{
+    if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
+                       DTRAIN__PATH - 128);
+}
+
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix)
 {
@@ -63,8 +71,8 @@ static bool dtrain__is_ours(const char *name)
 {
     static const char *const parts[][2] = {{"model-", ".safetensors"},
                                            {"state-", ".safetensors"},
-                                           {"rank-", ".json"},
-                                           {"rank-", ".tmp"}};
+                                           {"model-", ".tmp"},
+                                           {"state-", ".tmp"}};
     if (strcmp(name, "manifest.json") == 0) return true;
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         const size_t prefix = strlen(parts[i][0]);

@@ -93,13 +93,6 @@ DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const ch
     snprintf(directory, DTRAIN__PATH, "%.*s", bytes, slash ? path : ".");
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const char *path)
-{
-    if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
-                       DTRAIN__PATH - 128);
-}
-
 /* ---- Export -----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__export {
@@ -150,7 +143,7 @@ static dtrain_result dtrain__export_header(dtrain__export *e)
 static dtrain_result dtrain__export_prepare(dtrain__export *e)
 {
     DTRAIN__TRY(dtrain__between_backwards(e->strategy, dtrain__export_call));
-    DTRAIN__TRY(dtrain__weight_path_check(dtrain__export_call, e->path));
+    DTRAIN__TRY(dtrain__path_check(dtrain__export_call, e->path));
     if (e->desc.dtype > DTRAIN_DTYPE_F16)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %u, expected F32, BF16 or F16",
                            dtrain__export_call, e->desc.dtype);

@@ -36,4 +36,3 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    dtrain__weights *weights);
 DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end);
 DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path);
-DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const char *path);

@@ -62,9 +62,7 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
         return DTRAIN_ERROR_MEMORY;
     dtrain__weight_file *file = &im->files[im->file_count];
     snprintf(file->path, sizeof file->path, "%s", path);
-    DTRAIN__TRY(dtrain__reader_open(&im->reader, path, 0));
-    DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->reader.file, path, allocator,
-                                         &file->header));
+    DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, path, NULL, allocator, &file->header));
     im->file_count++;
     im->tensor_count += file->header.count;
     return DTRAIN_OK;
@@ -352,7 +350,7 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     const dtrain_strategy *strategy = im->state->desc.strategy;
     DTRAIN__TRY(dtrain__between_backwards(strategy, dtrain__import_call));
-    DTRAIN__TRY(dtrain__weight_path_check(dtrain__import_call, im->path));
+    DTRAIN__TRY(dtrain__path_check(dtrain__import_call, im->path));
     DTRAIN__TRY(dtrain__weights_list(dtrain__import_call, strategy, im->desc.names, &im->weights));
     DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
     DTRAIN__TRY(dtrain__import_headers(im));

@@ -1,8 +1,8 @@
 /* Loading
  *
  *     rank 0           which checkpoint: the one of the path, or the newest below it
- *     every rank       manifest | does it fit the state? | read the pieces that this rank needs |
- *                      scalars | publish
+ *     every rank       manifest and headers | do they fit the state? | read the pieces that this
+ *                      rank needs | scalars | publish
  *
  * Every step ends with an agreement of all ranks: together they go on, try an older checkpoint or
  * give up. state/read.c reads the pieces. */
@@ -36,6 +36,8 @@ typedef struct dtrain__load {
     dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
+    uint64_t scalars[DTRAIN__SCALARS]; /* its numbers, as the state lists them */
+    bool has_scalar[DTRAIN__SCALARS];
     int32_t *wanted; /* (manifest.tensor_count) 1: some rank lists it */
     float *sum;      /* (BLOCK) for means, made when there are any */
     bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
@@ -58,20 +60,13 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* Tell whether a load without this tensor is an error: it would not continue the same training. */
-static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
-{
-    if (tensor->kind == DTRAIN_STATE_VALUE) return true;
-    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_STEPS;
-}
-
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
 static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
                                                      const dtrain_state_tensor *tensor)
 {
     const dtrain__saved_tensor *saved =
         dtrain__manifest_find(&load->manifest, tensor->kind, tensor->name);
-    return saved && dtrain__state_alike(&saved->tensor, tensor) ? saved : NULL;
+    return saved && dtrain__state_alike(&saved->pieces->tensor, tensor) ? saved : NULL;
 }
 
 /* List the settings whose text in the manifest is another one. Keys of one side alone do not
@@ -94,45 +89,34 @@ static void dtrain__settings_compare(const dtrain__object *object, const char *c
     }
 }
 
-/* Find out which tensors of the checkpoint any rank lists: ranks may list different ones. */
-static dtrain_result dtrain__load_wanted(dtrain__load *load)
+/* Read the scalars that the state lists, and refuse those that no run can have: counts that a next
+ * step would overflow, and a loss scale that is not finite or not positive. Every value is a
+ * seed. */
+static dtrain_result dtrain__scalars_read(dtrain__load *load)
 {
-    const dtrain__manifest *m = &load->manifest;
     const dtrain_state *state = load->state;
-    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count,
-                                            sizeof *load->wanted, "a list of tensors");
-    DTRAIN__TRY(dtrain__agree(state->comm, load->wanted ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain__saved_tensor *saved =
-            dtrain__manifest_find(m, state->tensors[i].kind, state->tensors[i].name);
-        if (saved) load->wanted[saved - m->tensors] = 1;
+    const dtrain__object *object = &load->manifest.scalars;
+    char name[64];
+    dtrain__json json = dtrain__json_begin(load->directory.text, object->at, object->bytes);
+    memset(load->has_scalar, 0, sizeof load->has_scalar);
+    if (!object->at || load->desc.values_only) return DTRAIN_OK;
+    (void)dtrain__json_enter(&json, '{');
+    while (dtrain__json_member(&json, name, sizeof name)) {
+        uint64_t bits = 0;
+        float scale = 1;
+        size_t i = 0;
+        if (!dtrain__json_u64(&json, &bits)) break;
+        while (i < state->scalar_count && strcmp(state->scalars[i].name, name) != 0) i++;
+        if (i == state->scalar_count) continue;
+        load->scalars[i] = bits;
+        load->has_scalar[i] = true;
+        if (strstr(name, ".seed")) continue;
+        if (strcmp(name, "scaler.scale") == 0) memcpy(&scale, &bits, sizeof scale);
+        if (bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s is %llu, which no run can have saved",
+                               load->directory.text, name, (unsigned long long)bits);
     }
-    return dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count,
-                             DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
-}
-
-/* Note the tensors that no rank lists: the program's arrays by name, the optimizer's by kind. */
-static void dtrain__note_left_out(dtrain__load *load)
-{
-    const dtrain__manifest *m = &load->manifest;
-    bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
-    quiet[DTRAIN_STATE_STEPS] = quiet[DTRAIN_STATE_VELOCITY] = true;
-    quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
-    for (size_t i = 0; i < m->tensor_count; i++)
-        if (load->wanted[i]) quiet[m->tensors[i].tensor.kind] = true;
-    quiet[DTRAIN_STATE_HOST] = false;
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain_state_tensor *saved = &m->tensors[i].tensor;
-        const bool array = saved->kind == DTRAIN_STATE_HOST;
-        if (load->wanted[i] || quiet[saved->kind]) continue;
-        quiet[saved->kind] = !array;
-        if (array)
-            dtrain__load_note(load, "\"%s\" is left out: this run has no such array",
-                              dtrain__short(saved->name));
-        else
-            dtrain__load_note(load, "%s was left out: this optimizer keeps none",
-                              dtrain__state_kind_name(saved->kind));
-    }
+    return dtrain__json_end(&json);
 }
 
 /* Compare the checkpoint's tensors and settings with this run's, and name the differences. */
@@ -155,14 +139,18 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        if (!dtrain__is_needed(load, tensor) || dtrain__saved_for(load, tensor)) continue;
+        const bool value = tensor->kind == DTRAIN_STATE_VALUE; /* others belong to a training */
+        if (!value &&
+            (load->desc.values_only || tensor->own || tensor->kind == DTRAIN_STATE_STEPS))
+            continue;
+        if (dtrain__saved_for(load, tensor)) continue;
         const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
         dtrain__name_add(there ? &misfit.different : &misfit.missing,
                          dtrain__state_kind_name(tensor->kind), tensor->name, "");
     }
     for (size_t i = 0; i < m->tensor_count; i++)
-        if (m->tensors[i].tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfit.extra, "value", m->tensors[i].tensor.name, "");
+        if (m->tensors[i].pieces->tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
+            dtrain__name_add(&misfit.extra, "value", m->tensors[i].pieces->tensor.name, "");
     if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -179,16 +167,16 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
                                          int64_t rank, dtrain__target *target)
 {
-    const dtrain_state_tensor *tensor = &saved->tensor;
-    target->dtype = tensor->dtype;
-    for (size_t i = 0; i < saved->piece_count; i++) {
-        const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
-        const dtrain__saved_file *file = &load->manifest.files[piece->file];
-        if (piece->rank != (tensor->own ? rank : -1)) continue;
-        const dtrain__file_path path = dtrain__path_in(load->directory.text, "%s", file->name);
+    target->dtype = saved->pieces->tensor.dtype;
+    for (const dtrain__held *held = saved->pieces; held < saved->pieces + saved->count; held++) {
+        const dtrain_state_tensor *tensor = &held->tensor;
+        if (tensor->own && held->rank != rank) continue;
+        const dtrain__file_path path = dtrain__tensors_path(
+            load->directory.text, tensor->kind != DTRAIN_STATE_VALUE, held->rank);
         const dtrain__source source = {
-            path.text,    piece->at,  file->bytes,   dtrain__state_kind_name(tensor->kind),
-            tensor->name, piece->crc, tensor->dtype, piece->piece};
+            path.text,    (uint64_t)held->at, dtrain__state_kind_name(tensor->kind),
+            tensor->name, held->crc,          tensor->dtype,
+            tensor->piece};
         DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
     }
     return DTRAIN_OK;
@@ -196,37 +184,30 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 
 /* ---- Tensors that each rank has of its own ----------------------------------------------------*/
 
-/* Tell whether this rank has saved exactly its pieces of a tensor of its own, of which this is
- * one. */
-static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
-{
-    const dtrain_state *state = load->state;
-    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = dtrain_comm_rank(state->comm);
-    int64_t there = 0, all = 0, wanted = 0;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].kind == tensor->kind &&
-            strcmp(state->tensors[i].name, tensor->name) == 0)
-            wanted += state->tensors[i].piece.count;
-    for (size_t i = 0; saved && i < saved->piece_count; i++) {
-        const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
-        dtrain_piece common;
-        if (piece->rank != rank) continue;
-        all += piece->piece.count;
-        if (dtrain__piece_common(&piece->piece, &tensor->piece, &common)) there += common.count;
-    }
-    return saved && there == tensor->piece.count && all == wanted;
-}
-
 /* Find out whether every rank finds the residuals and velocities of exactly its own pieces. */
 static dtrain_result dtrain__compare_cuts(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
+    const int rank = dtrain_comm_rank(state->comm);
     int32_t same = load->manifest.ranks == dtrain_comm_size(state->comm);
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].own && state->tensors[i].kind != DTRAIN_STATE_HOST &&
-            !dtrain__own_is_there(load, &state->tensors[i]))
-            same = 0;
+    for (size_t i = 0; i < state->tensor_count && same; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        if (!tensor->own || tensor->kind == DTRAIN_STATE_HOST) continue;
+        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        int64_t there = 0, all = 0; /* elements: of this piece, and saved less listed */
+        for (size_t k = 0; k < state->tensor_count; k++)
+            if (state->tensors[k].kind == tensor->kind &&
+                strcmp(state->tensors[k].name, tensor->name) == 0)
+                all -= state->tensors[k].piece.count;
+        for (size_t k = 0; saved && k < saved->count; k++) {
+            const dtrain_piece *piece = &saved->pieces[k].tensor.piece;
+            dtrain_piece common;
+            if (saved->pieces[k].rank != rank) continue;
+            all += piece->count;
+            if (dtrain__piece_common(piece, &tensor->piece, &common)) there += common.count;
+        }
+        same = there == tensor->piece.count && all == 0;
+    }
     DTRAIN__TRY(
         dtrain_all_reduce(state->comm, &same, &same, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     load->same_cuts = same != 0;
@@ -235,16 +216,15 @@ static dtrain_result dtrain__compare_cuts(dtrain__load *load)
 
 /* Make the sums in a target means over the ranks that saved them. Ranks that had the same part of
  * the parameter saved the same piece. */
-static void dtrain__own_scale(const dtrain__load *load, const dtrain__saved_tensor *saved,
-                              const dtrain__target *target)
+static void dtrain__own_scale(const dtrain__saved_tensor *saved, const dtrain__target *target)
 {
-    const dtrain__saved_piece *pieces = &load->manifest.pieces[saved->first_piece];
-    for (size_t i = 0; i < saved->piece_count; i++) {
-        const dtrain_piece *piece = &pieces[i].piece, *to = &target->piece;
+    const dtrain_piece *to = &target->piece;
+    for (size_t i = 0; i < saved->count; i++) {
+        const dtrain_piece *piece = &saved->pieces[i].tensor.piece;
         dtrain_piece common;
         size_t before = 0, all = 0;
-        for (size_t k = 0; k < saved->piece_count; k++) {
-            if (dtrain__piece_order(piece, &pieces[k].piece) != 0) continue;
+        for (size_t k = 0; k < saved->count; k++) {
+            if (dtrain__piece_order(piece, &saved->pieces[k].tensor.piece) != 0) continue;
             before += k < i;
             all++;
         }
@@ -278,38 +258,74 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
         memset(load->sum, 0, DTRAIN__BLOCK);
         for (int64_t r = 0; r < load->manifest.ranks && flat; r++)
             DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
-        if (flat) dtrain__own_scale(load, saved, &target);
+        if (flat) dtrain__own_scale(saved, &target);
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
                                        (size_t)target.piece.count * sizeof(float)));
     }
     return DTRAIN_OK;
 }
 
-/* Note how residuals were set, if not exactly as they were saved. */
-static void dtrain__note_residuals(dtrain__load *load)
+/* ---- All of it --------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__tensors_load(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    const int rank = dtrain_comm_rank(state->comm);
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
+        if (tensor->kind != DTRAIN_STATE_VALUE && load->desc.values_only) continue;
+        if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
+            DTRAIN__TRY(dtrain__own_mean(load, tensor));
+        else if (saved && (!tensor->own || rank < load->manifest.ranks)) {
+            load->values += tensor->kind == DTRAIN_STATE_VALUE;
+            DTRAIN__TRY(dtrain__tensor_read(load, saved, rank, &target));
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* Note what was not carried over exactly: scalars and arrays of this run that begin anew, tensors
+ * of the checkpoint that no rank lists (the program's arrays by name, the optimizer's by kind), and
+ * residuals. */
+static void dtrain__note_differences(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
-    bool wanted = false, there = false;
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        wanted |= tensor->kind == DTRAIN_STATE_RESIDUAL;
+    const int ranks = dtrain_comm_size(state->comm), before = (int)m->ranks;
+    const bool by_nodes = m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy);
+    bool listed[DTRAIN_STATE_KINDS] = {false}, saved[DTRAIN_STATE_KINDS] = {false};
+    bool said[DTRAIN_STATE_KINDS] = {false};
+    for (size_t i = 0; i < state->tensor_count; i++) listed[state->tensors[i].kind] = true;
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
+        saved[tensor->kind] = true;
+        said[tensor->kind] |= load->wanted[i] != 0;
     }
-    for (size_t i = 0; i < m->tensor_count; i++)
-        there |= m->tensors[i].tensor.kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
-    if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");
-    else if (wanted && !there) dtrain__load_note(load, "residuals begin with zeros");
-    else if (wanted && !load->same_cuts)
-        dtrain__load_note(load, m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy)
-                                    ? "residuals begin with zeros: they are those of nodes"
-                                    : "residuals are the mean over the ranks that saved them");
-}
-
-/* Note the program's own arrays that differ from rank to rank and could not be restored on all. */
-static void dtrain__note_arrays(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    const int ranks = dtrain_comm_size(state->comm), before = (int)load->manifest.ranks;
+    for (size_t i = 0; i < state->scalar_count; i++)
+        if (!load->has_scalar[i]) dtrain__load_note(load, "%s begins anew", state->scalars[i].name);
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
+        const char *kind = dtrain__state_kind_name(tensor->kind);
+        if (load->wanted[i] || tensor->kind == DTRAIN_STATE_VALUE ||
+            tensor->kind == DTRAIN_STATE_STEPS || tensor->kind == DTRAIN_STATE_RESIDUAL ||
+            tensor->kind == DTRAIN_STATE_VELOCITY)
+            continue;
+        if (tensor->kind == DTRAIN_STATE_HOST)
+            dtrain__load_note(load, "\"%s\" is left out: this run has no such array",
+                              dtrain__short(tensor->name));
+        else if (!said[tensor->kind])
+            dtrain__load_note(load, "%s was left out: this optimizer keeps none", kind);
+        said[tensor->kind] = true;
+    }
+    const bool residuals = listed[DTRAIN_STATE_RESIDUAL], there = saved[DTRAIN_STATE_RESIDUAL];
+    if (there && !residuals)
+        dtrain__load_note(load, "residuals were left out: this run keeps none");
+    else if (residuals && !there) dtrain__load_note(load, "residuals begin with zeros");
+    else if (residuals && !load->same_cuts)
+        dtrain__load_note(load, by_nodes ? "residuals begin with zeros: they are those of nodes"
+                                         : "residuals are the mean over the ranks that saved them");
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const char *name = dtrain__short(tensor->name);
@@ -325,99 +341,48 @@ static void dtrain__note_arrays(dtrain__load *load)
     }
 }
 
-/* ---- All of it --------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_tensor *tensor)
-{
-    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = dtrain_comm_rank(load->state->comm);
-    dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
-    if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
-        return dtrain__own_mean(load, tensor);
-    if (!saved) return DTRAIN_OK;
-    if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
-    load->values += tensor->kind == DTRAIN_STATE_VALUE;
-    return dtrain__tensor_read(load, saved, rank, &target);
-}
-
-static dtrain_result dtrain__tensors_load(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].kind == DTRAIN_STATE_VALUE || !load->desc.values_only)
-            DTRAIN__TRY(dtrain__tensor_load(load, &state->tensors[i]));
-    return DTRAIN_OK;
-}
-
-/* Find a scalar in the manifest; NULL: the checkpoint does not have it. */
-static const dtrain__saved_scalar *dtrain__scalar_saved(const dtrain__load *load, const char *name)
-{
-    const dtrain__saved_scalar *const all = load->manifest.scalars;
-    for (size_t i = 0; i < load->manifest.scalar_count; i++)
-        if (strcmp(all[i].name, name) == 0) return &all[i];
-    return NULL;
-}
-
-/* Refuse scalars that no run can have: counts that a next step would overflow, and a loss scale
- * that is not finite or not positive. Every value is a seed. */
-static dtrain_result dtrain__scalars_check(const dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
-        const char *const name = state->scalars[i].name;
-        const dtrain__saved_scalar *saved = dtrain__scalar_saved(load, name);
-        float scale = 1;
-        if (!saved || strstr(name, ".seed")) continue;
-        if (strcmp(name, "scaler.scale") == 0) memcpy(&scale, &saved->bits, sizeof scale);
-        if (saved->bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s is %llu, which no run can have saved",
-                               load->directory.text, name, (unsigned long long)saved->bits);
-    }
-    return DTRAIN_OK;
-}
-
-/* Set the scalars that the checkpoint has; others stay. */
-static void dtrain__scalars_load(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    dtrain__state_source *loader = dtrain__source_of(state->desc.loader);
-    char note[256] = "";
-    for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
-        const dtrain__scalar *scalar = &state->scalars[i];
-        const dtrain__saved_scalar *saved = dtrain__scalar_saved(load, scalar->name);
-        if (saved) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
-        else dtrain__load_note(load, "%s begins anew", scalar->name);
-    }
-    if (!loader || load->desc.values_only) return;
-    loader->resume(loader, note, sizeof note);
-    if (note[0]) dtrain__load_note(load, "%s", note);
-}
-
 /* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:
  * nor will an older checkpoint. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     dtrain_state *state = load->state;
-    const dtrain__manifest *m = &load->manifest;
+    dtrain__manifest *m = &load->manifest;
+    dtrain__state_source *loader = dtrain__source_of(state->desc.loader);
+    const bool all = !load->desc.values_only;
+    char note[256] = "";
     *differs = false;
     load->note[0] = 0;
     load->reader.bytes = load->values = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
-    DTRAIN__TRY(dtrain__agree(
-        state->comm, dtrain__manifest_read(&load->folder, load->directory.text, &load->manifest)));
-    DTRAIN__TRY(dtrain__agree(state->comm, dtrain__scalars_check(load)));
-    DTRAIN__TRY(dtrain__load_wanted(load));
-    const dtrain_result fits = dtrain__agree(state->comm, dtrain__load_compare(load));
-    *differs = fits != DTRAIN_OK;
-    DTRAIN__TRY(fits);
+    dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
+    if (result == DTRAIN_OK)
+        result = dtrain__manifest_tensors(m, &load->folder, load->directory.text, !all);
+    if (result == DTRAIN_OK) result = dtrain__scalars_read(load);
+    DTRAIN__TRY(dtrain__agree(state->comm, result));
+    /* ranks may list different tensors */
+    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count,
+                                            sizeof *load->wanted, "a list of tensors");
+    DTRAIN__TRY(dtrain__agree(state->comm, load->wanted ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain__saved_tensor *saved =
+            dtrain__manifest_find(m, state->tensors[i].kind, state->tensors[i].name);
+        if (saved) load->wanted[saved - m->tensors] = 1;
+    }
+    DTRAIN__TRY(dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count,
+                                  DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
+    result = dtrain__agree(state->comm, dtrain__load_compare(load));
+    *differs = result != DTRAIN_OK;
+    DTRAIN__TRY(result);
     DTRAIN__TRY(dtrain__compare_cuts(load));
     dtrain__set_torn(state->desc.strategy, dtrain__load_call);
     DTRAIN__TRY(dtrain__agree(state->comm, dtrain__tensors_load(load)));
-    dtrain__scalars_load(load);
-    if (!load->desc.values_only) {
-        dtrain__note_left_out(load);
-        dtrain__note_residuals(load);
-        dtrain__note_arrays(load);
+    for (size_t i = 0; i < state->scalar_count && all; i++)
+        if (load->has_scalar[i]) /* little-endian */
+            memcpy(state->scalars[i].memory, &load->scalars[i], state->scalars[i].bytes);
+    if (all) {
+        dtrain__note_differences(load);
+        if (loader) loader->resume(loader, note, sizeof note);
+        if (note[0]) dtrain__load_note(load, "%s", note);
         state->step = m->step;
         if (m->run) state->run = m->run;
     }
@@ -434,26 +399,6 @@ static void dtrain__load_free(dtrain__load *load)
 }
 
 /* ---- Choosing a checkpoint --------------------------------------------------------------------*/
-
-/* Rank 0: find out whether the path is a checkpoint, or list the checkpoints in it. An empty path,
- * a checkpoint without its manifest and a disk that fails are three different errors. */
-static dtrain_result dtrain__find_checkpoints(dtrain__load *load, bool *is_one)
-{
-    const dtrain__folder *folder = &load->folder;
-    const dtrain__file_path manifest = dtrain__path_in(folder->path, "manifest.json");
-    const int code = dtrain__storage_probe(folder->storage, manifest.text, DTRAIN_STORAGE_READ);
-    *is_one = code == 0;
-    if (*is_one) return DTRAIN_OK;
-    if (code != -ENOENT && code != -ENOTDIR)
-        return dtrain__storage_fail(manifest.text, "opened", code);
-    if (dtrain__storage_probe(folder->storage, folder->path, DTRAIN_STORAGE_DIRECTORY) != -ENOENT)
-        DTRAIN__TRY(dtrain__steps_list(folder, "", &load->steps));
-    if (load->steps.count) return DTRAIN_OK;
-    if (load->steps.remains)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s has files of a checkpoint, and no manifest.json",
-                           folder->path);
-    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", folder->path);
-}
 
 /* Load the newest of the steps that can be read whole. */
 static dtrain_result dtrain__load_newest(dtrain__load *load)
@@ -489,20 +434,33 @@ static dtrain_result dtrain__load_newest(dtrain__load *load)
     }
 }
 
-/* Find a checkpoint, on rank 0, and load it. */
+/* Find a checkpoint, on rank 0, and load it: the path is one, or a directory with some. An empty
+ * path, a checkpoint without its manifest and a disk that fails are three different errors. */
 static dtrain_result dtrain__load_path(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    const char *path = load->folder.path;
+    const dtrain__folder *folder = &load->folder;
+    const char *path = folder->path;
     bool is_one = false, differs;
     dtrain_result result = dtrain__between_backwards(state->desc.strategy, dtrain__load_call);
-    if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
-        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
-                             dtrain__load_call, DTRAIN__PATH - 128);
-    if (result == DTRAIN_OK)
-        result = dtrain__reader_begin(&load->reader, state, load->folder.storage);
-    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
-        result = dtrain__find_checkpoints(load, &is_one);
+    if (result == DTRAIN_OK) result = dtrain__path_check(dtrain__load_call, path);
+    if (result == DTRAIN_OK) result = dtrain__reader_begin(&load->reader, state, folder->storage);
+    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0) {
+        const dtrain__file_path manifest = dtrain__path_in(path, "manifest.json");
+        const int code = dtrain__storage_probe(folder->storage, manifest.text, DTRAIN_STORAGE_READ);
+        is_one = code == 0;
+        if (code && code != -ENOENT && code != -ENOTDIR)
+            result = dtrain__storage_fail(manifest.text, "opened", code);
+        else if (code &&
+                 dtrain__storage_probe(folder->storage, path, DTRAIN_STORAGE_DIRECTORY) != -ENOENT)
+            result = dtrain__steps_list(folder, "", &load->steps);
+        if (result == DTRAIN_OK && code && !load->steps.count)
+            result =
+                load->steps.remains
+                    ? dtrain_fail(DTRAIN_ERROR_DATA,
+                                  "%s has files of a checkpoint, and no manifest.json", path)
+                    : dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", path);
+    }
     int64_t from[2] = {is_one, (int64_t)state->world->job};
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     DTRAIN__TRY(dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL));
@@ -510,22 +468,6 @@ static dtrain_result dtrain__load_path(dtrain__load *load)
     if (!from[0]) return dtrain__load_newest(load);
     snprintf(load->directory.text, sizeof load->directory.text, "%s", path);
     return dtrain__load_one(load, &differs);
-}
-
-/* Fill in the caller's info. */
-static void dtrain__load_report(const dtrain__load *load, double start, dtrain_load_info *info)
-{
-    const dtrain__manifest *m = &load->manifest;
-    info->step = m->step;
-    info->ranks = (int)m->ranks;
-    snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
-    snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
-             load->directory.text);
-    info->bytes = load->reader.bytes;
-    info->values = load->values;
-    memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
-    info->seconds = dtrain_seconds() - start;
-    memcpy(info->note, load->note, sizeof info->note);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
@@ -548,8 +490,19 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
     const dtrain_result result = dtrain__load_path(&load);
-    if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
-    else if (torn && !dtrain__torn(state->desc.strategy))
+    const dtrain__manifest *m = &load.manifest;
+    if (result == DTRAIN_OK) {
+        info->step = m->step;
+        info->ranks = (int)m->ranks;
+        snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
+        snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
+                 load.directory.text);
+        info->bytes = load.reader.bytes;
+        info->values = load.values;
+        memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
+        info->seconds = dtrain_seconds() - start;
+        memcpy(info->note, load.note, sizeof info->note);
+    } else if (torn && !dtrain__torn(state->desc.strategy))
         dtrain__set_torn(state->desc.strategy, torn);
     dtrain__load_free(&load);
     dtrain__steps_free(&load.steps);

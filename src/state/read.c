@@ -43,23 +43,6 @@ DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_sta
     reader->block = NULL;
 }
 
-/* Open a file, unless it is the one that is open, and check its size. */
-DTRAIN__PRIVATE dtrain_result dtrain__reader_open(dtrain__reader *reader, const char *path,
-                                                  uint64_t file_bytes)
-{
-    const dtrain_storage *storage = reader->storage;
-    if (reader->file >= 0 && strcmp(reader->opened, path) == 0) return DTRAIN_OK;
-    if (reader->file >= 0) (void)storage->close(storage->user, reader->file);
-    reader->file = -1;
-    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &reader->file));
-    snprintf(reader->opened, sizeof reader->opened, "%s", path);
-    const int64_t size = file_bytes ? storage->size(storage->user, reader->file) : 0;
-    if (size >= 0 && (uint64_t)size == file_bytes) return DTRAIN_OK;
-    reader->opened[0] = 0;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, and the manifest says %llu", path,
-                       (long long)size, (unsigned long long)file_bytes);
-}
-
 /* Read elements first to first + count of a source, widened to fp32 or as they are. With checksums
  * they are one whole block. */
 DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
@@ -70,9 +53,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
     const uint64_t at = (uint64_t)first * each;
     char digits[DTRAIN__CRC_DIGITS + 1];
     char *from = widen ? to + (size_t)count * sizeof(float) - bytes : to;
-    DTRAIN__TRY(dtrain__reader_open(reader, source->path, source->file_bytes));
-    DTRAIN__TRY(dtrain__storage_read(reader->storage, reader->file, source->path, from, bytes,
-                                     source->at + at));
+    const dtrain_storage *storage = reader->storage;
+    if (reader->file < 0 || strcmp(reader->opened, source->path) != 0) {
+        if (reader->file >= 0) (void)storage->close(storage->user, reader->file);
+        reader->file = -1;
+        DTRAIN__TRY(
+            dtrain__storage_open(storage, source->path, DTRAIN_STORAGE_READ, &reader->file));
+        snprintf(reader->opened, sizeof reader->opened, "%s", source->path);
+    }
+    DTRAIN__TRY(
+        dtrain__storage_read(storage, reader->file, source->path, from, bytes, source->at + at));
     reader->bytes += bytes;
     if (source->crc) {
         snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, from, bytes));
@@ -81,7 +71,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
             return dtrain_fail(
                 DTRAIN_ERROR_DATA,
                 "%s is damaged: its %zu bytes from %llu on, of the %s of \"%s\", do not have "
-                "the checksum of the manifest",
+                "the checksum of its header",
                 source->path, bytes, (unsigned long long)(source->at + at), source->kind,
                 dtrain__short(source->name));
     }

@@ -11,7 +11,6 @@
 typedef struct dtrain__source {
     const char *path;
     uint64_t at;             /* its first byte */
-    uint64_t file_bytes;     /* that the file must have; 0 = not checked */
     const char *kind, *name; /* for sentences */
     const char *crc;         /* CRC_DIGITS hexadecimal digits for each BLOCK of it; NULL: none */
     uint32_t dtype;
@@ -53,8 +52,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
                                                    const dtrain_state *state,
                                                    const dtrain_storage *storage);
 DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
-DTRAIN__PRIVATE dtrain_result dtrain__reader_open(dtrain__reader *reader, const char *path,
-                                                  uint64_t file_bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
                                                     const dtrain__source *source, bool widen,
                                                     int64_t first, int64_t count, char *to);

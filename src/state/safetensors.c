@@ -15,6 +15,7 @@
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
+#include "core/crc32c_internal.h"
 #include "core/dtype.h"
 #include "core/json_internal.h"
 #include "core/log.h"
@@ -176,8 +177,7 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
  * string is never longer than its text between quotes. */
 static dtrain_result dtrain__header_read(dtrain__json *json, dtrain__tensor_file *out)
 {
-    char *name = out->names;
-    bool metadata = false;
+    char *name = out->names, *const end = name + out->names_bytes;
     (void)dtrain__json_enter(json, '{');
     while (dtrain__json_member(json, name, DTRAIN__TENSOR_NAME)) {
         dtrain__stored *tensor = &out->tensors[out->count];
@@ -186,10 +186,15 @@ static dtrain_result dtrain__header_read(dtrain__json *json, dtrain__tensor_file
             if ((unsigned char)*c < 0x20 || *c == 0x7f)
                 dtrain__json_fail(json, "a name with control characters");
         if (strcmp(name, "__metadata__") == 0) { /* strings by name */
-            if (metadata) dtrain__json_fail(json, "a second \"__metadata__\"");
-            metadata = true;
+            json->inside = "__metadata__";
+            if (out->metadata) dtrain__json_fail(json, "a second \"__metadata__\"");
+            out->metadata = name;
             (void)dtrain__json_enter(json, '{');
-            while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_string(json, NULL, 0);
+            while (dtrain__json_member(json, name, (size_t)(end - name))) {
+                name += strlen(name) + 1;
+                if (dtrain__json_string(json, name, (size_t)(end - name))) name += strlen(name) + 1;
+            }
+            out->metadata_end = name;
         } else if (dtrain__header_tensor(json, tensor)) {
             tensor->name = name;
             name += strlen(name) + 1;
@@ -266,30 +271,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
     return result;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage, int file,
-                                                       const char *path,
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage,
+                                                       const char *path, const char *crc,
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out)
 {
     unsigned char head[32]; /* the length, and what a file of another kind begins with */
+    char digits[9], *header = NULL;
     uint64_t bytes = 0;
+    int file;
     memset(out, 0, sizeof *out);
+    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &file));
     const int64_t size = storage->size(storage->user, file);
-    if (size < 0) return dtrain__storage_fail(path, "read", size);
-    const size_t shown = (size_t)dtrain__min(size, (int64_t)sizeof head);
-    DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, shown, 0));
-    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES && i < shown; i++)
-        bytes |= (uint64_t)head[i] << (8 * i);
-    dtrain_result result = dtrain__header_fits(path, bytes, (uint64_t)size);
-    const char *mistaken = result == DTRAIN_OK ? NULL : dtrain__mistaken(head, shown);
-    if (mistaken) return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
-    if (result != DTRAIN_OK) return result;
-    char *header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
-    if (!header) return DTRAIN_ERROR_MEMORY;
-    result = dtrain__storage_read(storage, file, path, header, (size_t)bytes, DTRAIN__LENGTH_BYTES);
+    const size_t shown = (size_t)dtrain__max(0, dtrain__min(size, (int64_t)sizeof head));
+    dtrain_result result = size < 0 ? dtrain__storage_fail(path, "read", size)
+                                    : dtrain__storage_read(storage, file, path, head, shown, 0);
+    if (result == DTRAIN_OK) {
+        for (size_t i = 0; i < DTRAIN__LENGTH_BYTES && i < shown; i++)
+            bytes |= (uint64_t)head[i] << (8 * i);
+        result = dtrain__header_fits(path, bytes, (uint64_t)size);
+        const char *mistaken = result == DTRAIN_OK ? NULL : dtrain__mistaken(head, shown);
+        if (mistaken) result = dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
+    }
+    if (result == DTRAIN_OK) {
+        header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
+        result = header ? dtrain__storage_read(storage, file, path, header, (size_t)bytes,
+                                               DTRAIN__LENGTH_BYTES)
+                        : DTRAIN_ERROR_MEMORY;
+    }
+    (void)storage->close(storage->user, file);
+    const uint32_t found = result == DTRAIN_OK ? dtrain__crc32c(0, header, (size_t)bytes) : 0;
+    snprintf(digits, sizeof digits, "%08x", found);
+    if (result == DTRAIN_OK && crc && memcmp(digits, crc, 8) != 0)
+        result = dtrain_fail(DTRAIN_ERROR_DATA,
+                             "%s is damaged: its header does not have the checksum of the manifest",
+                             path);
     if (result == DTRAIN_OK)
         result =
             dtrain__safetensors_parse(path, header, (size_t)bytes, (uint64_t)size, allocator, out);
+    out->crc = found;
     dtrain__free(allocator, header, (size_t)bytes, 1);
     return result;
 }

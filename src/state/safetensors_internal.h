@@ -30,7 +30,9 @@ typedef struct dtrain__tensor_file {
     size_t count, room;
     char *names; /* (names_bytes) */
     size_t names_bytes;
-    uint64_t data; /* where the data begins in the file */
+    const char *metadata, *metadata_end; /* key, 0, text, 0, ...; in names; NULL: none */
+    uint64_t data;                       /* where the data begins in the file */
+    uint32_t crc;                        /* of the header, if it was read from a file */
 } dtrain__tensor_file;
 
 /* Append the beginning of a file to the text: length and header, padded with blanks to a multiple
@@ -40,10 +42,11 @@ typedef struct dtrain__tensor_file {
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
                                                         const dtrain__stored *tensors, size_t count,
                                                         const char *metadata);
-/* Read the header of an open file and check all of it. This takes at most six times the memory of
- * the header, and leaves nothing to free after an error. */
-DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage, int file,
-                                                       const char *path,
+/* Read the header of a file and check all of it, first its checksum (crc: 8 digits; NULL: it is not
+ * known). This takes at most six times the memory of the header, and leaves nothing to free after
+ * an error. */
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage,
+                                                       const char *path, const char *crc,
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out);
 /* The same for a header that is in memory: header (bytes), of a file of file_bytes. */

@@ -1,14 +1,15 @@
 /* Saving
  *
- *     every rank       wait for the save before | snapshot |                 agree
- *     its thread                                           | write | list |
- *     rank 0's thread                                      | write | list | lists of all, manifest,
- *                                                            rename, old ones go
+ *     every rank       wait for the save before | snapshot |         agree
+ *     its thread                                           | write |
+ *     rank 0's thread                                      | write | headers of all files, manifest,
+ *                                                                    rename, old ones go
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
  * its order among those of training would differ from rank to rank: rank 0's thread polls the
- * directory, which all share, for the lists of the others, and the ranks agree at the next call. A
- * rank that failed writes no list; rank 0 stops waiting when that agreement reports the failure. */
+ * directory, which all share, for the files of the others, and the ranks agree at the next call. A
+ * file gets its name when it is whole; rank 0 stops waiting when that agreement reports the failure
+ * of a rank. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -194,51 +195,6 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Read the list of a rank's files. It is there when all ranks have written, unless this host sees
- * it later than the one that has written it. */
-static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *path, char **text,
-                                        size_t *bytes, size_t *room)
-{
-    for (;;) {
-        dtrain_result result = dtrain__storage_get(c->folder.storage, &c->allocator, path,
-                                                   DTRAIN__MANIFEST_MOST, text, bytes);
-        *room = *bytes + 1;
-        if (result == DTRAIN_OK) {
-            result = dtrain__unseal(path, *text, bytes);
-            if (result == DTRAIN_OK) return DTRAIN_OK;
-            dtrain__free(&c->allocator, *text, *room, 1);
-        }
-        pthread_mutex_lock(&c->mutex);
-        const double deadline = c->deadline;
-        pthread_mutex_unlock(&c->mutex);
-        if (dtrain_seconds() > deadline) return result;
-        dtrain__poll_sleep();
-    }
-}
-
-/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text
- * between the brackets is copied. */
-static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
-                                        dtrain__text *manifest)
-{
-    const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
-    bool any = false;
-    for (int r = 0; r < c->ranks; r++) {
-        const dtrain__file_path path = dtrain__path_in(directory, "rank-%05d.json", r);
-        char *text;
-        size_t bytes, room;
-        DTRAIN__TRY(dtrain__list_await(c, path.text, &text, &bytes, &room));
-        if (bytes > before + after) {
-            dtrain__text_add(manifest, "%s%.*s", any ? "," : "", (int)(bytes - before - after),
-                             text + before);
-            any = true;
-        }
-        dtrain__free(&c->allocator, text, room, 1);
-        DTRAIN__TRY(dtrain__storage_remove(c->folder.storage, path.text));
-    }
-    return DTRAIN_OK;
-}
-
 /* Read the metric of a checkpoint; DBL_MAX: it is not finite, or cannot be read. The bits say that
  * even where a compiler takes all numbers to be finite. */
 static double dtrain__metric_of(const dtrain_checkpoint *c, int64_t step)
@@ -286,15 +242,30 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
+/* Rank 0: write the manifest when every rank's files are there, and make it a checkpoint. A file
+ * is there when all ranks have written, unless this host sees it later than the one that has
+ * written it. */
 static dtrain_result dtrain__publish(dtrain_checkpoint *c)
 {
     const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
     const dtrain__file_path path = dtrain__path_in(directory.text, "manifest.json");
     dtrain__text *manifest = &c->head;
-    DTRAIN__TRY(dtrain__lists_join(c, directory.text, manifest));
-    dtrain__text_add(manifest, "]");
-    dtrain__seal(manifest);
+    for (int f = 0; f < 2 * c->ranks; f++) {
+        const dtrain__file_path file = dtrain__tensors_path(directory.text, f % 2, f / 2);
+        dtrain__tensor_file header;
+        dtrain_result result;
+        while ((result = dtrain__safetensors_read(c->folder.storage, file.text, NULL, &c->allocator,
+                                                  &header)) != DTRAIN_OK) {
+            pthread_mutex_lock(&c->mutex);
+            const double deadline = c->deadline;
+            pthread_mutex_unlock(&c->mutex);
+            if (dtrain_seconds() > deadline) return result;
+            dtrain__poll_sleep();
+        }
+        dtrain__text_add(manifest, "%08x", header.crc);
+        dtrain__safetensors_free(&header);
+    }
+    dtrain__manifest_seal(manifest);
     if (manifest->failed) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__storage_put(c->folder.storage, path.text, manifest->at, manifest->bytes));
     DTRAIN__TRY(dtrain__publish_step(&c->folder, c->step));
@@ -642,6 +613,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     dtrain__free(&allocator, c->held, c->held_room, sizeof *c->held);
     dtrain__free(&allocator, c->held_names, c->held_names_bytes, 1);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
+    dtrain__free(&allocator, c->crcs, c->crc_count, sizeof *c->crcs);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;
 }

@@ -26,31 +26,12 @@
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
 
-/* Put this rank's list where its part of what is gathered begins. */
-static void dtrain__union_own(const dtrain_checkpoint *c, dtrain__held *list, char *names)
-{
-    const dtrain_state *state = c->desc.state;
-    const int copy = dtrain__groups_of(state->desc.strategy).tensor_rank;
-    size_t at = 0;
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain_piece whole = dtrain__piece_whole(tensor->shape);
-        const size_t bytes = strlen(tensor->name) + 1;
-        memcpy(names + at, tensor->name, bytes);
-        list[i].tensor = *tensor;
-        list[i].rank = c->rank;
-        if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
-            list[i].copy = copy; /* not cut: the program alone knows who has what of its arrays */
-        list[i].name_at = (int64_t)at;
-        at += bytes;
-    }
-}
-
 /* Gather all lists: entries and names, each padded to those of the longest list. */
 static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
 {
     const dtrain_state *state = c->desc.state;
     const size_t ranks = (size_t)c->ranks, words = sizeof(dtrain__held) / sizeof(int64_t);
+    const int copy = dtrain__groups_of(state->desc.strategy).tensor_rank;
     int64_t most[2] = {(int64_t)state->tensor_count, 8};
     for (size_t i = 0; i < state->tensor_count; i++)
         most[1] += (int64_t)strlen(state->tensors[i].name) + 1;
@@ -68,36 +49,48 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__agree(c->comm, c->held && c->held_names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
     dtrain__held *mine = c->held + ranks * entries;
     for (size_t i = 0; i < entries; i++) mine[i].rank = -1; /* none */
-    dtrain__union_own(c, mine, c->held_names + ranks * part);
+    char *const names = c->held_names + ranks * part;
+    for (size_t i = 0, at = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain_piece whole = dtrain__piece_whole(tensor->shape);
+        const size_t bytes = strlen(tensor->name) + 1;
+        memcpy(names + at, tensor->name, bytes);
+        mine[i].tensor = *tensor;
+        mine[i].rank = c->rank;
+        mine[i].at = (int64_t)at;
+        if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
+            mine[i].copy = copy; /* not cut: the program alone knows who has what of its arrays */
+        at += bytes;
+    }
     DTRAIN__TRY(dtrain_all_gather(c->comm, mine, c->held, entries * words, DTRAIN_DTYPE_I64, NULL));
-    DTRAIN__TRY(dtrain_all_gather(c->comm, c->held_names + ranks * part, c->held_names, name_words,
-                                  DTRAIN_DTYPE_I64, NULL));
+    DTRAIN__TRY(
+        dtrain_all_gather(c->comm, names, c->held_names, name_words, DTRAIN_DTYPE_I64, NULL));
     for (size_t i = 0; i < ranks * entries; i++) {
         dtrain__held held = c->held[i];
         if (held.rank < 0) continue;
-        held.tensor.name = c->held_names + (size_t)held.rank * part + held.name_at;
+        held.tensor.name = c->held_names + (size_t)held.rank * part + held.at;
         c->held[c->held_count++] = held;
     }
     return DTRAIN_OK;
 }
 
+/* Order entries by kind and name of their tensors. */
+DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b)
+{
+    if (a->tensor.kind != b->tensor.kind) return a->tensor.kind < b->tensor.kind ? -1 : 1;
+    return strcmp(a->tensor.name, b->tensor.name);
+}
+
 /* Order entries by tensor, then by piece; those of a tensor that every rank has of its own by rank
  * before that. */
-static int dtrain__held_order(const void *left, const void *right)
+DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right)
 {
     const dtrain__held *a = (const dtrain__held *)left, *b = (const dtrain__held *)right;
     const int ranks = (a->rank > b->rank) - (a->rank < b->rank);
-    if (a->tensor.kind != b->tensor.kind) return a->tensor.kind < b->tensor.kind ? -1 : 1;
-    const int names = strcmp(a->tensor.name, b->tensor.name);
-    if (names) return names;
-    if (a->tensor.own && ranks) return ranks;
+    const int tensors = dtrain__tensor_order(a, b);
+    if (tensors || (a->tensor.own && ranks)) return tensors ? tensors : ranks;
     const int pieces = dtrain__piece_order(&a->tensor.piece, &b->tensor.piece);
     return pieces ? pieces : ranks;
-}
-
-static bool dtrain__same_tensor(const dtrain__held *a, const dtrain__held *b)
-{
-    return a->tensor.kind == b->tensor.kind && strcmp(a->tensor.name, b->tensor.name) == 0;
 }
 
 /* Name a contradiction: two ranks describe one tensor in different ways. */
@@ -118,24 +111,20 @@ static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__
                        text[0], text[1]);
 }
 
-/* Number the tensors, and choose a writer for each piece: of entries that differ in nothing but the
+/* Choose a writer for each piece: of entries that differ in nothing but the
  * rank, that of the rank with the least to write stays; none, if copy 0 has no such piece. */
 static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
 {
     uint64_t load[DTRAIN_MAX_RANKS] = {0};
     size_t count = 0, first = 0; /* entries that stay; the first one of the tensor */
-    int64_t number = 0;
     for (size_t i = 0, next; i < c->held_count; i = next) {
         const dtrain_state_tensor *tensor = &c->held[i].tensor;
         size_t least = i;
         bool counts = false; /* a piece of copy 0 */
-        if (!dtrain__same_tensor(&c->held[i], &c->held[first])) {
-            first = i;
-            number++;
-        }
+        if (dtrain__tensor_order(&c->held[i], &c->held[first])) first = i;
         for (next = i; next < c->held_count; next++) {
             const dtrain__held *held = &c->held[next];
-            if (!dtrain__same_tensor(held, &c->held[first]) ||
+            if (dtrain__tensor_order(held, &c->held[first]) ||
                 (next > i && tensor->own && held->tensor.own) ||
                 dtrain__piece_order(&tensor->piece, &held->tensor.piece))
                 break;
@@ -147,30 +136,33 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
         if (!counts) continue;
         load[c->held[least].rank] +=
             (uint64_t)tensor->piece.count * dtrain__state_bytes(tensor->dtype);
-        c->held[least].number = number;
         c->held[count++] = c->held[least];
     }
     c->held_count = count;
     return DTRAIN_OK;
 }
 
-/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it.
- * They lie `stride` bytes apart, as members of a larger struct. A piece is compared with those
- * whose boxes begin before its own ends. */
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
-                                                   const dtrain_state_tensor *tensor,
-                                                   const dtrain_piece *pieces, size_t stride,
-                                                   size_t count)
+/* Count the pieces of the first tensor of a sorted list, and check that they agree on it, do not
+ * overlap, and are all of it together. A piece is compared with those whose boxes begin before its
+ * own ends. */
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
+                                                   size_t room, size_t *count)
 {
-    const char *const base = (const char *)pieces;
+    const dtrain_state_tensor *tensor = &pieces->tensor;
     int64_t sum = 0;
     bool overlap = false;
-    for (size_t i = 0; i < count && !overlap; i++) {
-        const dtrain_piece *a = (const dtrain_piece *)(const void *)(base + i * stride);
+    for (*count = 1; *count < room && !dtrain__tensor_order(pieces, &pieces[*count]); ++*count)
+        if (!dtrain__state_alike(tensor, &pieces[*count].tensor))
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "%s: the %s of \"%s\" has two shapes, types or owners", where,
+                               dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name));
+    if (tensor->own) return DTRAIN_OK;
+    for (size_t i = 0; i < *count && !overlap; i++) {
+        const dtrain_piece *a = &pieces[i].tensor.piece;
         overlap = a->count > tensor->total - sum;
         if (!overlap) sum += a->count;
-        for (size_t k = i + 1; k < count && !overlap; k++) {
-            const dtrain_piece *b = (const dtrain_piece *)(const void *)(base + k * stride);
+        for (size_t k = i + 1; k < *count && !overlap; k++) {
+            const dtrain_piece *b = &pieces[k].tensor.piece;
             dtrain_piece common;
             if (b->first[0] >= a->first[0] + a->length[0]) break;
             overlap = a->count && b->count &&
@@ -192,12 +184,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__union_gather(c));
     qsort(c->held, c->held_count, sizeof *c->held, dtrain__held_order);
     DTRAIN__TRY(dtrain__union_choose(c));
-    for (size_t i = 0, next; i < c->held_count; i = next) {
-        const dtrain_state_tensor *tensor = &c->held[i].tensor;
-        for (next = i; next < c->held_count && c->held[next].number == c->held[i].number;) next++;
-        if (!tensor->own)
-            DTRAIN__TRY(dtrain__pieces_check("dtrain_checkpoint_open", tensor, &tensor->piece,
-                                             sizeof *c->held, next - i));
-    }
+    for (size_t i = 0, count; i < c->held_count; i += count)
+        DTRAIN__TRY(
+            dtrain__pieces_check("dtrain_checkpoint_open", &c->held[i], c->held_count - i, &count));
     return DTRAIN_OK;
 }

@@ -1,16 +1,17 @@
 /* Writing a rank's files
  *
- *     plan        once: where in which of two files each piece goes, and their headers. Values
- *                 have a file of their own, because programs read them alone as well
+ *     plan        once: where in which of two files each piece goes. Values have a file of their
+ *                 own, because programs read them alone as well
  *     snapshot    copy these pieces to host memory, for a save in the background
- *     write       files, block by block with their checksums, and the list of what they hold
+ *     write       files, block by block with their checksums; the header, which has these, comes
+ *                 last, and a rename then says that the file is whole and on the disk
  *
  * Nothing here communicates: state/union.c has chosen who writes which piece. */
 
-#define DTRAIN__INTRINSICS
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/crc32c_internal.h"
+#include "core/json_internal.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "state/box_internal.h"
@@ -20,7 +21,16 @@
 #include "state/storage_internal.h"
 #include "device/backend.h"
 
+#ifdef __x86_64__
+#include <emmintrin.h>
+#endif
+
 /* ---- Plan -------------------------------------------------------------------------------------*/
+
+static size_t dtrain__blocks_of(uint64_t bytes)
+{
+    return (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK);
+}
 
 /* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
  * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
@@ -54,62 +64,70 @@ static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, cha
                        dtrain__short(tensor->name), DTRAIN__TENSOR_NAME - 1);
 }
 
-/* Make the header of a file: what it holds, and the metadata by which readers know it. */
+/* Make the header of a file: what it holds, and the metadata by which readers know it. The length
+ * does not depend on the checksums. */
 static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__write_file *file)
 {
-    static const char metadata[] = "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"}";
+    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1;
     dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
         &c->allocator, file->count, sizeof *stored, "the header of a file");
-    char(*names)[DTRAIN__TENSOR_NAME] = (char(*)[DTRAIN__TENSOR_NAME])dtrain__alloc(
-        &c->allocator, file->count, sizeof *names, "the header of a file");
-    dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    file->header.allocator = &c->allocator;
+    char(*keys)[sizeof DTRAIN__PIECE_KEY + DTRAIN__TENSOR_NAME] =
+        (char(*)[sizeof DTRAIN__PIECE_KEY + DTRAIN__TENSOR_NAME])
+            dtrain__alloc(&c->allocator, file->count, sizeof *keys, "the header of a file");
+    dtrain__text metadata, value;
+    dtrain_result result = stored && keys ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    memset(&metadata, 0, sizeof metadata);
+    metadata.allocator = &c->allocator;
+    value = metadata;
+    dtrain__text_add(&metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        result = dtrain__piece_stored(&piece->held->tensor, names[i], &stored[i]);
-        stored[i].name = names[i];
-        stored[i].dtype = piece->held->tensor.dtype;
+        const dtrain_state_tensor *tensor = &piece->held->tensor;
+        int64_t numbers[16] = {tensor->kind, tensor->own};
+        memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
+        memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
+        memcpy(keys[i], DTRAIN__PIECE_KEY, prefix);
+        result = dtrain__piece_stored(tensor, keys[i] + prefix, &stored[i]);
+        stored[i].name = keys[i] + prefix;
+        stored[i].dtype = tensor->dtype;
         stored[i].begin = piece->at;
         stored[i].end = piece->at + piece->bytes;
+        value.bytes = 0;
+        for (int n = 0; n < 16; n++) dtrain__text_add(&value, "%lld ", (long long)numbers[n]);
+        for (size_t b = 0; b < dtrain__blocks_of(piece->bytes); b++)
+            dtrain__text_add(&value, "%08x", piece->crc[b]);
+        dtrain__text_add(&value, " %s", tensor->name);
+        dtrain__text_add(&metadata, ",");
+        dtrain__text_add_string(&metadata, keys[i]);
+        dtrain__text_add(&metadata, ":");
+        dtrain__text_add_string(&metadata, value.failed ? "" : value.at);
+        metadata.failed = metadata.failed || value.failed;
     }
+    dtrain__text_add(&metadata, "}");
+    if (result == DTRAIN_OK && metadata.failed) result = DTRAIN_ERROR_MEMORY;
+    file->header.allocator = &c->allocator;
+    file->header.bytes = 0;
     if (result == DTRAIN_OK)
-        result = dtrain__safetensors_write(&file->header, stored, file->count, metadata);
-    dtrain__free(&c->allocator, names, file->count, sizeof *names);
+        result = dtrain__safetensors_write(&file->header, stored, file->count, metadata.at);
+    dtrain__text_free(&value);
+    dtrain__text_free(&metadata);
+    dtrain__free(&c->allocator, keys, file->count, sizeof *keys);
     dtrain__free(&c->allocator, stored, file->count, sizeof *stored);
     return result;
 }
 
-/* Make the memory that blocks and snapshots are copied to. */
-static dtrain_result dtrain__copies_make(dtrain_checkpoint *c)
-{
-    dtrain_device *device = c->desc.state->device;
-    size_t bytes = 0;
-    void *memory;
-    if (!c->desc.background && !device->ops->host_memory) {
-        c->bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
-        return c->bounce ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    }
-    for (size_t i = 0; i < c->piece_count; i++)
-        bytes += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
-    if (!c->desc.background || !bytes) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
-    c->snapshot = (char *)memory;
-    c->info.snapshot_bytes = bytes;
-    for (size_t i = 0, at = 0; i < c->piece_count; i++) {
-        c->pieces[i].copy = c->snapshot + at;
-        at += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
-    }
-    return DTRAIN_OK;
-}
-
-/* Plan both files. Wide elements come first, so that all are aligned. */
+/* Plan both files, wide elements first, so that all are aligned, and make the memory that blocks
+ * and snapshots are copied to. A tensor without elements has an entry in its file. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
+    dtrain_device *device = c->desc.state->device;
+    size_t copied = 0;
+    void *memory;
     for (size_t n = 0; n < 8 * c->held_count; n++) {
         const size_t round = n / c->held_count, each = (size_t)8 >> round % 4;
         const dtrain__held *held = &c->held[n % c->held_count];
         dtrain__write_file *file = &c->files[round / 4];
-        if (held->rank != c->rank || !held->tensor.piece.count ||
+        if (held->rank != c->rank || (!held->tensor.piece.count && held->tensor.total) ||
             (held->tensor.kind != DTRAIN_STATE_VALUE) != (round >= 4) ||
             dtrain__state_bytes(held->tensor.dtype) != each)
             continue;
@@ -117,14 +135,34 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
                           sizeof *c->pieces, "the plan of a save"))
             return DTRAIN_ERROR_MEMORY;
         const uint64_t bytes = (uint64_t)held->tensor.piece.count * each;
-        const dtrain__write_piece piece = {held, bytes, file->bytes, NULL};
+        const dtrain__write_piece piece = {held, bytes, file->bytes, NULL, NULL};
         if (!file->count++) file->first = c->piece_count;
         c->pieces[c->piece_count++] = piece;
+        c->crc_count += dtrain__blocks_of(bytes);
+        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
         file->bytes += bytes;
     }
-    for (int f = 0; f < 2; f++)
-        if (c->files[f].count) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
-    return dtrain__copies_make(c);
+    c->crcs = (uint32_t *)dtrain__alloc(&c->allocator, c->crc_count, sizeof *c->crcs, "checksums");
+    if (!c->crcs) return DTRAIN_ERROR_MEMORY;
+    if (c->desc.background && copied) {
+        DTRAIN__TRY(device->ops->host_alloc(device, copied, &memory));
+        c->snapshot = (char *)memory;
+        c->info.snapshot_bytes = copied;
+    } else if (!device->ops->host_memory) {
+        c->bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
+        if (!c->bounce) return DTRAIN_ERROR_MEMORY;
+    }
+    char *copy = c->snapshot;
+    uint32_t *crc = c->crcs;
+    for (size_t i = 0; i < c->piece_count; i++) {
+        const uint64_t bytes = c->pieces[i].bytes;
+        c->pieces[i].copy = copy;
+        c->pieces[i].crc = crc;
+        if (copy) copy += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
+        crc += dtrain__blocks_of(bytes);
+    }
+    for (int f = 0; f < 2; f++) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
+    return DTRAIN_OK;
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -135,7 +173,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
 {
     size_t done = 0;
-#ifdef __SSE2__
+#ifdef __x86_64__
     for (; done + 64 <= bytes; done += 64) {
         const __m128i *in = (const __m128i *)(const void *)(from + done);
         __m128i *out = (__m128i *)(void *)(to + done);
@@ -167,16 +205,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write a piece at byte `at` of its file, block by block, and its entry into the list. */
+/* Write a piece behind the header of its file, block by block. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
-                                         uint64_t at, const dtrain__write_piece *piece,
-                                         dtrain__text *list)
+                                         uint64_t data, const dtrain__write_piece *piece)
 {
-    const dtrain_state_tensor *tensor = &piece->held->tensor;
-    const dtrain_piece *box = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
-    const char *from = piece->copy ? piece->copy : (const char *)tensor->memory;
-    dtrain__text_add(list, "[%lld, %lld, %lld, %llu, \"", (long long)piece->held->number,
-                     (long long)box->offset, (long long)box->count, (unsigned long long)at);
+    const char *from = piece->copy ? piece->copy : (const char *)piece->held->tensor.memory;
     for (uint64_t done = 0; done < piece->bytes; done += DTRAIN__BLOCK) {
         const size_t count =
             (size_t)dtrain__min((int64_t)(piece->bytes - done), (int64_t)DTRAIN__BLOCK);
@@ -185,71 +218,37 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
             DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, c->bounce, block, count));
             block = c->bounce;
         }
-        dtrain__text_add(list, "%08x", dtrain__crc32c(0, block, count));
-        DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count, at + done));
+        piece->crc[done / DTRAIN__BLOCK] = dtrain__crc32c(0, block, count);
+        DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count,
+                                          data + piece->at + done));
     }
-    dtrain__text_add(list, "\"");
-    for (int d = 0; d < 4 && !dtrain__box_same(box, &whole); d++)
-        dtrain__text_add(list, ", %lld, %lld", (long long)box->first[d], (long long)box->length[d]);
-    dtrain__text_add(list, "]");
     return DTRAIN_OK;
-}
-
-/* Write a file, bring it to the disk, and add it to the list. */
-static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *directory,
-                                           const dtrain__write_file *plan, dtrain__text *list)
-{
-    const dtrain_storage *storage = c->folder.storage;
-    const uint64_t data = plan->header.bytes; /* where it begins */
-    char name[64];
-    int file;
-    snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
-             c->rank);
-    const dtrain__file_path path = dtrain__path_in(directory, "%s", name);
-    const dtrain__saved_file entry = {name, data + plan->bytes, c->rank};
-    DTRAIN__TRY(dtrain__storage_open(storage, path.text, DTRAIN_STORAGE_CREATE, &file));
-    if (plan != c->files && c->files[0].count) dtrain__text_add(list, ",");
-    dtrain__manifest_file(list, &entry);
-    dtrain_result result =
-        dtrain__storage_write(storage, file, path.text, plan->header.at, (size_t)data, 0);
-    for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
-        const dtrain__write_piece *piece = &c->pieces[plan->first + i];
-        dtrain__text_add(list, "%s\n   ", i ? "," : "");
-        result = dtrain__piece_write(c, file, path.text, data + piece->at, piece, list);
-    }
-    dtrain__text_add(list, "]}");
-    c->bytes += entry.bytes;
-    return dtrain__storage_finish(storage, file, path.text, result);
-}
-
-/* Put this rank's list of files where rank 0 polls for it, by a rename: a file of that name is
- * whole. */
-static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *directory,
-                                        const dtrain__text *list)
-{
-    const dtrain__file_path path = dtrain__path_in(directory, "rank-%05d.json", c->rank);
-    const dtrain__file_path tmp = dtrain__path_in(directory, "rank-%05d.tmp", c->rank);
-    if (list->failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__storage_put(c->folder.storage, tmp.text, list->at, list->bytes));
-    return dtrain__storage_rename(c->folder.storage, tmp.text, path.text);
 }
 
 /* Write what was planned to step-N.tmp, which is there. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
+    const dtrain_storage *storage = c->folder.storage;
     const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
-    dtrain__text list;
-    dtrain_result result = DTRAIN_OK;
-    memset(&list, 0, sizeof list);
-    list.allocator = &c->allocator;
     c->bytes = 0;
-    dtrain__text_add(&list, "{\"files\": [");
-    for (int f = 0; f < 2 && result == DTRAIN_OK; f++)
-        if (c->files[f].count)
-            result = dtrain__tensors_write(c, directory.text, &c->files[f], &list);
-    dtrain__text_add(&list, "]");
-    dtrain__seal(&list);
-    if (result == DTRAIN_OK) result = dtrain__list_write(c, directory.text, &list);
-    dtrain__text_free(&list);
-    return result;
+    for (int f = 0; f < 2; f++) {
+        dtrain__write_file *plan = &c->files[f];
+        const dtrain__file_path path = dtrain__tensors_path(directory.text, f, c->rank);
+        const dtrain__file_path tmp =
+            dtrain__path_in(directory.text, "%s-%05d.tmp", f ? "state" : "model", c->rank);
+        const uint64_t data = plan->header.bytes; /* where it begins */
+        dtrain_result result = DTRAIN_OK;
+        int file;
+        DTRAIN__TRY(dtrain__storage_open(storage, tmp.text, DTRAIN_STORAGE_CREATE, &file));
+        for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++)
+            result = dtrain__piece_write(c, file, tmp.text, data, &c->pieces[plan->first + i]);
+        if (result == DTRAIN_OK) result = dtrain__file_header(c, plan);
+        if (result == DTRAIN_OK)
+            result =
+                dtrain__storage_write(storage, file, tmp.text, plan->header.at, (size_t)data, 0);
+        DTRAIN__TRY(dtrain__storage_finish(storage, file, tmp.text, result));
+        DTRAIN__TRY(dtrain__storage_rename(storage, tmp.text, path.text));
+        c->bytes += data + plan->bytes;
+    }
+    return DTRAIN_OK;
 }

@@ -516,7 +516,18 @@ static void test_history(void)
     folder_remove();
 }
 
-/* Put a text in the place of what stands from one text up to another in the manifest of step 2, and seal it. */
+static unsigned crc_of(const char *bytes, size_t count)
+{
+    uint32_t crc = ~0u;
+    for (size_t i = 0; i < count; i++) {
+        crc ^= (unsigned char)bytes[i];
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+    }
+    return ~crc;
+}
+
+/* Put a text in the place of what stands from one text up to another in the manifest of step 2, and seal it. From a
+ * '#' on, bytes of the first text are any. */
 static void edit_manifest(const char *begin, const char *end, const char *instead)
 {
     const size_t length = strlen(instead);
@@ -527,20 +538,18 @@ static void edit_manifest(const char *begin, const char *end, const char *instea
     if (!CHECK(file != NULL)) return;
     size_t bytes = fread(text, 1, sizeof text - 1, file);
     fclose(file);
-    char *from = strstr(text, begin), *to = from ? strstr(from + strlen(begin), end) : NULL;
+    const size_t hash = strcspn(begin, "#"), skipped = strlen(begin);
+    char *from = text;
+    while (from && memcmp(from, begin, hash) != 0) from = strchr(from + 1, begin[0]);
+    char *to = from ? strstr(from + skipped, end) : NULL;
     if (!CHECK(to && bytes > 24 && bytes + length < sizeof text)) return;
     memmove(from + length, to, (size_t)(text + bytes - to));
     memcpy(from, instead, length);
     bytes -= (size_t)(to - from) - length + 24; /* of the seal */
-    uint32_t crc = ~0u;
-    for (size_t i = 0; i < bytes; i++) {
-        crc ^= (unsigned char)text[i];
-        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
-    }
     file = fopen(path, "w");
     if (!CHECK(file != NULL)) return;
     fwrite(text, 1, bytes, file);
-    fprintf(file, ", \"crc32c\": \"%08x\"}\n", ~crc);
+    fprintf(file, ", \"crc32c\": \"%08x\"}\n", crc_of(text, bytes));
     fclose(file);
 }
 
@@ -552,7 +561,7 @@ static void test_without_run(void)
     saved_run *r = part_of_run(2, NULL);
     saved_go(r, "an old run");
     shell("rm -r %s/step-000000000001", folder);
-    edit_manifest(", \"run\"", ", \"config\"", "");
+    edit_manifest("\"run\"", "\"config\"", "");
     CHECK(saved_launch(r) != DTRAIN_OK && r->ended[0] == DTRAIN_ERROR_DATA);
     for (r = part_of_run(3, folder); r->steps < 5; r->steps++)
         if (saved_go(r, "goes on")) CHECK(r->from[0] == r->steps - 1 && !r->loaded[0].note[0]);
@@ -563,19 +572,19 @@ static void test_without_run(void)
 /* A manifest of another version of the format is refused: nothing else is read of it. */
 static void test_other_version(void)
 {
-    for (int version = 1; version <= 3; version++) {
+    for (int version = 2; version <= 4; version++) {
         char instead[20];
         folder_make();
         saved_run *r = part_of_run(2, NULL);
-        saved_go(r, "version 2");
+        saved_go(r, "version 3");
         shell("rm -r %s/step-000000000001", folder);
         snprintf(instead, sizeof instead, "\"version\": %d", version);
         edit_manifest("\"version\"", ", \"library\"", instead);
         r = part_of_run(3, folder);
-        if (version == 2) CHECK(saved_go(r, "the same version") && r->from[0] == 2);
+        if (version == 3) CHECK(saved_go(r, "the same version") && r->from[0] == 2);
         else
             CHECK_MSG(saved_launch(r) != DTRAIN_OK && strstr(r->error[0], "it has version ") &&
-                          strstr(r->error[0], "reads version 2"),
+                          strstr(r->error[0], "reads version 3"),
                       "version %d: %s", version, r->error[0]);
         folder_remove();
     }
@@ -597,16 +606,14 @@ static void test_large_numbers(void)
         {"trainer.seed", "18446744073709551615", NULL},
         {"trainer.tokens", "18446744073709551615", "trainer.tokens is 18446744073709551615"}};
     for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
-        const bool head = strcmp(edits[i].name, "step") == 0;
         char begin[64], instead[96];
         folder_make();
         saved_run *r = part_of_run(2, NULL);
         saved_go(r, "large numbers");
         shell("rm -r %s/step-000000000001", folder);
-        snprintf(begin, sizeof begin, "%s\"%s\"", head ? "" : "{\"name\": ", edits[i].name);
-        snprintf(instead, sizeof instead, "%s%s%s", begin,
-                 head ? ": " : ", \"value\": ", edits[i].value);
-        edit_manifest(begin, head ? ", " : "}", instead);
+        snprintf(begin, sizeof begin, "\"%s\"", edits[i].name);
+        snprintf(instead, sizeof instead, "%s: %s", begin, edits[i].value);
+        edit_manifest(begin, ", ", instead);
         r = part_of_run(3, folder);
         if (edits[i].words)
             CHECK_MSG(saved_launch(r) != DTRAIN_OK && r->ended[1] == DTRAIN_ERROR_DATA &&
@@ -615,6 +622,44 @@ static void test_large_numbers(void)
         else CHECK_MSG(saved_go(r, "goes on") && r->from[0] == 2, "edit %zu", i);
         folder_remove();
     }
+}
+
+/* Every byte of a piece's description is another one, and the checksums are right: no value of it is taken. */
+static void test_descriptions(void)
+{
+    static char text[1 << 16];
+    char path[128], headers[64];
+    folder_make();
+    saved_run *r = part_of_run(2, NULL);
+    r->ranks = 1;
+    saved_go(r, "descriptions");
+    shell("rm -r %s/step-000000000001", folder);
+    snprintf(path, sizeof path, "%s/step-000000000002/model-00000.safetensors", folder);
+    FILE *file = fopen(path, "r+");
+    if (!CHECK(file != NULL)) return;
+    const size_t bytes = fread(text, 1, sizeof text, file);
+    const size_t header = (unsigned char)text[0] + 256u * (unsigned char)text[1];
+    char *at = strstr(text + 8, "\"piece:"), *end;
+    if (CHECK(header + 8 <= bytes && at && (at = strstr(at, "\":\"")) != NULL)) {
+        for (at += 3, end = strchr(at, '"'); at < end; at++) {
+            const char was = *at;
+            *at = was == '9' ? '8' : '9';
+            rewind(file);
+            fwrite(text, 1, bytes, file);
+            fflush(file);
+            snprintf(headers, sizeof headers, "\"headers\": \"%08x", crc_of(text + 8, header));
+            edit_manifest("\"headers\": \"########", "", headers);
+            saved_run *again = part_of_run(3, folder);
+            again->ranks = 1;
+            CHECK_MSG(saved_launch(again) != DTRAIN_OK && again->ended[0] == DTRAIN_ERROR_DATA &&
+                          !strstr(again->error[0], "its header does"),
+                      "byte %d of a description: %s", (int)(end - at), again->error[0]);
+            munmap(again, sizeof *again);
+            *at = was;
+        }
+    }
+    fclose(file);
+    folder_remove();
 }
 
 /* ---- small stacks ---- */
@@ -821,15 +866,18 @@ static void test_damage(void)
         {"truncate -s 0 $N/state-00001.safetensors", "state-00001.safetensors"},
         {"rm $N/model-00001.safetensors", "model-00001.safetensors"},
         {"printf x | dd of=$N/model-00000.safetensors bs=1 seek=1500 conv=notrunc 2>/dev/null",
+         "its header does not have"},
+        {"printf '\\377' | dd of=$N/model-00000.safetensors bs=1 conv=notrunc 2>/dev/null "
+         "seek=$(($(stat -c %s $N/model-00000.safetensors) - 2))",
          "is damaged"},
-        {"printf x | dd of=$N/manifest.json bs=1 seek=700 conv=notrunc 2>/dev/null",
+        {"printf x | dd of=$N/manifest.json bs=1 seek=300 conv=notrunc 2>/dev/null",
          "manifest.json"},
         {"truncate -s -5 $N/manifest.json", "manifest.json"},
         {"truncate -s 10 $N/manifest.json", "manifest.json"},
         {"truncate -s 0 $N/manifest.json", "manifest.json"},
         {"rm $N/manifest.json", ""},
         {"rm $N/state-00000.safetensors; ln -s x $N/state-00000.safetensors", "state-00000"},
-        {"sed -i 's/\"version\": 2/\"version\": 3/' $N/manifest.json", "manifest.json"},
+        {"sed -i 's/\"version\": 3/\"version\": 4/' $N/manifest.json", "manifest.json"},
         {"cp $O/manifest.json $N/manifest.json", ""}};
     variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, false, false, 0, false};
     for (size_t i = 0; i < sizeof damages / sizeof damages[0]; i++) {
@@ -892,7 +940,8 @@ static void test_torn(void)
     r->save = folder;
     if (saved_go(r, "two checkpoints")) {
         shell("cd %s && cp -r step-000000000002 good && for step in step-*; do "
-              "truncate -s -1 $step/state-00001.safetensors; done",
+              "cd $step && printf '\\377' | dd of=state-00001.safetensors bs=1 conv=notrunc "
+              "seek=$(($(stat -c %%s state-00001.safetensors) - 1)) 2>/dev/null; cd ..; done",
               folder);
         const dtrain_launch_desc desc = ranks_desc(2, r->mode);
         CHECK_MSG(ranks_launch(&desc, torn_main, r, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
@@ -945,6 +994,7 @@ int main(int argc, char **argv)
     RUN(test_without_run);
     RUN(test_other_version);
     RUN(test_large_numbers);
+    RUN(test_descriptions);
     RUN(test_small_stacks);
     RUN(test_lock);
     RUN(test_directories);

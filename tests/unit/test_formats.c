@@ -476,6 +476,16 @@ static int64_t memory_read(void *user, int file, void *to, size_t bytes, uint64_
     memcpy(to, m->bytes + offset, bytes);
     return (int64_t)bytes;
 }
+static int memory_open(void *user, const char *path, dtrain_storage_mode mode)
+{
+    (void)user, (void)path, (void)mode;
+    return 0;
+}
+static int memory_close(void *user, int file)
+{
+    (void)user;
+    return file;
+}
 static int64_t memory_size(void *user, int file)
 {
     (void)file;
@@ -488,9 +498,11 @@ static dtrain_result read_memory(const char *bytes, uint64_t size,
     memory_file file = {bytes, size, 0};
     dtrain_storage storage = *dtrain__storage_or_files(NULL);
     storage.user = &file;
+    storage.open = memory_open;
+    storage.close = memory_close;
     storage.read = memory_read;
     storage.size = memory_size;
-    return dtrain__safetensors_read(&storage, 0, "x.safetensors", allocator, out);
+    return dtrain__safetensors_read(&storage, "x.safetensors", NULL, allocator, out);
 }
 
 /* What must hold of a file that was let through, whatever its bytes are. */
@@ -1067,10 +1079,9 @@ static void add_opinion(dtrain__text *ours, const char *folder, const char *byte
     snprintf(name, sizeof name, "%05d.safetensors", number++);
     snprintf(path, sizeof path, "%s/%s", folder, name);
     write_bytes(folder, name, bytes, count);
-    const int file = storage->open(storage->user, path, DTRAIN_STORAGE_READ);
     dtrain__text_add(ours, "%s", number > 1 ? ",\n" : "{");
     dtrain__text_add_string(ours, name);
-    if (dtrain__safetensors_read(storage, file, path, ours->allocator, &out) != DTRAIN_OK) {
+    if (dtrain__safetensors_read(storage, path, NULL, ours->allocator, &out) != DTRAIN_OK) {
         dtrain__text_add(ours, ": null");
     } else {
         dtrain__text_add(ours, ": {");
@@ -1087,7 +1098,6 @@ static void add_opinion(dtrain__text *ours, const char *folder, const char *byte
         dtrain__text_add(ours, "}");
         dtrain__safetensors_free(&out);
     }
-    storage->close(storage->user, file);
 }
 
 /* Change, insert or remove a few bytes of the header, and keep its length right. */

@@ -161,13 +161,13 @@ static void test_last_save(void)
         }
 }
 
-/* The list of rank 1 is never seen by rank 0: an error of the save on both, before rank 1's deadline for rank 0. */
+/* The files of rank 1 are never seen by rank 0: an error of the save on both, before rank 1's deadline for rank 0. */
 static int unseen_open(void *user, const char *path, dtrain_storage_mode mode)
 {
-    const bool unseen = mode == DTRAIN_STORAGE_READ && strstr(path, "rank-00001.json");
+    const bool unseen = mode == DTRAIN_STORAGE_READ && strstr(path, "state-00001.safetensors");
     return unseen ? -ENOENT : disk_open(user, path, mode);
 }
-static void test_unseen_list(void)
+static void test_unseen_file(void)
 {
     uint64_t hashes[3];
     disk *d = disk_with_two(DTRAIN_STRATEGY_ZERO1, 2, hashes);
@@ -175,9 +175,10 @@ static void test_unseen_list(void)
     d->table.open = unseen_open;
     CHECK(saved_launch(r) != DTRAIN_OK);
     for (int rank = 0; rank < 2; rank++)
-        CHECK_MSG(strstr(r->error[rank], "rank-00001.json"), "rank %d: %s", rank, r->error[rank]);
+        CHECK_MSG(strstr(r->error[rank], "state-00001.safetensors"), "rank %d: %s", rank,
+                  r->error[rank]);
     d->table.open = disk_open;
-    CHECK(step_on(d, DTRAIN_STRATEGY_ZERO1, 2, hashes, "a list was not seen") == 4);
+    CHECK(step_on(d, DTRAIN_STRATEGY_ZERO1, 2, hashes, "a file was not seen") == 4);
     munmap(r, sizeof *r);
     disk_free(d);
 }
@@ -321,7 +322,7 @@ int main(int argc, char **argv)
     RUN_BESIDE(test_failing_writes);
     RUN(test_tolerated);
     RUN(test_last_save);
-    RUN_BESIDE(test_unseen_list);
+    RUN_BESIDE(test_unseen_file);
     RUN_BESIDE(test_failing_reads);
     RUN(test_short_and_interrupted);
     RUN_BESIDE(test_power_loss);
