@@ -186,7 +186,6 @@ DTRAIN__COLD
 /* ---- Ring 3: models --------------------------------------------------------------------------*/
 
 #if DTRAIN__MODELS
-#include "parallel/exchange.c"
 #include "parallel/schedule.c"
 #include "parallel/runner.c"
 #include "tape/tape.c"

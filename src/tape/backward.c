@@ -335,8 +335,10 @@ static float *dtrain__uncounted(dtrain_op *op, const dtrain_param *target, bool 
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;
+    const bool first = i < op->param_count && (op->reads & DTRAIN__OP_FIRST_HALF(i));
     *accumulate = false;
-    if (!target || op->half == DTRAIN_OP_HALF_INPUTS) return NULL;
+    if (!target || op->half == (uint32_t)(first ? DTRAIN_OP_HALF_PARAMS : DTRAIN_OP_HALF_INPUTS))
+        return NULL;
     *accumulate = target->state.grad_written;
     float *const grad = dtrain__counted_elsewhere(op, target)
                             ? dtrain__uncounted(op, target, accumulate)

@@ -108,46 +108,33 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Reduce floats over the tensor axis; later work on the device comes behind. */
-static dtrain_result dtrain__cross_entropy_reduce(const dtrain_op *op, const float *from, float *to,
-                                                  int64_t count, dtrain_reduce_op how)
-{
-    dtrain_work *work = NULL;
-    DTRAIN__TRY(dtrain_all_reduce(dtrain__axis_comm(op), from, to, (size_t)count, DTRAIN_DTYPE_F32,
-                                  how, &work));
-    return dtrain_work_wait(work);
-}
-
-/* Compute the loss of each row whose columns are cut: steps 1 to 4 above. */
-static dtrain_result dtrain__cross_entropy_columns(const dtrain_op *op,
-                                                   const dtrain__cross_entropy *loss)
-{
-    const dtrain_device_ops *ops = op->device->ops;
-    dtrain_cross_entropy_args args = loss->forward;
-    const int64_t rows = args.rows;
-    args.loss = NULL;
-    args.whole_max = loss->whole_max;
-    DTRAIN__TRY(ops->cross_entropy(op->device, &args));
-    DTRAIN__TRY(
-        dtrain__cross_entropy_reduce(op, args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX));
-    DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
-    DTRAIN__TRY(dtrain__cross_entropy_reduce(op, args.parts + rows, args.parts + rows,
-                                             (args.smoothing > 0 ? 3 : 2) * rows,
-                                             DTRAIN_REDUCE_SUM));
-    args.loss = loss->forward.loss;
-    return ops->cross_entropy_finish(op->device, &args);
-}
-
 static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_cross_entropy_args args = loss->forward;
+    const int64_t rows = args.rows;
     float *mean = (float *)op->output_data[0];
-    if (loss->forward.parts) DTRAIN__TRY(dtrain__cross_entropy_columns(op, loss));
-    else DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    DTRAIN__TRY(dtrain__sum_to(op->device, mean, loss->forward.loss, DTRAIN_DTYPE_F32,
-                               loss->forward.rows, (double)loss->factor, loss->device_factor));
+    if (!args.parts) {
+        DTRAIN__TRY(ops->cross_entropy(op->device, &args));
+    } else { /* steps 1 to 4 above */
+        dtrain_work *work = NULL;
+        args.loss = NULL;
+        args.whole_max = loss->whole_max;
+        DTRAIN__TRY(ops->cross_entropy(op->device, &args));
+        DTRAIN__TRY(dtrain_all_reduce(op->tape->groups.tensor, args.parts, loss->whole_max,
+                                      (size_t)rows, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+        DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
+        DTRAIN__TRY(dtrain__sum_values(op, args.parts + rows, (args.smoothing > 0 ? 3 : 2) * rows,
+                                       DTRAIN_DTYPE_F32, NULL));
+        args.loss = loss->forward.loss;
+        DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
+    }
+    DTRAIN__TRY(dtrain__sum_to(op->device, mean, args.loss, DTRAIN_DTYPE_F32, rows,
+                               (double)loss->factor, loss->device_factor));
     if (op->inputs[0]->placement != DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;
-    return dtrain__cross_entropy_reduce(op, mean, mean, 1, DTRAIN_REDUCE_SUM);
+    return dtrain__sum_values(op, mean, 1, DTRAIN_DTYPE_F32, NULL);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)

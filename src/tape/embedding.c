@@ -106,38 +106,15 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
 static dtrain_result dtrain__embedding_forward(dtrain_op *op)
 {
     const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
-    dtrain_comm *axis = dtrain__axis_comm(op);
     dtrain_embedding_args args = layer->forward;
-    dtrain_work *work = NULL;
     if (!layer->cut) return op->device->ops->embedding(op->device, &args);
     const bool scatters = layer->rows < args.rows;
     if (op->tape->groups.tensor_rank > 0) args.wpe = NULL;
-    if (scatters) args.y = dtrain__op_scratch(op);
+    if (scatters) args.y = ((const dtrain_node *)op)->scratch;
     DTRAIN__TRY(op->device->ops->embedding(op->device, &args));
-    if (scatters)
-        DTRAIN__TRY(dtrain__scatter_rows(axis, args.y, op->output_data[0], args.rows, args.n,
-                                         DTRAIN_DTYPE_F32, &work));
-    else DTRAIN__TRY(dtrain__sum_values(axis, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, &work));
-    return dtrain_work_wait(work);
-}
-
-/* Add to the gradient of a cut table what the rows of all ranks have for it. */
-static dtrain_result dtrain__embedding_gathered(dtrain_op *op, float *d_table)
-{
-    const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
-    dtrain_embedding_args args = layer->forward;
-    dtrain_work *work = NULL;
-    dtrain__chunk *all =
-        dtrain__scratch_take(op->tape, (size_t)(args.rows * args.n) * sizeof(float));
-    if (!all) return op->tape->error;
-    DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(op), op->device, op->outputs[0]->grad,
-                                    all->memory, args.rows, args.n, DTRAIN_DTYPE_F32, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    args.d_y = all->memory;
-    args.d_wte = d_table;
-    DTRAIN__TRY(op->device->ops->embedding_backward(op->device, &args));
-    dtrain__scratch_give(all);
-    return DTRAIN_OK;
+    return scatters ? dtrain__scatter_rows(op, args.y, op->output_data[0], args.rows, args.n,
+                                           DTRAIN_DTYPE_F32, NULL)
+                    : dtrain__sum_values(op, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, NULL);
 }
 
 static dtrain_result dtrain__embedding_backward(dtrain_op *op)
@@ -153,7 +130,17 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
         DTRAIN__TRY(op->device->ops->zero(op->device, grad[i], count * sizeof(float)));
     }
     if (layer->cut && layer->rows < args.rows) {
-        if (grad[0]) DTRAIN__TRY(dtrain__embedding_gathered(op, grad[0]));
+        if (grad[0]) { /* the rows of all ranks have something for a cut table */
+            dtrain__chunk *all =
+                dtrain__scratch_take(op->tape, (size_t)(args.rows * args.n) * sizeof(float));
+            if (!all) return op->tape->error;
+            DTRAIN__TRY(dtrain__gather_rows(op, op->outputs[0]->grad, all->memory, args.rows,
+                                            args.n, DTRAIN_DTYPE_F32, NULL));
+            args.d_y = all->memory;
+            args.d_wte = grad[0];
+            DTRAIN__TRY(op->device->ops->embedding_backward(op->device, &args));
+            dtrain__scratch_give(all);
+        }
         if (!grad[1]) return DTRAIN_OK;
         grad[0] = NULL;
         dtrain__embedding_own_rows(layer, &args);

@@ -42,7 +42,7 @@ typedef struct dtrain__linear {
     uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
     bool gathers;             /* x has a part of the m rows */
     bool scatters;            /* y has a part of them */
-    bool grad_is_inner;       /* y->grad is that of z, before the activation */
+    bool has_d_z;             /* y->grad is that of z, and with it d_bias is made */
 } dtrain__linear;
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
@@ -53,68 +53,54 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_g
 
 /* ---- How it is shared -------------------------------------------------------------------------*/
 
-/* Refuse a bias that is not there as the outputs of the weight are. */
-static dtrain_result dtrain__linear_bias_check(const dtrain_op *op, uint32_t cut,
-                                               const dtrain__share *weight)
-{
-    char weight_text[DTRAIN__SHARE_TEXT], bias_text[DTRAIN__SHARE_TEXT];
-    const dtrain__share bias = dtrain__param_share(op, 1);
-    const bool rows = cut == DTRAIN_CUT_ROWS;
-    if (rows ? dtrain__share_same(&bias, weight) : bias.axis < 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_linear: of bias %s this rank has %s outputs, of parameter %s %s%s; "
-                       "give the bias %s",
-                       dtrain__param_name(op->params[1]), dtrain__share_text(&bias, bias_text),
-                       dtrain__param_name(op->params[0]), rows ? "the rows " : "every output",
-                       rows ? dtrain__share_text(weight, weight_text) : "",
-                       rows ? "the same cut" : "no cut");
-}
-
-/* Check that x lies as the weight needs it. */
-static dtrain_result dtrain__linear_input_check(const dtrain_op *op, uint32_t cut,
-                                                const dtrain__share *weight)
+/* Check how inputs and parameters lie; find how y does, and its part. */
+static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
+                                          uint32_t *placement, dtrain__share *part)
 {
     static const char *const expected[3] = {
         "a whole one, or one cut by rows, for a weight that is not cut",
         "a whole one, or one cut by rows, for a weight that is cut by rows",
         "cut by columns (DTRAIN_PLACEMENT_COLUMNS) for a weight that is"};
-    const uint32_t placement = op->inputs[0]->placement;
-    char weight_text[DTRAIN__SHARE_TEXT], x_text[DTRAIN__SHARE_TEXT];
-    if ((placement == DTRAIN_PLACEMENT_COLUMNS) != (cut == DTRAIN_CUT_COLUMNS))
-        return dtrain__placement_fail(op, 0, expected[cut]);
-    if (placement != DTRAIN_PLACEMENT_COLUMNS ||
-        dtrain__share_same(dtrain__tensor_share(op->inputs[0]), weight))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_linear: of input 1 this rank has the columns %s, of parameter %s "
-                       "%s; cut what makes the input, and the parameter, into the same parts",
-                       dtrain__share_text(dtrain__tensor_share(op->inputs[0]), x_text),
-                       dtrain__param_name(op->params[0]), dtrain__share_text(weight, weight_text));
-}
-
-/* Check how inputs and parameters lie; find how y does, and its part. */
-static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
-                                          uint32_t *placement, dtrain__share *part)
-{
     const dtrain_tensor *x = op->inputs[0];
+    const dtrain__groups *groups = &op->tape->groups;
+    const char *name = dtrain__param_name(op->params[0]);
+    char weight_text[DTRAIN__SHARE_TEXT], text[DTRAIN__SHARE_TEXT];
     *placement = x->placement;
     *part = *dtrain__tensor_share(x);
-    if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
+    if (groups->tensor_ranks == 1) return DTRAIN_OK;
     const dtrain__share weight = dtrain__param_share(op, 0);
+    const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;
     layer->cut = (uint32_t)(weight.axis + 1);
-    DTRAIN__TRY(dtrain__linear_input_check(op, layer->cut, &weight));
-    if (op->param_count > 1) DTRAIN__TRY(dtrain__linear_bias_check(op, layer->cut, &weight));
+    if (columns != (layer->cut == DTRAIN_CUT_COLUMNS))
+        return dtrain__placement_fail(op, 0, expected[layer->cut]);
+    if (columns && !dtrain__share_same(part, &weight))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_linear: of input 1 this rank has the columns %s, of parameter "
+                           "%s %s; cut what makes the input, and the parameter, into the same "
+                           "parts",
+                           dtrain__share_text(part, text), name,
+                           dtrain__share_text(&weight, weight_text));
+    if (op->param_count > 1) { /* the bias is there as the outputs of the weight are */
+        const dtrain__share bias = dtrain__param_share(op, 1);
+        const bool rows = layer->cut == DTRAIN_CUT_ROWS;
+        if (rows ? !dtrain__share_same(&bias, &weight) : bias.axis >= 0)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_linear: of bias %s this rank has %s outputs, of parameter "
+                               "%s %s%s; give the bias %s",
+                               dtrain__param_name(op->params[1]), dtrain__share_text(&bias, text),
+                               name, rows ? "the rows " : "every output",
+                               rows ? dtrain__share_text(&weight, weight_text) : "",
+                               rows ? "the same cut" : "no cut");
+    }
+    if (layer->cut == DTRAIN_CUT_NONE) return dtrain__check_partial(op);
     if (layer->cut == DTRAIN_CUT_COLUMNS) {
         DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
         layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
-    } else if (layer->cut == DTRAIN_CUT_NONE) {
-        return dtrain__check_partial(op);
-    } else if (layer->cut == DTRAIN_CUT_ROWS) { /* a row of y is cut as the axis of the weight is */
+    } else { /* a row of y is cut as the axis of the weight is */
         const int64_t row[4] = {weight.whole, 0, 0, 0};
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
         *placement = DTRAIN_PLACEMENT_COLUMNS;
-        dtrain__share_of(&weight.cut, row, op->tape->groups.tensor_ranks,
-                         op->tape->groups.tensor_rank, part);
+        dtrain__share_of(&weight.cut, row, groups->tensor_ranks, groups->tensor_rank, part);
     }
     return DTRAIN_OK;
 }
@@ -156,35 +142,34 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
         args->aux = dtrain_op_save(op, op->cast, op->outputs[0]->count);
     if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
+    if (args->activation)
+        op->reads |= DTRAIN__OP_FIRST_HALF(1); /* the kernel that makes d_z adds
+                                                                    d_bias up */
     return DTRAIN_OK;
 }
 
-/* Put the rows of x together: all (m, in). They are gathered again in backward, not kept. */
-static dtrain_result dtrain__linear_gather(const dtrain_op *op, const dtrain_gemm_args *forward,
-                                           void *all, dtrain_work **work)
+static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
-    return dtrain__gather_rows(dtrain__axis_comm(op), op->device, forward->a, all, forward->m,
-                               forward->k, forward->a_dtype, work);
-}
-
-/* Add the products of all ranks up, then the bias and the activation to the sum. */
-static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *layer)
-{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    void *const scratch = ((const dtrain_node *)op)->scratch;
     dtrain_gemm_args gemm = layer->forward;
     dtrain_bias_args bias;
-    dtrain_work *work = NULL;
+    if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
+        DTRAIN__TRY(dtrain__gather_rows(op, gemm.a, scratch, gemm.m, gemm.k, gemm.a_dtype, NULL));
+        gemm.a = scratch;
+    }
+    if (layer->cut != DTRAIN_CUT_COLUMNS) return dtrain__counted_gemm(op, &gemm);
+
+    /* add the products of all ranks up, then the bias and the activation to the sum */
     gemm.bias = NULL;
     gemm.aux = NULL;
     gemm.activation = DTRAIN_ACTIVATION_NONE;
-    if (layer->scatters) gemm.c = dtrain__op_scratch(op);
+    if (layer->scatters) gemm.c = scratch;
     DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
     if (layer->scatters)
-        DTRAIN__TRY(dtrain__scatter_rows(dtrain__axis_comm(op), gemm.c, op->output_data[0], gemm.m,
-                                         gemm.n, gemm.c_dtype, &work));
-    else
-        DTRAIN__TRY(dtrain__sum_values(dtrain__axis_comm(op), gemm.c, gemm.m * gemm.n, gemm.c_dtype,
-                                       &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
+        DTRAIN__TRY(dtrain__scatter_rows(op, gemm.c, op->output_data[0], gemm.m, gemm.n,
+                                         gemm.c_dtype, NULL));
+    else DTRAIN__TRY(dtrain__sum_values(op, gemm.c, gemm.m * gemm.n, gemm.c_dtype, NULL));
     if (!layer->forward.bias && !layer->forward.activation) return DTRAIN_OK;
     memset(&bias, 0, sizeof bias);
     bias.rows = op->outputs[0]->count / gemm.n;
@@ -197,21 +182,6 @@ static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *lay
     return op->device->ops->bias(op->device, &bias);
 }
 
-static dtrain_result dtrain__linear_forward(dtrain_op *op)
-{
-    const dtrain__linear *layer = (const dtrain__linear *)op->args;
-    dtrain_gemm_args gemm = layer->forward;
-    if (layer->cut == DTRAIN_CUT_COLUMNS) return dtrain__linear_sum(op, layer);
-    if (layer->gathers) {
-        dtrain_work *work;
-        void *all = dtrain__op_scratch(op);
-        DTRAIN__TRY(dtrain__linear_gather(op, &gemm, all, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
-        gemm.a = all;
-    }
-    return dtrain__counted_gemm(op, &gemm);
-}
-
 /* ---- Backward
  *
  * d_x comes last: it is what the next backward reads, so it should be the freshest in the cache.
@@ -221,20 +191,6 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
  *
  * Where d_x is a sum over the axis it comes first, because the sum then goes on under the product
  * that makes d_weight; and nobody may multiply it by anything before it is complete. */
-
-/* Return the layer that made x, if the product that computes d_x may also finish the backward of
- * its activation. Both must belong to the same visit to a unit: in another visit gradients may not
- * be touched, and values may have been dropped. */
-static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
-{
-    const dtrain_tensor *x = op->inputs[0];
-    dtrain_node *inner = x->producer;
-    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
-        inner->mark != ((const dtrain_node *)op)->mark)
-        return NULL;
-    const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
-    return layer->forward.aux ? inner : NULL;
-}
 
 /* A gradient of parameters: where it goes, NULL if nobody wants it, and whether to add. */
 typedef struct dtrain__linear_target {
@@ -290,47 +246,9 @@ static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, v
         gemm.activation = before->forward.activation;
         gemm.aux = before->forward.aux;
         gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
-        before->grad_is_inner = true;
+        before->has_d_z = true;
     }
     return dtrain__counted_gemm(op, &gemm);
-}
-
-/* Make d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without
- * that product, or where it has the d_z of all rows and this rank's share of d_bias is of its own.
- */
-static dtrain_result dtrain__linear_activation(dtrain_op *op, bool weighs,
-                                               dtrain__linear_target *bias)
-{
-    const dtrain__linear *layer = (const dtrain__linear *)op->args;
-    const dtrain_gemm_args *forward = &layer->forward;
-    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
-    dtrain_tensor *y = op->outputs[0];
-    dtrain_activation_backward_args args;
-    bool there;
-    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &there)); /* written in place */
-    if (!activated && (!bias->grad || (weighs && !layer->scatters))) return DTRAIN_OK;
-    memset(&args, 0, sizeof args);
-    args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
-    args.accumulate = bias->add;
-    args.n = forward->n;
-    args.rows = y->count / args.n;
-    /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
-    args.x = forward->aux ? forward->aux : forward->c;
-    args.d_out = args.d_in = y->grad;
-    args.d_bias = bias->grad;
-    args.dtype = forward->c_dtype;
-    bias->grad = NULL;
-    return op->device->ops->activation_backward(op->device, &args);
-}
-
-/* Wait for a collective at once where the strategy wants no overlap: the bits are the same. */
-static dtrain_result dtrain__linear_started(const dtrain_op *op, dtrain_work **work)
-{
-    const dtrain_strategy *strategy = op->tape->strategy;
-    dtrain_work *started = *work;
-    if (!started || !strategy || !dtrain__settings_of(strategy)->no_overlap) return DTRAIN_OK;
-    *work = NULL;
-    return dtrain_work_wait(started);
 }
 
 /* Make both gradients where d_x is a sum over the axis:
@@ -344,7 +262,6 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
     const dtrain_gemm_args *forward = &layer->forward;
     const dtrain_tensor *x = op->inputs[0];
-    dtrain_comm *comm = dtrain__axis_comm(op);
     dtrain__chunk *all = NULL, *partial = NULL;
     dtrain_work *gathering = NULL, *summing = NULL;
     bool add = false;
@@ -354,8 +271,8 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
                                                  dtrain_dtype_bytes(forward->a_dtype));
         if (!all) return op->tape->error;
         rows = all->memory;
-        DTRAIN__TRY(dtrain__linear_gather(op, forward, all->memory, &gathering));
-        DTRAIN__TRY(dtrain__linear_started(op, &gathering));
+        DTRAIN__TRY(dtrain__gather_rows(op, forward->a, all->memory, forward->m, forward->k,
+                                        forward->a_dtype, &gathering));
     }
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add), *sum = d_x;
     DTRAIN__TRY(op->tape->error);
@@ -371,10 +288,9 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
         if (add && layer->gathers) sum += (size_t)dtrain__tensor_share(x)->first[0] * row;
         DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL));
         if (layer->gathers)
-            DTRAIN__TRY(dtrain__scatter_rows(comm, product, sum, forward->m, forward->k, x->dtype,
-                                             &summing));
-        else DTRAIN__TRY(dtrain__sum_values(comm, product, x->count, x->dtype, &summing));
-        DTRAIN__TRY(dtrain__linear_started(op, &summing));
+            DTRAIN__TRY(
+                dtrain__scatter_rows(op, product, sum, forward->m, forward->k, x->dtype, &summing));
+        else DTRAIN__TRY(dtrain__sum_values(op, product, x->count, x->dtype, &summing));
     }
     DTRAIN__TRY(dtrain_work_wait(gathering));
     DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, rows, weight, bias));
@@ -385,46 +301,60 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     return DTRAIN_OK;
 }
 
-/* Return where the gradient of the bias goes. In halves it goes with the activation, which adds it
- * up: to the first one. */
-static float *dtrain__linear_bias_grad(dtrain_op *op, bool *add)
-{
-    const uint32_t half = op->half;
-    const bool activated = ((const dtrain__linear *)op->args)->forward.activation != 0;
-    *add = false;
-    if (activated && half == DTRAIN_OP_HALF_PARAMS) return NULL;
-    if (activated) op->half = DTRAIN_OP_HALF_BOTH;
-    float *grad = dtrain_op_param_grad(op, 1, add);
-    op->half = half;
-    return grad;
-}
-
 static dtrain_result dtrain__linear_backward(dtrain_op *op)
 {
-    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    dtrain__linear *layer = (dtrain__linear *)op->args;
     const dtrain_gemm_args *forward = &layer->forward;
+    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->has_d_z;
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_tensor *y = op->outputs[0];
     dtrain__linear_target weight, bias = {NULL, false};
     dtrain__chunk *all = NULL;
     bool add;
     weight.grad = dtrain_op_param_grad(op, 0, &weight.add);
-    if (!layer->grad_is_inner) bias.grad = dtrain__linear_bias_grad(op, &bias.add);
-    if (op->half != DTRAIN_OP_HALF_PARAMS || !forward->activation)
-        DTRAIN__TRY(dtrain__linear_activation(op, weight.grad != NULL, &bias));
+    if (!layer->has_d_z) bias.grad = dtrain_op_param_grad(op, 1, &bias.add);
+
+    /* d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without that
+     * product, or where it has the d_z of all rows and this rank's share of d_bias is its own */
+    const bool weighs = weight.grad != NULL;
+    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add));
+    if (activated || (bias.grad && !(weighs && !layer->scatters))) {
+        dtrain_activation_backward_args args;
+        memset(&args, 0, sizeof args);
+        args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+        args.accumulate = bias.add;
+        args.n = forward->n;
+        args.rows = y->count / args.n;
+        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
+        args.x = forward->aux ? forward->aux : forward->c;
+        args.d_out = args.d_in = y->grad;
+        args.d_bias = bias.grad;
+        args.dtype = forward->c_dtype;
+        DTRAIN__TRY(op->device->ops->activation_backward(op->device, &args));
+        layer->has_d_z = activated;
+        bias.grad = NULL;
+    }
     if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight, &bias);
 
-    const void *d_z = op->outputs[0]->grad;
+    const void *d_z = y->grad;
     if (layer->scatters) {
-        dtrain_work *work;
         all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->n) *
                                                  dtrain_dtype_bytes(forward->c_dtype));
         if (!all) return op->tape->error;
-        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(op), op->device, d_z, all->memory,
-                                        forward->m, forward->n, forward->c_dtype, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
+        DTRAIN__TRY(dtrain__gather_rows(op, d_z, all->memory, forward->m, forward->n,
+                                        forward->c_dtype, NULL));
         d_z = all->memory;
     }
     DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
-    dtrain_node *inner = dtrain__inner_layer(op);
+
+    /* The layer that made x, if the product that makes d_x may also finish the backward of its
+     * activation. Both must belong to the same visit to a unit: in another visit gradients may not
+     * be touched, and values may have been dropped. */
+    dtrain_node *inner = x->producer;
+    if (inner && (inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
+                  inner->mark != ((const dtrain_node *)op)->mark ||
+                  !((const dtrain__linear *)inner->op.args)->forward.aux))
+        inner = NULL;
     void *d_x = dtrain_op_input_grad(op, 0, &add);
     if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner));
     dtrain__scratch_give(all);

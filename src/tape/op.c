@@ -173,11 +173,6 @@ static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
     dtrain__place_as(y, x->placement, &part);
 }
 
-DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op)
-{
-    return op->tape->groups.tensor;
-}
-
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i)
 {
     const dtrain_param *p = op->params[i];
@@ -431,11 +426,6 @@ DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dt
                            dtrain_fail(DTRAIN_ERROR_MEMORY,
                                        "%s: %lld elements are more than this machine can address",
                                        op->desc->name, (long long)count));
-}
-
-DTRAIN__PRIVATE void *dtrain__op_scratch(const dtrain_op *op)
-{
-    return ((const dtrain_node *)op)->scratch;
 }
 
 /* Round the inputs that autocast wants narrow, then run the forward. */

@@ -1,6 +1,10 @@
-/* Conversions between placements
+/* Moves along the tensor axis, and conversions between placements
  *
- * There are two moves, each the other's backward:
+ * Rows lie one after the other, so that a part is one piece of memory. Where the ranks divide the
+ * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and nothing
+ * goes on behind the host's back.
+ *
+ * There are two conversions, each the other's backward:
  *
  *     gather    columns or rows -> whole    all gather
  *     slice     whole -> columns or rows    a rank keeps its own
@@ -8,9 +12,8 @@
  * Columns become rows, and rows columns, by both. The gradient of what is whole is whole on every
  * rank, and nothing is added up: the sums are in the operations that make them (tape/linear.c).
  *
- * Rows are one piece of memory, columns are not. A block is what one rank has, (rows, its columns);
- * blocks become rows of all columns by way of their transpose, where the columns of each run are
- * one piece:
+ * Columns are not one piece. A block is what one rank has, (rows, its columns); blocks become rows
+ * of all columns by way of their transpose, where the columns of each run are one piece:
  *
  *     block of rank 0   a a          T  a a a      <- column 0 of all rows
  *     (3 rows)          a a             a a a
@@ -22,66 +25,126 @@
  * Blocks of different sizes travel in slots of the largest. */
 
 #include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "comm/comm.h"
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
-typedef struct dtrain__place {
-    uint32_t from, to;     /* dtrain_placement */
-    int64_t rows, columns; /* of the whole */
-    dtrain_cut cut;        /* of its columns */
-} dtrain__place;
+/* ---- Sums, and rows ---------------------------------------------------------------------------*/
 
-/* A conversion under way. */
-typedef struct dtrain__moving {
-    const dtrain_op *op;
-    const dtrain__place *place;
-    int ranks, rank;
-    dtrain_dtype dtype;
-    size_t element;                        /* bytes */
-    int64_t slot;                          /* elements of the largest block */
-    char *send, *receive, *turned, *whole; /* a slot, those of all ranks, the transpose; and what
-                                              is between rows and columns */
-} dtrain__moving;
-
-static dtrain__share dtrain__columns_of(const dtrain__moving *m, int rank)
+DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank)
 {
-    const int64_t shape[4] = {m->place->columns, 0, 0, 0};
+    const int64_t shape[4] = {rows, 0, 0, 0};
     dtrain__share part;
-    dtrain__share_of(&m->place->cut, shape, m->ranks, rank, &part);
+    dtrain_cut cut;
+    memset(&cut, 0, sizeof cut);
+    cut.axis = DTRAIN_CUT_ROWS;
+    dtrain__share_of(&cut, shape, ranks, rank, &part);
     return part;
 }
 
-/* Describe a conversion and the elements of memory that it borrows: either way, so that forward and
- * backward find the same. */
-static int64_t dtrain__moving_describe(const dtrain_op *op, dtrain__moving *m)
+/* Leave a collective to the caller, or wait for it: without `work`, or where the strategy wants no
+ * overlap. The bits are the same. */
+static dtrain_result dtrain__move_started(const dtrain_op *op, dtrain_work *started,
+                                          dtrain_work **work)
 {
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    memset(m, 0, sizeof *m);
-    m->op = op;
-    m->place = place;
-    m->ranks = op->tape->groups.tensor_ranks;
-    m->rank = op->tape->groups.tensor_rank;
-    m->dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    m->element = dtrain_dtype_bytes(m->dtype);
-    if (place->from != DTRAIN_PLACEMENT_COLUMNS && place->to != DTRAIN_PLACEMENT_COLUMNS) return 0;
-    for (int r = 0; r < m->ranks; r++)
-        m->slot = dtrain__max(m->slot, place->rows * dtrain__columns_of(m, r).count);
-    const bool both = place->from == DTRAIN_PLACEMENT_ROWS || place->to == DTRAIN_PLACEMENT_ROWS;
-    return (1 + m->ranks) * m->slot + (both ? 2 : 1) * place->rows * place->columns;
+    const dtrain_strategy *strategy = op->tape->strategy;
+    if (work) *work = NULL;
+    if (!work || (strategy && dtrain__settings_of(strategy)->no_overlap))
+        return dtrain_work_wait(started);
+    *work = started;
+    return DTRAIN_OK;
 }
 
-/* Lay the borrowed memory out; NULL: nothing was borrowed. */
-static void dtrain__moving_borrow(dtrain__moving *m, void *memory)
+DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *values, int64_t count,
+                                                 uint32_t dtype, dtrain_work **work)
 {
-    if (!memory) return;
-    m->send = (char *)memory;
-    m->receive = m->send + (size_t)m->slot * m->element;
-    m->turned = m->receive + (size_t)(m->ranks * m->slot) * m->element;
-    m->whole = m->turned + (size_t)(m->place->rows * m->place->columns) * m->element;
+    dtrain_comm *comm = op->tape->groups.tensor;
+    dtrain_work *started = NULL;
+    if (comm)
+        DTRAIN__TRY(dtrain_all_reduce(comm, values, values, (size_t)count, (dtrain_dtype)dtype,
+                                      DTRAIN_REDUCE_SUM, &started));
+    return dtrain__move_started(op, started, work);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const void *part,
+                                                  void *whole, int64_t rows, int64_t n,
+                                                  uint32_t dtype, dtrain_work **work)
+{
+    const dtrain__groups *groups = &op->tape->groups;
+    dtrain_comm *comm = groups->tensor;
+    const int ranks = groups->tensor_ranks;
+    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    dtrain_work *started = NULL;
+    if (comm && rows % ranks == 0)
+        DTRAIN__TRY(dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n),
+                                      (dtrain_dtype)dtype, &started));
+    for (int r = 0; comm && rows % ranks && r < ranks; r++) {
+        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        char *place = (char *)whole + (size_t)of.first[0] * row;
+        if (r == groups->tensor_rank)
+            DTRAIN__TRY(op->device->ops->copy(op->device, place, part, (size_t)of.count * row,
+                                              DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain_broadcast(comm, place, (size_t)(of.count * n), (dtrain_dtype)dtype, r,
+                                     &started));
+        DTRAIN__TRY(dtrain_work_wait(started));
+        started = NULL;
+    }
+    return dtrain__move_started(op, started, work);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const void *whole,
+                                                   void *part, int64_t rows, int64_t n,
+                                                   uint32_t dtype, dtrain_work **work)
+{
+    dtrain_comm *comm = op->tape->groups.tensor;
+    const int ranks = op->tape->groups.tensor_ranks;
+    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    dtrain_work *started = NULL;
+    if (comm && rows % ranks == 0)
+        DTRAIN__TRY(dtrain_reduce_scatter(comm, whole, part, (size_t)(rows / ranks * n),
+                                          (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, &started));
+    for (int r = 0; comm && rows % ranks && r < ranks; r++) {
+        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        DTRAIN__TRY(dtrain_reduce(comm, (const char *)whole + (size_t)of.first[0] * row, part,
+                                  (size_t)(of.count * n), (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, r,
+                                  &started));
+        DTRAIN__TRY(dtrain_work_wait(started));
+        started = NULL;
+    }
+    return dtrain__move_started(op, started, work);
+}
+
+/* ---- Columns ----------------------------------------------------------------------------------*/
+
+typedef struct dtrain__place {
+    uint32_t to;           /* dtrain_placement */
+    bool gathers;          /* y is whole; false: x is */
+    bool by_columns;       /* the other one is cut by columns; false: by rows */
+    int64_t rows, columns; /* of the whole */
+    int64_t slot;          /* elements of the largest block */
+    dtrain_cut cut;        /* of the columns */
+} dtrain__place;
+
+static dtrain__share dtrain__columns_of(const dtrain_op *op, int rank)
+{
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    const int64_t shape[4] = {place->columns, 0, 0, 0};
+    dtrain__share part;
+    dtrain__share_of(&place->cut, shape, op->tape->groups.tensor_ranks, rank, &part);
+    return part;
+}
+
+/* Count the elements that a conversion borrows: a slot, those of all ranks, the transpose. */
+static int64_t dtrain__place_scratch(const dtrain_op *op)
+{
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    if (!place->by_columns) return 0;
+    return (1 + op->tape->groups.tensor_ranks) * place->slot + place->rows * place->columns;
 }
 
 /* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
-static dtrain_result dtrain__turn(const dtrain__moving *m, const char *x, int64_t rows, int64_t n,
+static dtrain_result dtrain__turn(const dtrain_op *op, const char *x, int64_t rows, int64_t n,
                                   int64_t stride, char *y)
 {
     dtrain_permute_args args;
@@ -91,95 +154,74 @@ static dtrain_result dtrain__turn(const dtrain__moving *m, const char *x, int64_
     args.shape[3] = rows, args.step[3] = stride;
     args.x = x;
     args.y = y;
-    args.dtype = m->dtype;
-    return m->op->device->ops->permute(m->op->device, &args);
+    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    return op->device->ops->permute(op->device, &args);
 }
 
-static dtrain_result dtrain__move_bytes(const dtrain__moving *m, char *to, const char *from,
-                                        int64_t count)
+static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, char *whole,
+                                            char *scratch)
 {
-    return m->op->device->ops->copy(m->op->device, to, from, (size_t)count * m->element,
-                                    DTRAIN_COPY_DEVICE_TO_DEVICE);
-}
-
-static dtrain_result dtrain__gather_columns(const dtrain__moving *m, const char *x, char *whole)
-{
-    const int64_t rows = m->place->rows, count = rows * dtrain__columns_of(m, m->rank).count;
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    const dtrain__groups *groups = &op->tape->groups;
+    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    const size_t element = dtrain_dtype_bytes(dtype), slot = (size_t)place->slot;
+    const int64_t rows = place->rows;
+    const int64_t count = rows * dtrain__columns_of(op, groups->tensor_rank).count;
+    char *const blocks = scratch + slot * element;
+    char *const turned = blocks + (size_t)groups->tensor_ranks * slot * element;
     dtrain_work *work = NULL;
-    if (count < m->slot) {
-        DTRAIN__TRY(dtrain__move_bytes(m, m->send, x, count));
-        x = m->send;
+    if (count < place->slot) {
+        DTRAIN__TRY(op->device->ops->copy(op->device, scratch, x, (size_t)count * element,
+                                          DTRAIN_COPY_DEVICE_TO_DEVICE));
+        x = scratch;
     }
-    DTRAIN__TRY(dtrain_all_gather(dtrain__axis_comm(m->op), x, m->receive, (size_t)m->slot,
-                                  m->dtype, &work));
+    DTRAIN__TRY(dtrain_all_gather(groups->tensor, x, blocks, slot, dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
-    for (int r = 0; r < m->ranks; r++) {
-        const dtrain__share part = dtrain__columns_of(m, r);
-        const char *run = m->receive + (size_t)(r * m->slot) * m->element;
+    for (int r = 0; r < groups->tensor_ranks; r++) {
+        const dtrain__share part = dtrain__columns_of(op, r);
+        const char *run = blocks + (size_t)r * slot * element;
         for (uint32_t i = 0; i < part.runs; i++) {
-            DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
-                                     m->turned + (size_t)(part.first[i] * rows) * m->element));
-            run += (size_t)part.length[i] * m->element;
+            DTRAIN__TRY(dtrain__turn(op, run, rows, part.length[i], part.count,
+                                     turned + (size_t)(part.first[i] * rows) * element));
+            run += (size_t)part.length[i] * element;
         }
     }
-    return dtrain__turn(m, m->turned, m->place->columns, rows, rows, whole);
+    return dtrain__turn(op, turned, place->columns, rows, rows, whole);
 }
 
-static dtrain_result dtrain__slice_columns(const dtrain__moving *m, const char *whole, char *y)
+static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whole, char *y,
+                                           char *turned)
 {
-    const int64_t rows = m->place->rows;
-    const dtrain__share part = dtrain__columns_of(m, m->rank);
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    const dtrain__share part = dtrain__columns_of(op, op->tape->groups.tensor_rank);
+    const size_t element = dtrain_dtype_bytes((dtrain_dtype)op->inputs[0]->dtype);
     int64_t at = 0;
     for (uint32_t i = 0; i < part.runs; at += part.length[i++])
-        DTRAIN__TRY(dtrain__turn(m, whole + (size_t)part.first[i] * m->element, rows,
-                                 part.length[i], m->place->columns,
-                                 m->turned + (size_t)(at * rows) * m->element));
-    return dtrain__turn(m, m->turned, part.count, rows, rows, y);
-}
-
-/* Convert x, which lies as `from`, to y. In a plan nothing is sent. */
-static dtrain_result dtrain__place_move(const dtrain__moving *m, uint32_t from, uint32_t to,
-                                        const void *x, void *y)
-{
-    const dtrain__share rows = dtrain__rows_share(m->place->rows, m->ranks, m->rank);
-    const int64_t columns = m->place->columns;
-    const char *whole = (const char *)x;
-    char *const gathered = to == DTRAIN_PLACEMENT_WHOLE ? (char *)y : m->whole;
-    dtrain_work *work = NULL;
-    if (!dtrain__axis_comm(m->op)) return DTRAIN_OK;
-    if (from != DTRAIN_PLACEMENT_WHOLE) whole = gathered;
-    if (from == DTRAIN_PLACEMENT_COLUMNS)
-        DTRAIN__TRY(dtrain__gather_columns(m, (const char *)x, gathered));
-    if (from == DTRAIN_PLACEMENT_ROWS)
-        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(m->op), m->op->device, x, gathered,
-                                        m->place->rows, columns, m->dtype, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    if (to == DTRAIN_PLACEMENT_COLUMNS) return dtrain__slice_columns(m, whole, (char *)y);
-    if (to == DTRAIN_PLACEMENT_WHOLE) return DTRAIN_OK;
-    return dtrain__move_bytes(m, (char *)y, whole + (size_t)(rows.first[0] * columns) * m->element,
-                              rows.count * columns);
+        DTRAIN__TRY(dtrain__turn(op, whole + (size_t)part.first[i] * element, place->rows,
+                                 part.length[i], place->columns,
+                                 turned + (size_t)(at * place->rows) * element));
+    return dtrain__turn(op, turned, part.count, place->rows, place->rows, y);
 }
 
 /* ---- The operation ----------------------------------------------------------------------------*/
 
-/* Find the cut that the columns of x have; those that some operation has placed without one are cut
- * evenly, or cannot be told. */
-static dtrain_result dtrain__place_cut(const dtrain_op *op, dtrain__place *place)
+/* Convert x to y, either way. In a plan nothing is sent. */
+static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const void *x, void *y,
+                                        void *scratch)
 {
+    const dtrain__place *place = (const dtrain__place *)op->args;
     const dtrain__groups *groups = &op->tape->groups;
-    const dtrain__share *part = dtrain__tensor_share(op->inputs[0]);
-    const int64_t shape[4] = {place->columns, 0, 0, 0};
-    char text[DTRAIN__SHARE_TEXT];
-    dtrain__share even;
-    place->cut.axis = DTRAIN_CUT_ROWS; /* of one axis: a row */
-    if (place->from != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
-    if (part->cut.axis) place->cut = part->cut;
-    dtrain__share_of(&place->cut, shape, groups->tensor_ranks, groups->tensor_rank, &even);
-    if (dtrain__share_same(&even, part)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_place: of the input this rank has the columns %s, and those of "
-                       "other ranks are not known; convert what it was made of",
-                       dtrain__share_text(part, text));
+    const uint32_t dtype = op->inputs[0]->dtype;
+    const size_t row = (size_t)place->columns * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    if (!groups->tensor) return DTRAIN_OK;
+    if (place->by_columns)
+        return (gathers ? dtrain__gather_columns
+                        : dtrain__slice_columns)(op, (const char *)x, (char *)y, (char *)scratch);
+    if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
+    const dtrain__share rows =
+        dtrain__rows_share(place->rows, groups->tensor_ranks, groups->tensor_rank);
+    return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
+                                 (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
 static dtrain_result dtrain__place_prepare(dtrain_op *op)
@@ -189,63 +231,72 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const dtrain__share *part = dtrain__tensor_share(x);
     const int64_t n = x->shape[x->ndim - 1];
-    dtrain__moving m;
     dtrain__share kept;
+    char text[DTRAIN__SHARE_TEXT];
     if (place->to > DTRAIN_PLACEMENT_ROWS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_place: placement is %u, which is not a dtrain_placement",
                            place->to);
-    place->from = x->placement;
-    place->columns = place->from == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
-    place->rows = place->from == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
-    DTRAIN__TRY(dtrain__place_cut(op, place));
-    const bool columns = place->to == DTRAIN_PLACEMENT_COLUMNS;
-    const int64_t length = columns ? place->columns : place->rows;
-    if (place->to != DTRAIN_PLACEMENT_WHOLE && length < groups->tensor_ranks)
+    place->gathers = place->to == DTRAIN_PLACEMENT_WHOLE;
+    place->by_columns =
+        (place->gathers ? x->placement : place->to) == (uint32_t)DTRAIN_PLACEMENT_COLUMNS;
+    place->columns = x->placement == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
+    place->rows = x->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
+    const int64_t length = place->by_columns ? place->columns : place->rows;
+    kept = dtrain__rows_share(length, groups->tensor_ranks, groups->tensor_rank);
+    if (!place->gathers && length < groups->tensor_ranks)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_place: %lld %s to share, and the tensor axis has %d ranks: each "
                            "needs one",
-                           (long long)length, columns ? "columns" : "rows", groups->tensor_ranks);
-    kept = dtrain__rows_share(length, groups->tensor_ranks, groups->tensor_rank);
-    if (place->to == DTRAIN_PLACEMENT_ROWS || place->from == DTRAIN_PLACEMENT_ROWS) {
-        const int64_t shape[2] = {place->to == DTRAIN_PLACEMENT_ROWS ? kept.count : place->rows,
-                                  columns ? kept.count : place->columns};
-        dtrain_op_output(op, (dtrain_dtype)x->dtype, 2, shape);
+                           (long long)length, place->by_columns ? "columns" : "rows",
+                           groups->tensor_ranks);
+
+    /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
+    place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
+    const dtrain__share here = dtrain__columns_of(op, groups->tensor_rank);
+    if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_place: of the input this rank has the columns %s, and those of "
+                           "other ranks are not known; convert what it was made of",
+                           dtrain__share_text(part, text));
+    for (int r = 0; r < groups->tensor_ranks; r++)
+        place->slot = dtrain__max(place->slot, place->rows * dtrain__columns_of(op, r).count);
+
+    if (place->by_columns) {
+        dtrain__output_like(op, x, place->gathers ? place->columns : kept.count,
+                            (dtrain_dtype)x->dtype);
     } else {
-        dtrain__output_like(op, x, columns ? kept.count : place->columns, (dtrain_dtype)x->dtype);
+        const int64_t shape[2] = {place->gathers ? place->rows : kept.count, place->columns};
+        dtrain_op_output(op, (dtrain_dtype)x->dtype, 2, shape);
     }
     DTRAIN__TRY(op->tape->error);
     dtrain__place_as(op->outputs[0], place->to, &kept);
-    dtrain__op_borrow(op, dtrain__moving_describe(op, &m), x->dtype);
+    dtrain__op_borrow(op, dtrain__place_scratch(op), x->dtype);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__place_forward(dtrain_op *op)
 {
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    dtrain__moving m;
-    (void)dtrain__moving_describe(op, &m);
-    dtrain__moving_borrow(&m, dtrain__op_scratch(op));
-    return dtrain__place_move(&m, place->from, place->to, op->input_data[0], op->output_data[0]);
+    return dtrain__place_move(op, ((const dtrain__place *)op->args)->gathers, op->input_data[0],
+                              op->output_data[0], ((const dtrain_node *)op)->scratch);
 }
 
 /* Convert the gradient back; where there is one already, beside it, and add. */
 static dtrain_result dtrain__place_backward(dtrain_op *op)
 {
-    const dtrain__place *place = (const dtrain__place *)op->args;
     const dtrain_tensor *x = op->inputs[0];
+    const size_t bytes =
+        (size_t)dtrain__place_scratch(op) * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
     dtrain__chunk *scratch = NULL, *beside = NULL;
-    dtrain__moving m;
     bool add;
-    const size_t bytes = (size_t)dtrain__moving_describe(op, &m) * m.element;
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add);
     if (!d_x) return op->tape->error;
     if (bytes) scratch = dtrain__scratch_take(op->tape, bytes);
     if (add) beside = dtrain__scratch_take(op->tape, dtrain__tensor_bytes(x));
     DTRAIN__TRY(op->tape->error);
-    dtrain__moving_borrow(&m, scratch ? scratch->memory : NULL);
-    DTRAIN__TRY(dtrain__place_move(&m, place->to, place->from, op->outputs[0]->grad,
-                                   beside ? beside->memory : d_x));
+    DTRAIN__TRY(dtrain__place_move(op, !((const dtrain__place *)op->args)->gathers,
+                                   op->outputs[0]->grad, beside ? beside->memory : d_x,
+                                   scratch ? scratch->memory : NULL));
     if (beside)
         DTRAIN__TRY(
             dtrain__tape_add(op->device, x->count, d_x, x->dtype, beside->memory, x->dtype, d_x));
@@ -260,10 +311,12 @@ DTRAIN_API dtrain_tensor *dtrain_place(dtrain_tape *tape, dtrain_tensor *x,
                                        dtrain_placement placement)
 {
     dtrain__place args;
-    if (tape && x && dtrain__is_float(x) && (uint32_t)placement <= DTRAIN_PLACEMENT_ROWS &&
-        (tape->groups.tensor_ranks == 1 || x->placement == (uint32_t)placement))
-        return x;
+    const uint32_t whole = DTRAIN_PLACEMENT_WHOLE, to = (uint32_t)placement;
+    if (tape && x && dtrain__is_float(x) && to <= DTRAIN_PLACEMENT_ROWS) {
+        if (tape->groups.tensor_ranks == 1 || x->placement == to) return x;
+        if (x->placement != whole && to != whole) x = dtrain_place(tape, x, DTRAIN_PLACEMENT_WHOLE);
+    }
     memset(&args, 0, sizeof args);
-    args.to = placement;
+    args.to = to;
     return dtrain_tape_apply(tape, &dtrain__place_op, &x, 1, NULL, 0, &args, sizeof args);
 }

@@ -32,7 +32,7 @@
 #include "strategy/view_internal.h"
 #include "tape/op.h"
 #include "tape/tape.h"
-#include "parallel/exchange_internal.h"
+#include "parallel/cut_internal.h"
 #include "parallel/pipeline.h"
 #include "device/backend.h"
 #include "device/device.h"
@@ -256,9 +256,6 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
 /* Refuse input i, which does not lie as `expected`. */
 DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
                                                      const char *expected);
-/* Return the communicator of the tensor axis; NULL: an operation sends nothing, in a plan or on an
- * axis of one rank. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
 /* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up.
@@ -268,10 +265,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
  * under sequence parallelism cut (in prepare). */
 DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
                                                   uint32_t *placement, dtrain__share *part);
-/* Let forward borrow memory for `count` values (in prepare, once); return the memory (in forward).
- * It is of the gradient pool, where every layer finds the same. */
+/* Let forward borrow memory for `count` values, which it finds at its node's scratch (in prepare,
+ * once). It is of the gradient pool, where every layer finds the same. */
 DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
-DTRAIN__PRIVATE void *dtrain__op_scratch(const dtrain_op *op);
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
@@ -291,6 +287,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
 DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops);
 DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype);
 
+/* tape/place.c: moves of device memory over the tensor axis, rows of n elements. Rank r of t has
+ * rows n r / t to n (r + 1) / t of what is cut by rows. Each is collective, and does nothing in a
+ * plan. With `work` it returns at once and leaves *work to dtrain_work_wait, if the strategy wants
+ * overlap; otherwise later work on the device comes behind it. Sums are added up in fp32 in the
+ * order of the ranks and rounded once. */
+DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank);
+/* Add values (count) up over the axis, in place. */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *values, int64_t count,
+                                                 uint32_t dtype, dtrain_work **work);
+/* Put the parts of all ranks together: whole (rows, n). */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const void *part,
+                                                  void *whole, int64_t rows, int64_t n,
+                                                  uint32_t dtype, dtrain_work **work);
+/* Add whole (rows, n) up over the axis, and keep this rank's rows in part, which may be the place
+ * of those rows in whole. */
+DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const void *whole,
+                                                   void *part, int64_t rows, int64_t n,
+                                                   uint32_t dtype, dtrain_work **work);
+
 /* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
 
@@ -308,6 +323,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 /* In `reads` of a built-in operation: its forward launches products and touches no memory itself,
  * so that a plan can run it and count them. */
 #define DTRAIN__OP_COUNTS (1u << 31)
+/* In `reads`, or added to a call's by its prepare: of a backward in halves the first one makes the
+ * gradient of parameter i as well. */
+#define DTRAIN__OP_FIRST_HALF(i) (1u << (8 + (i)))
 
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
