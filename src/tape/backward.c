@@ -45,15 +45,10 @@ static dtrain_result dtrain__backward_call(dtrain_tape *tape, dtrain_op *op)
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 {
     dtrain_op *op = &node->op;
-    dtrain_tensor *y = op->outputs[0];
-    bool accumulate;
     DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
     DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
     DTRAIN__TRY(dtrain__segment_again(tape, node));
-    if (!y->grad) { /* zeros: the loss does not depend on this output */
-        DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
-        DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
-    }
+    DTRAIN__TRY(dtrain__gradient_zeros(tape, op->outputs[0]));
     node->halved = dtrain__is_halved(tape, node);
     op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
     DTRAIN__TRY(dtrain__backward_call(tape, op));
@@ -233,12 +228,6 @@ static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
     x->grad = chunk ? chunk->memory : NULL;
 }
 
-DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y)
-{
-    dtrain__gradient_set(x, ((dtrain__tape_tensor *)y)->gradient);
-    dtrain__gradient_set(y, NULL);
-}
-
 /* Make x the only owner of its gradient, for one contribution that is written there; *accumulate
  * tells the kernel whether to add. Without a chunk it is memory that nobody shares. */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
@@ -254,6 +243,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
     shared->owners--;
     return tape->device->ops->copy(tape->device, chunk->memory, shared->memory,
                                    dtrain__tensor_bytes(x), DTRAIN_COPY_DEVICE_TO_DEVICE);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_zeros(dtrain_tape *tape, dtrain_tensor *x)
+{
+    bool accumulate;
+    if (x->grad) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    return tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x));
 }
 
 /* Add to x's gradient the contributions that were put aside for a kernel that overwrites. */

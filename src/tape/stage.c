@@ -67,28 +67,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     return DTRAIN_OK;
 }
 
-/* Free what the survey found, and the lists that go with it. */
-static void dtrain__crossings_free(dtrain_tape *tape)
-{
-    const dtrain_allocator *a = &tape->allocator;
-    dtrain__stages *stages = tape->stages;
-    const size_t count = stages->crossing_count;
-    dtrain__free(a, stages->crossed, stages->slot_count * count, sizeof *stages->crossed);
-    dtrain__free(a, stages->received, stages->inbox_count * count, sizeof *stages->received);
-    dtrain__free(a, stages->crossings, count, sizeof *stages->crossings);
-    dtrain__free(a, stages->reads, stages->input_count, sizeof *stages->reads);
-    stages->crossed = NULL;
-    stages->received = NULL;
-    stages->crossings = NULL;
-    stages->reads = NULL;
-    stages->crossing_count = stages->input_count = 0;
-}
-
 DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
     if (!stages) return;
-    dtrain__crossings_free(tape);
+    dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
     for (uint32_t s = 0; s < stages->slot_count; s++)
         for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
             dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
@@ -115,13 +98,12 @@ DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_i
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 {
-    return tape->stages && tape->stages->surveying;
+    return tape->stages && tape->stages->slot->stage == DTRAIN__SURVEY;
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 {
-    return dtrain__is_surveying(tape) ||
-           (tape->stages && tape->stages->at != tape->stages->slot->stage);
+    return tape->stages && tape->stages->at != tape->stages->slot->stage;
 }
 
 /* Note which stage the pass has come to. */
@@ -148,34 +130,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t uni
     return DTRAIN_OK;
 }
 
-/* Return the place of a tensor that has just been made among those that cross; NULL: it does not.
- */
-static const dtrain__crossing *dtrain__crossing_of(dtrain_tape *tape)
-{
-    dtrain__stages *stages = tape->stages;
-    const size_t next = stages->slot->next_crossing;
-    if (next == stages->crossing_count) return NULL;
-    if (stages->crossings[next].number != tape->pass.tensor_count) return NULL;
-    stages->slot->next_crossing++;
-    return &stages->crossings[next];
-}
-
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node)
 {
-    dtrain__stages *stages = tape->stages;
+    const dtrain__stages *stages = tape->stages;
+    dtrain__pass_slot *slot = stages->slot;
     dtrain_tensor *x = &made->tensor;
     made->stage = made->last_stage = node ? stages->at : -1;
     made->remote = x->data == (void *)DTRAIN__REMOTE;
-    if (stages->surveying || !node) {
-        dtrain__tape_tensor **list = stages->surveying ? &stages->made : &stages->slot->inputs;
-        made->next = *list;
-        *list = made;
+    if (slot->stage == DTRAIN__SURVEY || !node) {
+        made->next = slot->listed;
+        slot->listed = made;
         return;
     }
-    const dtrain__crossing *crossing = dtrain__crossing_of(tape);
-    if (!crossing) return;
-    const size_t at = (size_t)(crossing - stages->crossings);
+    if (slot->next_crossing == stages->crossing_count) return;
+    const dtrain__crossing *crossing = &stages->crossings[slot->next_crossing];
+    if (crossing->number != tape->pass.tensor_count) return;
+    dtrain__crossed *crossed = &slot->crossed[slot->next_crossing++];
     if (crossing->stage != made->stage || crossing->count != x->count ||
         crossing->dtype != x->dtype) {
         dtrain__tape_stick(
@@ -191,7 +162,6 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
                         dtrain_dtype_name((dtrain_dtype)crossing->dtype), (int)crossing->stage));
         return;
     }
-    dtrain__crossed *crossed = &stages->slot->crossed[at];
     crossed->tensor = made;
     if (!made->remote || !crossed->received) return;
     made->remote = false;
@@ -204,8 +174,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tens
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
     if (!stages) return DTRAIN_OK;
     if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (stages->surveying) made->wanted = made->wanted || stages->here[stages->at];
-    if (stages->surveying || stages->at != stages->slot->stage || !made->remote) return DTRAIN_OK;
+    if (dtrain__is_surveying(tape)) made->wanted = made->wanted || stages->here[stages->at];
+    if (dtrain__stage_is_remote(tape) || !made->remote) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "stage %d reads a tensor of stage %d, which it did not do in the first "
                        "micro-batch; which operations the loss calls must not depend on values",
@@ -218,18 +188,8 @@ DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
     const dtrain__stages *stages = tape->stages;
     if (!stages) return true;
     const size_t number = stages->slot->input_count;
-    return !stages->surveying && stages->slot->batch == stages->slot &&
+    return !dtrain__is_surveying(tape) && stages->slot->batch == stages->slot &&
            number < stages->input_count && stages->reads[number];
-}
-
-/* Return the same input of this rank's first pass of the micro-batch; NULL: this is that pass. */
-static const dtrain__tape_tensor *dtrain__input_before(const dtrain__stages *stages)
-{
-    const dtrain__pass_slot *batch = stages->slot->batch;
-    if (stages->surveying || batch == stages->slot) return NULL;
-    const dtrain__tape_tensor *x = batch->inputs;
-    for (size_t i = batch->input_count; x && i > stages->slot->input_count + 1; i--) x = x->next;
-    return x;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x, bool *shared)
@@ -237,20 +197,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
     dtrain__stages *stages = tape->stages;
     *shared = false;
     if (!stages) return DTRAIN_OK;
-    const dtrain__tape_tensor *before = dtrain__input_before(stages);
-    stages->slot->input_count++;
+    dtrain__pass_slot *slot = stages->slot;
+    const size_t number = slot->input_count++;
     if (x->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pipeline has no gradients of inputs; leave "
                            "requires_grad false");
+    if (slot->batch == slot) return DTRAIN_OK;
+    const dtrain__tape_tensor *before = slot->batch->listed; /* of the micro-batch's first pass */
+    for (size_t i = slot->batch->input_count; before && i > number + 1; i--) before = before->next;
     if (!before) return DTRAIN_OK;
     if (before->tensor.count != x->count || before->tensor.dtype != x->dtype)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "dtrain_tape_input: input %zu has %lld elements, and %lld in this "
                            "micro-batch's first pass on this rank; every pass of a pipeline makes "
                            "the same inputs",
-                           stages->slot->input_count, (long long)x->count,
-                           (long long)before->tensor.count);
+                           number + 1, (long long)x->count, (long long)before->tensor.count);
     x->data = before->tensor.data;
     ((dtrain__tape_tensor *)x)->remote = before->remote;
     ((dtrain__tape_tensor *)x)->samples = before->samples;
@@ -260,59 +222,40 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
 
 /* ---- The survey -------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags)
-{
-    dtrain__stages *stages = tape->stages;
-    dtrain__stage_reset(tape);
-    stages->surveying = true;
-    stages->made = NULL;
-    stages->at = 0;
-    return dtrain__pass_begin(tape, flags, 0);
-}
-
-/* Make the lists that the survey fills, of `crossings` and `inputs`, and those of slots and
- * inboxes. */
-static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings, size_t inputs)
-{
-    const dtrain_allocator *a = &tape->allocator;
-    const char *const what = "what crosses stages";
-    dtrain__stages *stages = tape->stages;
-    const size_t all = stages->slot_count * crossings, inboxes = stages->inbox_count * crossings;
-    if (stages->crossings && crossings == stages->crossing_count && inputs == stages->input_count)
-        return DTRAIN_OK; /* other shapes need no other lists */
-    dtrain__crossings_free(tape);
-    stages->crossing_count = crossings;
-    stages->input_count = inputs;
-    stages->crossings =
-        (dtrain__crossing *)dtrain__alloc(a, crossings, sizeof *stages->crossings, what);
-    stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, what);
-    stages->crossed = (dtrain__crossed *)dtrain__alloc(a, all, sizeof *stages->crossed, what);
-    stages->received = (void **)dtrain__alloc(a, inboxes, sizeof *stages->received, what);
-    if (!stages->crossings || !stages->reads || !stages->crossed || !stages->received)
-        return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < stages->slot_count; i++)
-        stages->slots[i].crossed = stages->crossed + i * crossings;
-    for (size_t i = 0; i < stages->inbox_count; i++)
-        stages->inboxes[i].received = stages->received + i * crossings;
-    return DTRAIN_OK;
-}
-
-/* Note what the model, run with all stages remote, has shown. */
+/* Note what the model, run with all stages remote, has shown: first how much, for one piece of
+ * memory with all lists. */
 static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
-    size_t crossings = 0, inputs = 0, number = tape->pass.tensor_count;
-    stages->surveying = false;
-    DTRAIN__TRY(tape->error);
-    for (const dtrain__tape_tensor *x = stages->made; x; x = x->next) {
+    const dtrain__tape_tensor *made = stages->slot->listed;
+    size_t count = 0, inputs = 0, number = tape->pass.tensor_count;
+    for (const dtrain__tape_tensor *x = made; x; x = x->next) {
         inputs += x->stage < 0;
-        crossings += x->last_stage > x->stage;
+        count += x->last_stage > x->stage;
     }
-    DTRAIN__TRY(dtrain__crossings_alloc(tape, crossings, inputs));
-    for (const dtrain__tape_tensor *x = stages->made; x; x = x->next, number--) {
+    if (!stages->lists || count != stages->crossing_count || inputs != stages->input_count) {
+        const size_t crossed = stages->slot_count * count, received = stages->inbox_count * count;
+        dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
+        stages->crossing_count = stages->input_count = 0;
+        stages->list_bytes = count * sizeof *stages->crossings + received * sizeof(void *) +
+                             crossed * sizeof(dtrain__crossed) + inputs * sizeof *stages->reads;
+        stages->lists =
+            dtrain__alloc(&tape->allocator, stages->list_bytes, 1, "what crosses stages");
+        if (!stages->lists) return DTRAIN_ERROR_MEMORY;
+        stages->crossing_count = count;
+        stages->input_count = inputs;
+        stages->crossings = (dtrain__crossing *)stages->lists;
+        for (size_t i = 0; i < stages->slot_count; i++)
+            stages->slots[i].crossed = (dtrain__crossed *)(stages->crossings + count) + i * count;
+        void **const inbox = (void **)(stages->slots[0].crossed + crossed);
+        for (size_t i = 0; i < stages->inbox_count; i++)
+            stages->inboxes[i].received = inbox + i * count;
+        stages->reads = (bool *)(inbox + received);
+    }
+    for (const dtrain__tape_tensor *x = made; x; x = x->next, number--) {
         if (x->stage < 0) stages->reads[--inputs] = x->wanted;
         if (x->last_stage <= x->stage) continue;
-        dtrain__crossing *crossing = &stages->crossings[--crossings];
+        dtrain__crossing *crossing = &stages->crossings[--count];
         crossing->number = number;
         crossing->stage = x->stage;
         crossing->last_stage = x->last_stage;
@@ -330,7 +273,7 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     const size_t count = stages->slot_count * stages->crossing_count;
     dtrain__tape_reset(tape);
-    if (count) memset(stages->crossed, 0, count * sizeof *stages->crossed);
+    if (count) memset(stages->slots[0].crossed, 0, count * sizeof(dtrain__crossed));
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
@@ -360,18 +303,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
     return DTRAIN_OK;
 }
 
-/* Leave a slot's last pass, and keep the gradients of what it received: they may still be under
- * way. */
-static void dtrain__slot_leave(const dtrain__stages *stages, dtrain__pass_slot *slot)
-{
-    for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__crossed *crossed = &slot->crossed[k];
-        if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
-        crossed->tensor = NULL;
-        crossed->received = NULL;
-    }
-}
-
 DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t number)
 {
     const dtrain__stages *stages = tape->stages;
@@ -390,10 +321,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &stages->slots[number];
     dtrain__slot_select(tape, slot);
-    dtrain__slot_leave(stages, slot);
+    for (size_t k = 0; k < stages->crossing_count; k++) {
+        dtrain__crossed *crossed = &slot->crossed[k];
+        if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
+        crossed->tensor = NULL; /* a gradient of the slot's last pass may be under way */
+        crossed->received = NULL;
+    }
     slot->stage = stage;
     slot->batch = &stages->slots[batch];
-    slot->inputs = NULL;
+    slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
     for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
@@ -407,8 +343,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
     const dtrain__pass_slot *slot = stages->slot;
-    if (stages->surveying) return dtrain__survey_end(tape);
     DTRAIN__TRY(tape->error);
+    if (slot->stage == DTRAIN__SURVEY) return dtrain__survey_end(tape);
     if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
         return DTRAIN_OK;
     return dtrain__tape_stick(
@@ -425,23 +361,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &stages->slots[number];
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
+        dtrain__tape_tensor *x = slot->crossed[k].tensor;
         bool accumulate;
-        if (from) dtrain__gradient_take(x, &stages->slots[*from].crossed[k].tensor->tensor);
-        else DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    }
-    return DTRAIN_OK;
-}
-
-/* Give zeros to those of the gradients to be sent that no operation has contributed to. */
-static dtrain_result dtrain__stage_zeros(dtrain_tape *tape, const dtrain__pass_slot *slot)
-{
-    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
-        dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
-        bool accumulate;
-        if (x->grad) continue;
-        DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-        DTRAIN__TRY(tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x)));
+        if (from) {
+            dtrain__tape_tensor *y = stages->slots[*from].crossed[k].tensor;
+            x->gradient = y->gradient;
+            x->tensor.grad = y->tensor.grad;
+            y->gradient = NULL;
+            y->tensor.grad = NULL;
+        } else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
     }
     return DTRAIN_OK;
 }
@@ -463,7 +391,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         x->tensor.grad = NULL;
     }
     DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
-    return dtrain__tape_stick(tape, dtrain__stage_zeros(tape, slot));
+    dtrain_result result = DTRAIN_OK; /* what is sent and has no contribution is zero */
+    for (size_t i = 0, k; !result && dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++)
+        result = dtrain__gradient_zeros(tape, &slot->crossed[k].tensor->tensor);
+    return dtrain__tape_stick(tape, result);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t number)

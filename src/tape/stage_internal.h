@@ -5,8 +5,8 @@
  * other stages are remote: they have shapes and no memory. Passes of several micro-batches are
  * under way at once, each in a slot.
  *
- *     survey_begin      for each step: run the model with all stages remote, and note what crosses
  *     stage_reset       in each step
+ *     stage_begin       of DTRAIN__SURVEY: all stages are remote, and stage_end notes what crosses
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
  *     stage_end         behind it
@@ -44,7 +44,7 @@ typedef struct dtrain__pass_slot {
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
     int32_t stage;
     struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *inputs;     /* the latest first */
+    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
     dtrain__crossed *crossed;        /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
@@ -65,19 +65,16 @@ typedef struct dtrain__stages {
     int32_t count, at;          /* stages; the one whose unit the pass is in */
     const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
     size_t unit_count;
-    const bool *here; /* (count) this rank has the stage */
-    bool surveying;
+    const bool *here;                /* (count) this rank has the stage */
     dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
     dtrain__inbox *inboxes;          /* (inbox_count) */
     uint32_t slot_count, inbox_count;
-    dtrain__bump zeros;        /* as many as the longest tensor that crosses has */
-    dtrain__tape_tensor *made; /* by a survey, the latest first */
-    dtrain__crossing *crossings;
-    size_t crossing_count;
-    dtrain__crossed *crossed; /* (slot_count, crossing_count) */
-    void **received;          /* (inbox_count, crossing_count) */
-    bool *reads;              /* (input_count) a stage here reads the input */
-    size_t input_count;
+    dtrain__bump zeros; /* as many as the longest tensor that crosses has */
+    void *lists;        /* (list_bytes) memory of the lists whose length a survey finds */
+    size_t list_bytes;
+    dtrain__crossing *crossings; /* (crossing_count) */
+    bool *reads;                 /* (input_count) a stage here reads the input */
+    size_t crossing_count, input_count;
 } dtrain__stages;
 
 /* Let a tape run stages: stage_units and here stay the caller's. */
@@ -85,9 +82,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t s
                                                     const bool *here, const int32_t *stage_units,
                                                     size_t unit_count, uint32_t slot_count,
                                                     uint32_t inbox_count);
-/* Begin to run the model with all stages remote; stage_end notes what crosses. */
-DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
-
 /* Forget what an earlier step, or one that failed, has left. */
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
 /* Return item i of a message between `stage` and the next one: the tensor's place among all that
@@ -97,7 +91,10 @@ DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, 
 /* Find addresses in an inbox for what the stage before `stage` sends. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t inbox,
                                                     int32_t stage);
-/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. */
+/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
+ * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
+ * what crosses. */
+#define DTRAIN__SURVEY -1
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
                                                   int32_t stage, dtrain__stage_source source,
                                                   uint32_t flags, uint64_t seed);

@@ -348,8 +348,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
                                                     bool *accumulate);
 /* Refuse a loss that is not one number. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_tensor *loss);
-/* Let x have the gradient of y, which has none from here on. */
-DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
+/* Give zeros to a tensor that no operation has contributed a gradient to. */
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_zeros(dtrain_tape *tape, dtrain_tensor *x);
 /* Run the backward of a pass from its loss or, without one, from gradients that are there; the
  * nodes that made their tensors are marked as reached. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_tensor *loss,

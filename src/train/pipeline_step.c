@@ -243,8 +243,11 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
                                          void *user, uint32_t flags,
                                          const dtrain__tape_tensor **made)
 {
+    const dtrain__stage_source none = {-1, -1};
     dtrain_tensor *tensor;
-    DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
+    dtrain__stage_reset(trainer->tape);
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none,
+                                    trainer->desc.tape_flags | flags, 0));
     DTRAIN__TRY(dtrain__line_pass(trainer, function, user, &tensor));
     *made = (const dtrain__tape_tensor *)tensor;
     return DTRAIN_OK;

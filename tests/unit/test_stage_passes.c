@@ -192,7 +192,9 @@ static void line_create(line *l, model *m, dtrain_device *device, int stages, in
         const uint32_t slots = (uint32_t)(live * ((stages + ranks - 1) / ranks));
         CHECK(dtrain__stages_create(l->tapes[r], stages, l->here[r], l->units, (size_t)m->units,
                                     slots, slots) == DTRAIN_OK);
-        dtrain_result result = dtrain__survey_begin(l->tapes[r], m->flags);
+        const dtrain__stage_source none = {-1, -1};
+        dtrain_result result =
+            dtrain__stage_begin(l->tapes[r], 0, 0, DTRAIN__SURVEY, none, m->flags, 0);
         if (result == DTRAIN_OK) model_loss(l->tapes[r], m);
         if (result == DTRAIN_OK) result = dtrain__stage_end(l->tapes[r]);
         if (result != DTRAIN_OK) l->result = result;
