@@ -18,44 +18,6 @@
 #include "tape/tape_internal.h"
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
-static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node);
-
-/* Tell whether a node's parameters get their gradients later. What activation checkpointing drops
- * would be gone by then. */
-static bool dtrain__is_halved(const dtrain_tape *tape, const dtrain_node *node)
-{
-    bool wanted = false;
-    for (uint32_t i = 0; i < node->op.param_count; i++) wanted = wanted || node->target[i];
-    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment && wanted;
-}
-
-/* Call an operation's backward, in a span. */
-static dtrain_result dtrain__backward_call(dtrain_tape *tape, dtrain_op *op)
-{
-    const uint32_t span = dtrain__op_span(op);
-    const double flops = tape->flops;
-    const dtrain_result passed = op->desc->backward(op);
-    dtrain__op_span_end(op, span);
-    dtrain__cost_add((const dtrain_node *)op, true, tape->flops - flops);
-    DTRAIN__TRY(passed);
-    return tape->error;
-}
-
-/* Pass the gradient through one operation: step 2 of the walk. */
-static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_op *op = &node->op;
-    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
-    DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
-    DTRAIN__TRY(dtrain__segment_again(tape, node));
-    DTRAIN__TRY(dtrain__gradient_zeros(tape, op->outputs[0]));
-    node->halved = dtrain__is_halved(tape, node);
-    op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
-    DTRAIN__TRY(dtrain__backward_call(tape, op));
-    for (uint32_t i = 0; i < op->input_count; i++)
-        DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
-    return node->halved ? DTRAIN_OK : dtrain__backward_done(tape, node);
-}
 
 /* Give the gradients of a node's outputs back, and tell the strategy about parameters that have had
  * their last contribution. */
@@ -77,29 +39,6 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
-/* Set the gradient of the loss to scale times its weight, and give the strategy the weight. A
- * recorded pass computes it on the device, from the number of samples there. */
-static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
-{
-    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    dtrain_strategy *strategy = tape->strategy;
-    dtrain_axpby_args seed;
-    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
-    seed.count = 1;
-    seed.a = scale;
-    seed.y = loss->grad;
-    seed.dtype = DTRAIN_DTYPE_F32;
-    const int64_t full = strategy ? dtrain__weigh_loss(strategy, samples) : 0;
-    if (full) {
-        const double each = (double)scale / (double)full;
-        if (samples->device_valid)
-            return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
-                                  DTRAIN_DTYPE_F32, 1, each, NULL);
-        seed.a = (float)(each * dtrain__samples_count(samples));
-    }
-    return tape->device->ops->axpby(tape->device, &seed);
-}
-
 /* Do both steps; the nodes that gradients come from are marked. */
 static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
 {
@@ -111,8 +50,26 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
                 op->inputs[i]->producer->reached = true;
         for (uint32_t i = 0; i < op->param_count; i++) op->params[i]->state.pending_uses++;
     }
-    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
-        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous) {
+        dtrain_op *op = &node->op;
+        if (!node->reached) continue;
+        DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+        DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
+        DTRAIN__TRY(dtrain__segment_again(tape, node));
+        /* zeros: the loss does not depend on this output */
+        DTRAIN__TRY(dtrain__gradient_zeros(tape, op->outputs[0]));
+        /* gradients of parameters come later if somebody wants them and nothing was dropped: that
+         * would be gone by then */
+        for (uint32_t i = 0; i < op->param_count; i++)
+            if (tape->pass.halves && (op->reads & DTRAIN_OP_SPLITS) && !node->segment &&
+                node->target[i])
+                node->halved = true;
+        op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
+        DTRAIN__TRY(dtrain__op_call(op, op->desc->backward, true));
+        for (uint32_t i = 0; i < op->input_count; i++)
+            DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
+        if (!node->halved) DTRAIN__TRY(dtrain__backward_done(tape, node));
+    }
     return dtrain__tape_enter(tape, -1);
 }
 
@@ -124,10 +81,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_
                        call, (long long)loss->count);
 }
 
-/* Check that the loss can have gradients, set its own, and walk. */
+/* Check that the loss can have gradients, give it scale times its weight, and walk. A recorded pass
+ * computes the weight on the device, from the number of samples there. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
+    dtrain_strategy *strategy = tape->strategy;
+    dtrain_axpby_args seed;
+    int64_t full = 0;
     bool accumulate;
     DTRAIN__TRY(dtrain__check_loss(call, loss));
     if (!loss->needs_grad)
@@ -137,13 +99,24 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            call);
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    if (tape->strategy) {
-        const int64_t terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
-        DTRAIN__TRY(dtrain__end_sums(tape->strategy, tape->pass.sums, false));
-        DTRAIN__TRY(dtrain__agree_full_batch(tape->strategy, terms));
+    if (strategy) {
+        DTRAIN__TRY(dtrain__end_sums(strategy, tape->pass.sums, false));
+        DTRAIN__TRY(dtrain__agree_full_batch(strategy, samples->terms));
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
+    if (strategy) full = dtrain__weigh_loss(strategy, samples);
+    const double each = full ? (double)scale / (double)full : 0;
+    if (full && samples->device_valid) {
+        DTRAIN__TRY(dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
+                                   DTRAIN_DTYPE_F32, 1, each, NULL));
+    } else {
+        memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
+        seed.count = 1;
+        seed.a = full ? (float)(each * dtrain__samples_count(samples)) : scale;
+        seed.y = loss->grad;
+        seed.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
+    }
     return dtrain__backward_walk(tape);
 }
 
@@ -184,7 +157,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
     for (dtrain_node *node = tape->pass.last; node && result == DTRAIN_OK; node = node->previous) {
         if (!node->halved) continue;
         node->op.half = DTRAIN_OP_HALF_PARAMS;
-        result = dtrain__backward_call(tape, &node->op);
+        result = dtrain__op_call(&node->op, node->op.desc->backward, true);
         if (result == DTRAIN_OK) result = dtrain__backward_done(tape, node);
         node->halved = false;
     }
@@ -307,27 +280,6 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
-/* Tell whether another rank of the tensor axis counts this gradient. Under sequence parallelism the
- * gradients of whole parameters are sums over the rows of all ranks; of an operation on whole
- * tensors each rank has all of that sum, and the first one counts it. */
-static bool dtrain__counted_elsewhere(const dtrain_op *op, const dtrain_param *target)
-{
-    const dtrain__groups *groups = &op->tape->groups;
-    return groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
-           op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE;
-}
-
-/* Return memory for a gradient that does not count, and let the real one be zero or what it was. */
-static float *dtrain__uncounted(dtrain_op *op, const dtrain_param *target, bool *accumulate)
-{
-    const int64_t count = dtrain__share_here(target, &op->tape->groups).count;
-    if (!*accumulate)
-        dtrain__tape_stick(op->tape, op->device->ops->zero(op->device, target->grad,
-                                                           (size_t)count * sizeof(float)));
-    *accumulate = false;
-    return (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
-}
-
 /* An operation that asks must write: the gradient counts as written from here on. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
@@ -337,9 +289,20 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     if (!target || op->half == (uint32_t)(first ? DTRAIN_OP_HALF_PARAMS : DTRAIN_OP_HALF_INPUTS))
         return NULL;
     *accumulate = target->state.grad_written;
-    float *const grad = dtrain__counted_elsewhere(op, target)
-                            ? dtrain__uncounted(op, target, accumulate)
-                            : target->grad;
+    float *grad = target->grad;
+    /* Under sequence parallelism the gradients of whole parameters are sums over the rows of all
+     * ranks. Of an operation on whole tensors each rank has all of that sum, and the first one
+     * counts it: others get memory that does not count, and their gradient is zero or what it was. */
+    const dtrain__groups *groups = &op->tape->groups;
+    if (groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
+        op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE) {
+        const int64_t count = dtrain__share_here(target, groups).count;
+        if (!*accumulate)
+            dtrain__tape_stick(
+                op->tape, op->device->ops->zero(op->device, grad, (size_t)count * sizeof(float)));
+        *accumulate = false;
+        grad = (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
+    }
     /* a plan writes nothing, and grad may be NULL there */
     if (op->planning) return (float *)DTRAIN__REMOTE;
     dtrain__set_grad_written(target, true);

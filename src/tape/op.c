@@ -153,26 +153,6 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
     if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
 }
 
-/* Let an output lie as an input does. One that is as wide as each of several equal components of
- * the input, as what comes of a packed q|k|v is, lies as such a component. */
-static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
-{
-    dtrain__share part = *dtrain__tensor_share(x);
-    const int64_t n = y->shape[y->ndim - 1];
-    bool each = x->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
-    for (uint32_t i = 0; i < part.runs && each; i++) each = part.length[i] == n;
-    if (each) {
-        part.shape[0] = part.count = n;
-        part.whole /= part.runs;
-        part.runs = 1;
-        memset(part.first + 1, 0, sizeof part.first - sizeof part.first[0]);
-        memset(part.length + 1, 0, sizeof part.length - sizeof part.length[0]);
-        part.cut.components = 0;
-        memset(part.cut.widths, 0, sizeof part.cut.widths);
-    }
-    dtrain__place_as(y, x->placement, &part);
-}
-
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i)
 {
     const dtrain_param *p = op->params[i];
@@ -401,19 +381,23 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* ---- Running ----------------------------------------------------------------------------------*/
 
-/* Open and close the span of an operation's kernels, named with its first parameter. */
-DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
+/* Call an operation's forward or backward (NULL: neither, in a plan) in a span named with its first
+ * parameter, and count what it costs. */
+DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *),
+                                              bool backward)
 {
+    dtrain_world *world = op->tape->world;
     const char *name = op->desc->name;
-    return dtrain__detail_begin(op->tape->world, strncmp(name, "dtrain_", 7) ? name : name + 7,
-                                op->param_count ? op->params[0]->name : NULL);
-}
-
-DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
-{
-    if (span == DTRAIN__NO_SPAN) return;
-    dtrain__span_end(op->tape->world, span);
-    op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
+    const double flops = op->tape->flops;
+    const uint32_t span = dtrain__detail_begin(world, strncmp(name, "dtrain_", 7) ? name : name + 7,
+                                               op->param_count ? op->params[0]->name : NULL);
+    const dtrain_result result = run ? run(op) : DTRAIN_OK;
+    if (span != DTRAIN__NO_SPAN) {
+        dtrain__span_end(world, span);
+        op->tape->unit_end_ns = world->timeline.since_ns;
+    }
+    dtrain__cost_add((const dtrain_node *)op, backward, op->tape->flops - flops);
+    return result ? result : op->tape->error;
 }
 
 DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype)
@@ -428,39 +412,28 @@ DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dt
                                        op->desc->name, (long long)count));
 }
 
-/* Round the inputs that autocast wants narrow, then run the forward. */
-static dtrain_result dtrain__op_forward(dtrain_node *node)
-{
-    dtrain_op *op = &node->op;
-    for (uint32_t i = 0; i < op->input_count; i++) {
-        const dtrain_tensor *x = op->inputs[i];
-        if (op->input_data[i] != node->source[i])
-            DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
-                                             (void *)op->input_data[i], op->cast));
-    }
-    const uint32_t span = dtrain__op_span(op);
-    const dtrain_result result = op->desc->forward(op);
-    dtrain__op_span_end(op, span);
-    return result;
-}
-
-/* Run the node's kernels, the first time or again, with the memory that they borrow. A plan takes
- * that memory and runs nothing, but for operations that count their products. */
+/* Run the node's kernels, the first time or again, with the memory that they borrow, on inputs in
+ * the type that autocast wants. A plan takes that memory and runs nothing, but for operations that
+ * count their products. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
+    const bool runs = !op->planning || (op->desc->reads & DTRAIN__OP_COUNTS);
     dtrain__chunk *scratch = NULL;
     if (node->scratch_bytes) {
         scratch = dtrain__scratch_take(op->tape, node->scratch_bytes);
         if (!scratch) return op->tape->error;
         node->scratch = scratch->memory;
     }
-    const double flops = op->tape->flops;
-    const bool runs = !op->planning || (op->desc->reads & DTRAIN__OP_COUNTS);
-    const dtrain_result result = runs ? dtrain__op_forward(node) : DTRAIN_OK;
-    dtrain__cost_add(node, op->tape->pass.state == DTRAIN__TAPE_DONE, op->tape->flops - flops);
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        const dtrain_tensor *x = op->inputs[i];
+        if (op->input_data[i] != node->source[i])
+            DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
+                                             (void *)op->input_data[i], op->cast));
+    }
+    const dtrain_result result = dtrain__op_call(op, runs ? op->desc->forward : NULL,
+                                                 op->tape->pass.state == DTRAIN__TAPE_DONE);
     dtrain__scratch_give(scratch);
-    node->scratch = NULL;
     return result;
 }
 
@@ -501,7 +474,22 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
     const dtrain_tensor *first = dtrain__first_float(op);
-    if (first) dtrain__place_like(op->outputs[i], first);
+    if (first) { /* it lies as that input, or as each of several components of an equal width */
+        dtrain__share part = *dtrain__tensor_share(first);
+        const int64_t n = op->outputs[i]->shape[ndim - 1];
+        bool each = first->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
+        for (uint32_t k = 0; k < part.runs && each; k++) each = part.length[k] == n;
+        if (each) {
+            part.shape[0] = part.count = n;
+            part.whole /= part.runs;
+            part.runs = 1;
+            memset(part.first + 1, 0, sizeof part.first - sizeof part.first[0]);
+            memset(part.length + 1, 0, sizeof part.length - sizeof part.length[0]);
+            part.cut.components = 0;
+            memset(part.cut.widths, 0, sizeof part.cut.widths);
+        }
+        dtrain__place_as(op->outputs[i], first->placement, &part);
+    }
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores no targets counts, because it has samples on every rank, or else one that has any. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;

@@ -268,8 +268,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
 /* Let forward borrow memory for `count` values, which it finds at its node's scratch (in prepare,
  * once). It is of the gradient pool, where every layer finds the same. */
 DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
-DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
-DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
+DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *),
+                                              bool backward);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,

@@ -30,7 +30,7 @@ mutant "read: from the first stage" strategy/values.c 's/if (strategy->groups.pi
 
 arguments=""
 prepare test_stage_passes
-mutant "halves: no first one where no input wants a gradient" tape/backward.c 's/    const uint32_t span = dtrain__op_span(op);/    if (op->half == DTRAIN_OP_HALF_INPUTS \&\& (!op->input_count || !op->inputs[0]->needs_grad)) return DTRAIN_OK;\n&/'
+mutant "halves: no first one where no input wants a gradient" tape/op.c 's/    const dtrain_result result = run ? /    if (op->half == DTRAIN_OP_HALF_INPUTS \&\& (!op->input_count || !op->inputs[0]->needs_grad)) return DTRAIN_OK;\n&/'
 arguments="long"
 prepare test_pipeline
 mutant "messages: gradients are written to while they are sent" tape/stage.c 's/crossed->sent = crossed->tensor->gradient;/crossed->tensor->gradient->owners--;/'

@@ -60,7 +60,7 @@ mutant "rotary: values are turned, too" tape/attention.c 's/    args->rotated = 
 mutant "dropout: masks of the first rows" tape/elementwise.c 's/of->first = part->first\[0\] \* of->n;/of->first = 0;/'
 mutant "dropout: masks of the first columns" tape/elementwise.c 's/column = part->first\[i\];/column = i ? part->first[i] : 0;/'
 mutant "dropout: masks of the part" tape/elementwise.c 's/of->whole_n = part->whole;/of->whole_n = of->n;/'
-mutant "backward: gradients of whole tensors count on each rank" tape/backward.c 's/return groups->sequence_parallel \&\& groups->tensor_rank/return false \&\& groups->tensor_rank/'
+mutant "backward: gradients of whole tensors count on each rank" tape/backward.c 's/if (groups->sequence_parallel \&\& groups->tensor_rank/if (false \&\& groups->tensor_rank/'
 mutant "backward: what does not count is left in place" tape/backward.c 's/    if (!\*accumulate)$/    if (false)/'
 mutant "strategy: gradients of rows are not summed" strategy/tensor.c '/_tensor_begin(/,/^}/s/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
 mutant "strategy: sums are not unpacked" strategy/tensor.c 's/return bucket->tensor_packed ?/return false ?/'
