@@ -216,10 +216,10 @@ DTRAIN__COLD
 #include "train/images.c"
 #include "train/files.c"
 #include "train/micro_batch.c"
-#include "train/trainer.c"
-#include "train/pipeline_step.c"
 #include "train/queued_step.c"
+#include "train/pipeline_step.c"
 #include "train/plan.c"
+#include "train/trainer.c"
 #endif
 
 /* ---- Ring 4: monitor -------------------------------------------------------------------------*/

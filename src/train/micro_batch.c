@@ -32,7 +32,11 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     return (uint64_t)random[1] << 32 | random[0];
 }
 
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro) { return DTRAIN__MICRO_SEED * micro; }
+/* Return the seed of a micro-batch's pass. To that of a queued step the device adds the step's. */
+DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32_t micro)
+{
+    return (trainer->queue ? 0 : dtrain__step_seed(trainer)) + DTRAIN__MICRO_SEED * micro;
+}
 
 /* Return what a micro-batch's loss is multiplied with before its backward. */
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer)
@@ -60,62 +64,80 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
                     "steps that have data; use graph = false, or give all ranks as many batches"));
 }
 
-/* Run forward to the loss and backward from it. An error inside of the loss, a NULL tensor too, is
- * on the tape and comes out of backward. */
-static dtrain_result dtrain__micro_passes(dtrain_trainer *trainer, uint64_t seed,
-                                          dtrain_tensor **loss)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain_tape *tape = trainer->tape;
-    DTRAIN__TRY(
-        dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(trainer->micro)));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", trainer->micro);
-    *loss = desc->loss(tape, desc->user);
-    dtrain__span_end(trainer->world, span);
-    return dtrain_tape_backward(tape, *loss, dtrain__micro_scale(trainer));
-}
-
-/* Fetch the next micro-batch of the step, unless the tape's feed holds it already, run it and let
- * the strategy reduce the gradients: behind the last one they are the step's mean. Set the loss,
- * which is not read, so that a device with a queue works through all of this before the host waits,
- * and its weight. A rank whose data has ended takes part in what the others do, and has no loss.
+/* Run the micro-batches of a step, from the first that is not done: fetch, unless the queue holds
+ * its inputs already, pass forwards and backwards, and let the strategy reduce the gradients: after
+ * the last one they are the step's mean. The loss is read last, or its copy queued, so that a
+ * device with a queue works through all of this before the host waits. A rank whose data has ended
+ * takes part in what the others do, and has no loss.
  *
  * An error of next_batch leaves the step where it is, to be repeated from here. A gradient that is
- * missing ends the step. After any other error this rank cannot take part in what the others do:
- * the strategy fails on all of them. */
-DTRAIN__PRIVATE dtrain_result dtrain__micro_batch(dtrain_trainer *trainer, uint64_t seed,
-                                                  dtrain_tensor **loss, float *weight)
+ * missing ends the step. After any other error (one inside of the loss comes out of backward) this
+ * rank cannot take part in what the others do: the strategy fails on all of them. */
+DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
 {
-    dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain__feed *feed = trainer->tape->feed;
-    const uint32_t micro = trainer->micro;
-    dtrain_result result;
-    bool over;
-    *loss = NULL;
-    *weight = 0;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    if (micro == 0) trainer->joined = 0;
-    if (!feed || !feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro + 1 < trainer->desc.micro_batches));
-    if (trainer->ended) {
-        trainer->joined++;
-        result = dtrain_strategy_join(strategy, &over);
-    } else {
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__micro_passes(trainer, seed, loss)));
-        *weight = dtrain__micro_weight(strategy);
-        result = dtrain_strategy_finish(strategy);
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain_strategy *strategy = desc->strategy;
+    dtrain_tape *tape = trainer->tape;
+    dtrain_device *device = tape->device;
+    dtrain__queue *queue = trainer->queue;
+    for (; trainer->micro < desc->micro_batches; trainer->micro++) {
+        const uint32_t number = trainer->micro;
+        dtrain__micro *micro = &trainer->micros[number];
+        dtrain_tensor *loss = NULL;
+        dtrain_result result;
+        bool over;
+        DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
+        if (queue) {
+            tape->feed = &queue->feeds[number];
+            tape->feed->next = 0;
+        }
+        if (!queue || !tape->feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+        DTRAIN__TRY(dtrain_strategy_accumulate(strategy, number + 1 < desc->micro_batches));
+        memset(micro, 0, sizeof *micro);
+        micro->joined = trainer->ended;
+        if (micro->joined) result = dtrain_strategy_join(strategy, &over);
+        else {
+            const uint64_t seed = dtrain__pass_seed(trainer, number);
+            DTRAIN__TRY(
+                dtrain__strategy_keep(strategy, dtrain_tape_begin(tape, desc->tape_flags, seed)));
+            const uint32_t span =
+                dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", number);
+            loss = desc->loss(tape, desc->user);
+            dtrain__span_end(trainer->world, span);
+            DTRAIN__TRY(dtrain__strategy_keep(
+                strategy, dtrain_tape_backward(tape, loss, dtrain__micro_scale(trainer))));
+            micro->weight = dtrain__micro_weight(strategy);
+            result = dtrain_strategy_finish(strategy);
+        }
+        if (result != DTRAIN_OK) trainer->micro = 0;
+        DTRAIN__TRY(result);
+        if (!loss) continue;
+        micro->samples = ((const dtrain__tape_tensor *)loss)->samples;
+        result = queue ? device->ops->copy_async(device, queue->results + number, loss->data,
+                                                 sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL)
+                       : dtrain_tensor_read(tape, loss, &micro->loss, NULL);
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     }
-    trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
-    return result;
+    trainer->micro = 0;
+    return DTRAIN_OK;
 }
 
-/* Add the loss of a micro-batch to the step's; the first one begins the sum. A loss that is not
- * finite must be seen whatever its weight is. */
-DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
-                                         float weight)
+DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
+                                                 dtrain_loss_fn function, const dtrain_tensor *made,
+                                                 int64_t count)
 {
-    if (micro == 0) trainer->loss = trainer->weight = 0;
-    trainer->loss += dtrain__is_finite(loss) ? (double)loss * (double)weight : (double)loss;
-    trainer->weight += (double)weight;
+    const bool loss = function == trainer->desc.loss;
+    const char *const call = !loss ? "dtrain_trainer_forward"
+                             : trainer->tape->pass.flags & DTRAIN_TAPE_NO_GRAD
+                                 ? "dtrain_trainer_evaluate"
+                                 : "dtrain_trainer";
+    if (!made)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", call,
+                           loss ? "loss" : "forward");
+    if (loss) return dtrain__check_loss(call, made);
+    if (made->count == count) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_trainer_forward: forward returned a tensor of %lld elements, and "
+                       "values has room for %lld; give count that number",
+                       (long long)made->count, (long long)count);
 }

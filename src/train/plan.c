@@ -82,43 +82,37 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     return DTRAIN_OK;
 }
 
-/* ---- automatic batch --------------------------------------------------------------------------*/
-
-typedef struct dtrain__batch_plan {
-    dtrain_world *world;
-    const dtrain_trainer_desc *trainer;
-    dtrain_batch_search *search;
-    dtrain__strategy_plan strategy;
-} dtrain__batch_plan;
+/* ---- Automatic batch --------------------------------------------------------------------------*/
 
 /* Count the bytes of activations that a batch needs. */
-static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
+static dtrain_result dtrain__batch_needs(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                         const dtrain_batch_search *search,
+                                         const dtrain__strategy_plan *plan, int64_t batch,
                                          uint64_t *bytes)
 {
     dtrain_memory memory;
-    DTRAIN__TRY(plan->search->set_batch(plan->trainer->user, batch));
-    DTRAIN__TRY(
-        dtrain__plan_activations(plan->world, plan->trainer, &plan->strategy, NULL, &memory));
+    DTRAIN__TRY(search->set_batch(desc->user, (uint32_t)batch));
+    DTRAIN__TRY(dtrain__plan_activations(world, desc, plan, NULL, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
 
 /* Find the largest batch that this rank has room for. A batch does not fit either when planning it
  * fails for want of addresses or of the host's buffers. */
-static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32_t *batch)
+static dtrain_result dtrain__batch_search(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                          const dtrain_batch_search *search,
+                                          const dtrain__strategy_plan *plan, int32_t *batch)
 {
-    const uint32_t most = plan->search->max_batch ? plan->search->max_batch : 65536;
-    int64_t fits = 0, fails = (int64_t)most + 1;
+    const double limit = (double)plan->limit / 1048576;
+    int64_t fits = 0, fails = (int64_t)(search->max_batch ? search->max_batch : 65536) + 1;
     while (fails - fits > 1) {
         const int64_t half = fits + (fails - fits) / 2;
         const int64_t next = fits ? dtrain__min(2 * fits, half) : 1;
         uint64_t bytes = 0;
-        const dtrain_result result = dtrain__batch_needs(plan, (uint32_t)next, &bytes);
+        const dtrain_result result = dtrain__batch_needs(world, desc, search, plan, next, &bytes);
         if (result != DTRAIN_OK && (result != DTRAIN_ERROR_MEMORY || next == 1)) return result;
-        const uint64_t total = plan->strategy.needs + bytes;
-        if (result == DTRAIN_OK && plan->strategy.limit > 0 &&
-            total <= (uint64_t)plan->strategy.limit)
-            fits = next;
+        const uint64_t total = plan->needs + bytes;
+        if (result == DTRAIN_OK && plan->limit > 0 && total <= (uint64_t)plan->limit) fits = next;
         else fails = next;
         if (fails == 1)
             return dtrain_fail(
@@ -127,68 +121,55 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
                 "parameters, gradients, optimizer and buffers and %.1f MiB of activations, of %.1f "
                 "MiB: %.1f MiB are missing. A strategy that shards more, more ranks, activation "
                 "checkpointing or, on a GPU, offload would help",
-                dtrain__mib(plan->strategy.needs), dtrain__mib(bytes),
-                (double)plan->strategy.limit / 1048576,
-                dtrain__mib(total) - (double)plan->strategy.limit / 1048576);
+                dtrain__mib(plan->needs), dtrain__mib(bytes), limit, dtrain__mib(total) - limit);
     }
-    *batch = (uint32_t)fits;
+    *batch = (int32_t)fits;
     return DTRAIN_OK;
-}
-
-/* Allocate and touch what a step needs, on all ranks at the same time; *good: every rank could. */
-static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_t batch, bool *good)
-{
-    dtrain_device *device = plan->world->device;
-    uint64_t bytes[2] = {plan->strategy.needs, 0};
-    void *held[2] = {NULL, NULL};
-    dtrain_result mine = dtrain__batch_needs(plan, batch, &bytes[1]);
-    for (int i = 0; i < 2; i++) {
-        if (mine == DTRAIN_OK) mine = device->ops->alloc(device, (size_t)bytes[i], &held[i]);
-        if (mine == DTRAIN_OK) mine = device->ops->zero(device, held[i], (size_t)bytes[i]);
-    }
-    if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
-    int32_t well = mine == DTRAIN_OK;
-    const dtrain_result agreed = dtrain_all_reduce(plan->strategy.groups.all, &well, &well, 1,
-                                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
-    for (int i = 0; i < 2; i++)
-        if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
-    *good = well != 0;
-    DTRAIN__TRY(agreed);
-    return dtrain__agree(plan->strategy.groups.all, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
 /* Find the batch by the three steps above. Ranks agree on every local error before the next
  * collective, so that none waits for a rank that has left. */
-static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan)
+static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                        dtrain_batch_search *search, dtrain__strategy_plan *plan)
 {
-    dtrain_batch_search *search = plan->search;
+    dtrain_device *device = world->device;
     dtrain_strategy_desc plain;
-    uint32_t found = 0;
-    bool good = false;
+    int32_t least = 0, good = 0;
     memset(&plain, 0, sizeof plain);
-    DTRAIN__TRY(dtrain__plan_strategy(plan->world, search->params, search->param_count,
-                                      search->strategy ? search->strategy : &plain,
-                                      &plan->strategy));
-    dtrain_comm *comm = plan->strategy.groups.all;
-    DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(plan, &found)));
-    int32_t least = (int32_t)found;
+    DTRAIN__TRY(dtrain__plan_strategy(world, search->params, search->param_count,
+                                      search->strategy ? search->strategy : &plain, plan));
+    dtrain_comm *comm = plan->groups.all;
+    DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(world, desc, search, plan, &least)));
     DTRAIN__TRY(
         dtrain_all_reduce(comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     for (; least > 0; least -= (least + 7) / 8) {
-        DTRAIN__TRY(dtrain__batch_trial(plan, (uint32_t)least, &good));
+        uint64_t bytes[2] = {plan->needs, 0};
+        void *held[2] = {NULL, NULL};
+        dtrain_result mine = dtrain__batch_needs(world, desc, search, plan, least, &bytes[1]);
+        for (int i = 0; i < 2; i++) {
+            if (mine == DTRAIN_OK) mine = device->ops->alloc(device, (size_t)bytes[i], &held[i]);
+            if (mine == DTRAIN_OK) mine = device->ops->zero(device, held[i], (size_t)bytes[i]);
+        }
+        if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
+        good = mine == DTRAIN_OK;
+        const dtrain_result agreed =
+            dtrain_all_reduce(comm, &good, &good, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
+        for (int i = 0; i < 2; i++)
+            if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
+        DTRAIN__TRY(agreed);
+        DTRAIN__TRY(dtrain__agree(comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine));
         if (good) break;
     }
-    if (!good)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_trainer_plan: %.1f MiB a rank should be there, but not "
-                           "every rank could allocate what one sample needs: set memory_limit to "
-                           "less, or end what else uses the device",
-                           dtrain__mib((uint64_t)plan->strategy.limit));
     search->batch = (uint32_t)least;
-    return DTRAIN_OK;
+    if (good) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "dtrain_trainer_plan: %.1f MiB a rank should be there, but not "
+                       "every rank could allocate what one sample needs: set memory_limit to "
+                       "less, or end what else uses the device",
+                       dtrain__mib((uint64_t)plan->limit));
 }
 
-/* ---- the plan ---------------------------------------------------------------------------------*/
+/* ---- The plan ---------------------------------------------------------------------------------*/
 
 /* Count what the strategy and the optimizer of a desc hold. */
 static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
@@ -203,49 +184,33 @@ static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *
     else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
 }
 
-/* Describe the strategy of a desc; without one, stages are known from a search alone. */
-static dtrain__strategy_plan dtrain__plan_of(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             const dtrain__strategy_plan *found)
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_batch_search *search, dtrain_memory *memory)
 {
-    dtrain__strategy_plan plan;
+    dtrain__strategy_plan found, plan;
+    dtrain_result result = DTRAIN_OK;
+    DTRAIN__GIVEN("dtrain_trainer_plan", world);
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
+    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
+    if (search && (!search->set_batch || !search->params || search->max_batch > INT32_MAX))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan: expected a search with set_batch, params and "
+                           "a max_batch below 2^31");
+    memset(&found, 0, sizeof found);
     memset(&plan, 0, sizeof plan);
+    if (search) result = dtrain__batch_find(world, desc, search, &found);
     if (desc->strategy) {
         plan.groups = dtrain__groups_of(desc->strategy);
         plan.layout = dtrain__layout_of(desc->strategy);
         plan.stages = dtrain__stages_of(desc->strategy);
         plan.pipeline = dtrain__settings_of(desc->strategy)->pipeline;
-        return plan;
+    } else { /* stages are known from a search alone */
+        plan.groups = dtrain__mesh_groups(world, desc->mesh, NULL);
+        plan.stages = found.stages;
+        plan.pipeline = found.pipeline;
     }
-    plan.groups = dtrain__mesh_groups(world, desc->mesh, NULL);
-    plan.stages = found->stages;
-    plan.pipeline = found->pipeline;
-    return plan;
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_batch_search *search, dtrain_memory *memory)
-{
-    dtrain_result result = DTRAIN_OK;
-    DTRAIN__GIVEN("dtrain_trainer_plan", world);
-    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
-    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
-    dtrain__batch_plan batch;
-    memset(&batch, 0, sizeof batch);
-    if (search) {
-        if (!search->set_batch || !search->params || search->max_batch > INT32_MAX)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_trainer_plan: expected a search with set_batch, params and "
-                               "a max_batch below 2^31");
-        batch.world = world;
-        batch.trainer = desc;
-        batch.search = search;
-        result = dtrain__batch_find(&batch);
-    }
-    if (result == DTRAIN_OK) {
-        const dtrain__strategy_plan plan = dtrain__plan_of(world, desc, &batch.strategy);
-        result = dtrain__plan_activations(world, desc, &plan, NULL, memory);
-    }
-    dtrain__strategy_plan_free(world, &batch.strategy);
+    if (result == DTRAIN_OK) result = dtrain__plan_activations(world, desc, &plan, NULL, memory);
+    dtrain__strategy_plan_free(world, &found);
     DTRAIN__TRY(result);
     dtrain__memory_held(desc, memory);
     if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
@@ -262,14 +227,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *train
 }
 
 /* ---- Costs of units ---------------------------------------------------------------------------*/
-
-/* Return the operations that a device does while it moves a byte. A core with AVX-512, measured by
- * train_gpt --dry-run: 79 GFLOP/s of GPT-2's classifier and 43 GB/s. An H100 in bf16, as
- * build/simulate has it: 445 TFLOP/s and 2900 GB/s. */
-static double dtrain__flops_per_byte(const dtrain_device *device)
-{
-    return device->ops->host_memory ? 2 : 150;
-}
 
 DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
                                                    const dtrain_trainer_desc *desc,
@@ -294,7 +251,10 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
         if (activations) memset(activations, 0, map.unit_count * sizeof *activations);
         units.units = map.units;
         units.count = *unit_count = map.unit_count;
-        units.flops_per_byte = dtrain__flops_per_byte(world->device);
+        /* Operations while a byte moves. A core with AVX-512, measured by train_gpt --dry-run:
+         * 79 GFLOP/s of GPT-2's classifier and 43 GB/s. An H100 in bf16, as build/simulate has it:
+         * 445 TFLOP/s and 2900 GB/s. */
+        units.flops_per_byte = world->device->ops->host_memory ? 2 : 150;
         units.costs = costs;
         units.kept = activations;
         result = dtrain__plan_activations(world, desc, &whole, &units, &memory);

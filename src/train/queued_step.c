@@ -9,8 +9,8 @@
  * Every number that changes from step to step is in `scalars`; every input comes through a feed,
  * and a feed of targets carries the count that their loss is divided by. So a step is recorded
  * once, in the same step on all ranks: recording a collective is something that all of them must do
- * together. The micro-batches are those of every step (micro_batch.c); only what reads a result is
- * different. */
+ * together. The micro-batches are those of every step (micro_batch.c), which queues the copies of
+ * their losses instead of waiting for them. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -30,68 +30,17 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro);
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
-static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
-static dtrain_result dtrain__queue_record(dtrain_trainer *trainer);
-
-/* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
- * third is recorded, and then it is run like those after it. */
-DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
-                                                 dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    const float *norm = queue->results + desc->micro_batches;
-    *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
-    queue->now->seed = dtrain__step_seed(trainer);
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
-    for (uint32_t micro = 0; queue->steps >= 2 && micro < desc->micro_batches; micro++)
-        queue->now->weight += dtrain__queue_weight(trainer, micro);
-    if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
-    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
-    else trainer->tape->flops += queue->flops;
-    dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
-    if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
-    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        queue->micros[micro].feed.filled = false; /* its inputs were used, by a replay too */
-    queue->steps++;
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        dtrain__trainer_add(trainer, micro, queue->results[micro],
-                            dtrain__queue_weight(trainer, micro));
-    record->grad_norm = (double)*norm;
-    if (dtrain__is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
-    return DTRAIN_OK;
-}
-
 /* Return the weight of a micro-batch: where samples are counted, by the inputs that are filled in
  * now; otherwise the one that its backward had when it was queued. */
 static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain__queued *queued = &trainer->queue->micros[micro];
+    const dtrain__micro *queued = &trainer->micros[micro];
     if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
         return queued->weight;
     if (trainer->data_ranks == 1 && trainer->desc.micro_batches == 1)
         return dtrain__samples_count(&queued->samples) > 0;
     return dtrain__weight_of(strategy, &queued->samples);
-}
-
-/* Fetch the inputs of all micro-batches before anything is queued, which needs their places: those
- * are known from the second step on. When one cannot be read, those before it stay filled, and the
- * step can be repeated. */
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
-{
-    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
-        dtrain__feed *feed = &trainer->queue->micros[micro].feed;
-        if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-        for (size_t i = 0; i < feed->count && !feed->filled; i++)
-            DTRAIN__TRY(dtrain__feed_fill(trainer->tape, feed, &feed->items[i]));
-        feed->filled = true;
-    }
-    return DTRAIN_OK;
 }
 
 /* Queue a whole step, by the same calls in the same order whether the device runs or records
@@ -102,46 +51,34 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
     dtrain_tape *tape = trainer->tape;
-    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
-                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    while (trainer->micro < desc->micro_batches) {
-        const uint32_t micro = trainer->micro;
-        dtrain__queued *queued = &queue->micros[micro];
-        dtrain__feed *feed = &queued->feed;
-        feed->next = 0;
-        tape->feed = feed;
-        tape->scalars = queue->scalars; /* to the micro-batch's seed the device adds the step's */
-        dtrain_tensor *loss;
-        const dtrain_result result = dtrain__micro_batch(trainer, 0, &loss, &queued->weight);
-        tape->feed = NULL;
-        tape->scalars = NULL;
-        feed->filled = false;
-        DTRAIN__TRY(result);
-        queued->samples = ((const dtrain__tape_tensor *)loss)->samples;
-        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
-                                            sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
-    }
-    trainer->micro = 0;
+    float *norm = queue->results + desc->micro_batches;
     bool empty;
     dtrain_clip_args clip;
+    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    tape->scalars = queue->scalars;
+    const dtrain_result passes = dtrain__micro_batches(trainer);
+    tape->scalars = NULL;
+    tape->feed = NULL;
+    DTRAIN__TRY(passes);
     memset(&clip, 0, sizeof clip);
     clip.max_norm = desc->clip;
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
     clip.weight = dtrain__step_weight(desc->strategy);
-    DTRAIN__TRY(dtrain__strategy_keep(
-        desc->strategy, dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count)));
-    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
-    DTRAIN__TRY(
-        dtrain__strategy_keep(desc->strategy, dtrain__counts_settle(desc->strategy, &empty)));
-    DTRAIN__TRY(dtrain__strategy_keep(
-        desc->strategy,
-        dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
-    DTRAIN__TRY(device->ops->copy_async(device, queue->results + desc->micro_batches + 1,
-                                        clip.weight, sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST,
-                                        NULL));
-    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
-                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+    dtrain_result result =
+        dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count);
+    if (result == DTRAIN_OK) result = device->ops->clip(device, &clip);
+    if (result == DTRAIN_OK) result = dtrain__counts_settle(desc->strategy, &empty);
+    if (result == DTRAIN_OK)
+        result = dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars);
+    if (result == DTRAIN_OK)
+        result = device->ops->copy_async(device, norm + 1, clip.weight, sizeof *norm,
+                                         DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+    if (result == DTRAIN_OK)
+        result = device->ops->copy_async(device, norm, clip.norm, sizeof *norm,
+                                         DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+    return dtrain__strategy_keep(desc->strategy, result);
 }
 
 /* Record a whole step. After an error the recording is thrown away, and the error stays the last
@@ -164,21 +101,65 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     return dtrain__set_last_error(result, text);
 }
 
+/* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
+ * third is recorded, and then it is run like those after it.
+ *
+ * From the second step on the places of inputs are known, and those of all micro-batches are
+ * fetched before anything is queued. When one cannot be read, those before it stay filled, and the
+ * step can be repeated. */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
+                                                 dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    const float *norm = queue->results + desc->micro_batches;
+    *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
+    queue->now->seed = dtrain__step_seed(trainer);
+    for (uint32_t m = 0; queue->steps > 0 && m < desc->micro_batches; m++) {
+        dtrain__feed *feed = &queue->feeds[m];
+        if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+        for (size_t i = 0; i < feed->count && !feed->filled; i++)
+            DTRAIN__TRY(dtrain__feed_fill(trainer->tape, feed, &feed->items[i]));
+        feed->filled = true;
+    }
+    for (uint32_t m = 0; queue->steps >= 2 && m < desc->micro_batches; m++)
+        queue->now->weight += dtrain__queue_weight(trainer, m);
+    if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
+    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
+    else trainer->tape->flops += queue->flops;
+    dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
+    if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
+    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
+    queue->steps++;
+    for (uint32_t m = 0; m < desc->micro_batches; m++) {
+        queue->feeds[m].filled = false; /* its inputs were used, by a replay too */
+        trainer->micros[m].loss = queue->results[m];
+        trainer->micros[m].weight = dtrain__queue_weight(trainer, m);
+    }
+    record->grad_norm = (double)*norm;
+    if (dtrain__is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
+    return DTRAIN_OK;
+}
+
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Refuse settings that cannot be recorded, and name the setting. */
-static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
+/* Refuse settings that cannot be recorded, and name the setting. Then allocate the memory of a
+ * queued step; after a failure queue_destroy frees what was allocated. */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
+    const uint32_t micro_batches = trainer->desc.micro_batches;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     const char *missing = NULL;
     dtrain_comm_info comm;
+    void *memory;
     dtrain_comm_query(trainer->groups.all, &comm);
     if (trainer->scaling)
         missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
                   "which needs no scale, or graph = false";
-    else if (!dtrain_world_device(trainer->world)->ops->graph_begin)
-        missing = "a device that can record (the CPU's cannot)";
+    else if (!device->ops->graph_begin) missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (dtrain__not_recordable(trainer->desc.optimizer))
@@ -193,23 +174,16 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
             "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
         missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
-    if (!missing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
-}
-
-/* Allocate the memory of a queued step; after a failure queue_destroy frees what was allocated. */
-DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
-{
-    const uint32_t micro_batches = trainer->desc.micro_batches;
-    void *memory;
-    DTRAIN__TRY(dtrain__queue_check(trainer));
+    if (missing)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s",
+                           missing);
     dtrain__queue *queue = trainer->queue =
         (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
     if (!queue) return DTRAIN_ERROR_MEMORY;
-    dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
-    queue->micros = (dtrain__queued *)dtrain__alloc(
-        &trainer->allocator, micro_batches, sizeof *queue->micros, "a queued step's inputs");
-    if (!queue->micros) return DTRAIN_ERROR_MEMORY;
+    queue->device = device;
+    queue->feeds = (dtrain__feed *)dtrain__alloc(&trainer->allocator, micro_batches,
+                                                 sizeof *queue->feeds, "a queued step's inputs");
+    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
     queue->scalars = (dtrain_step_scalars *)memory;
     queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 2) * sizeof(float);
@@ -228,12 +202,12 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     dtrain_device *device = queue->device;
     device->ops->synchronize(device);
     if (queue->graph) device->ops->graph_destroy(device, queue->graph);
-    for (uint32_t m = 0; queue->micros && m < micro_batches; m++)
-        for (size_t i = 0; i < queue->micros[m].feed.count; i++)
-            device->ops->host_free(device, queue->micros[m].feed.items[i].pinned,
-                                   queue->micros[m].feed.items[i].bytes + DTRAIN__VALID_BYTES);
+    for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
+        for (size_t i = 0; i < queue->feeds[m].count; i++)
+            device->ops->host_free(device, queue->feeds[m].items[i].pinned,
+                                   queue->feeds[m].items[i].bytes + DTRAIN__VALID_BYTES);
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
-    dtrain__free(&trainer->allocator, queue->micros, micro_batches, sizeof *queue->micros);
+    dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
     dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
 }

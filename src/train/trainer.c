@@ -1,8 +1,7 @@
 /* Trainer
  *
- * The step, from the top down: dtrain_trainer_step, the micro-batches (micro_batch.c), the update,
- * the record. The same micro-batches run in a queued step (queued_step.c), which only reads their
- * results later.
+ * A step is its micro-batches (micro_batch.c), the update and the record. Where the whole step is
+ * queued, queued_step.c has the first two; over a pipeline pipeline_step.c has the micro-batches.
  *
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
@@ -45,25 +44,90 @@
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 #define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
-static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
-                                            dtrain_step_record *record);
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
-                                              double *mean);
-static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words);
-static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double *before,
-                                    double *own);
-static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
+/* ---- The words of this rank -------------------------------------------------------------------*/
+
+/* Read the clock and the counters of communicators, spans and tape, each into the word that it
+ * measures. */
+static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words)
+{
+    static const struct {
+        dtrain_figure figure;
+        dtrain_span_kind kind;
+    } parts[] = {{DTRAIN_FIGURE_DATA, DTRAIN_SPAN_DATA},
+                 {DTRAIN_FIGURE_FORWARD, DTRAIN_SPAN_FORWARD},
+                 {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
+                 {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
+                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
+                 {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
+    dtrain_strategy_info strategy;
+    dtrain_comm_info tensor, line;
+    dtrain_strategy_query(trainer->desc.strategy, &strategy);
+    const dtrain_comm_info *const comm = &strategy.traffic;
+    dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
+    dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
+    memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
+    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        words[DTRAIN_FIGURE_COMM_BYTES + kind] =
+            (double)(comm->kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
+    words[DTRAIN_FIGURE_COMM_BYTES] =
+        (double)(comm->wire_bytes + tensor.wire_bytes + line.wire_bytes);
+    words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
+    words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
+    words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
+    words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
+    words[DTRAIN__WORD_COMM] = comm->flight_seconds + tensor.flight_seconds + line.flight_seconds;
+    words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
+    words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
+}
+
+/* Turn the counters behind a step into this rank's words. Seconds inside of calls can exceed those
+ * in flight, by the cost of the calls themselves: then flight is raised to them, so that exposed is
+ * never more than all. Bandwidth is unknown when nothing was sent, or in no time. */
+static void dtrain__put_figures(const dtrain_trainer *trainer, const double *before, double *own)
+{
+    const dtrain_device *device = dtrain_world_device(trainer->world);
+    dtrain_world_info world;
+    dtrain_tape_info tape;
+    dtrain_world_query(trainer->world, &world);
+    dtrain_tape_query(trainer->tape, &tape);
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) own[word] -= before[word];
+    const double exposed = own[DTRAIN_FIGURE_EXPOSED_COMM], bytes = own[DTRAIN_FIGURE_COMM_BYTES];
+    const double flight = fmax(own[DTRAIN__WORD_COMM], exposed);
+    own[DTRAIN__WORD_COMM] = flight;
+    own[DTRAIN_FIGURE_HIDDEN_COMM] = flight - exposed;
+    own[DTRAIN_FIGURE_BUS] = bytes > 0 && flight > 0 ? bytes / flight : DTRAIN__NAN;
+    own[DTRAIN_FIGURE_MEMORY] = (double)(device->allocated_bytes + device->comm_bytes);
+    own[DTRAIN_FIGURE_MEMORY_PEAK] = (double)device->peak_bytes;
+    own[DTRAIN_FIGURE_ACTIVATIONS] = (double)(tape.activation_bytes + tape.gradient_bytes);
+    if (trainer->groups.tensor_ranks == 1)
+        own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
+    if (!trainer->groups.pipeline)
+        own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
+    for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
+        own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
+    own[DTRAIN__WORD_STOP] = world.stop_requested;
+    own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
+}
 
 /* Write into this rank's words the step's mean loss and its weight, nothing where another rank's
- * loss counts for this model. */
+ * loss counts for this model, and the share of micro-batches without data. A loss that is not
+ * finite must be seen whatever its weight is. */
 static void dtrain__put_loss(const dtrain_trainer *trainer, double *own)
 {
-    const double sum = trainer->loss_counts ? trainer->loss : 0;
-    const double weights = trainer->loss_counts ? trainer->weight : 0;
+    const uint32_t count = trainer->desc.micro_batches;
+    double sum = 0, weights = 0, joined = 0;
+    for (const dtrain__micro *m = trainer->micros; m < trainer->micros + count; m++) {
+        joined += m->joined;
+        if (!trainer->loss_counts) continue;
+        const double loss = (double)m->loss, weight = (double)m->weight;
+        sum += dtrain__is_finite(m->loss) ? loss * weight : loss;
+        weights += weight;
+    }
     own[DTRAIN__WORD_LOSS] = weights > 0 ? sum / weights : sum;
-    own[DTRAIN__WORD_WEIGHT] = weights / (double)trainer->desc.micro_batches;
+    own[DTRAIN__WORD_WEIGHT] = weights / (double)count;
+    own[DTRAIN__WORD_ENDED] = joined / (double)count;
 }
 
 /* Move the hash of the inputs since the last exchange into this rank's words. */
@@ -74,139 +138,32 @@ static void dtrain__put_inputs(const dtrain_trainer *trainer, double *own)
     trainer->tape->inputs_hash = 0;
 }
 
-/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
- * make the record. */
-static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* ---- The record -------------------------------------------------------------------------------*/
+
+/* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
+ * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
+ * rank's is. Nothing is allocated per step. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
+                                              double *mean)
 {
-    dtrain_step_record full;
-    double before[DTRAIN__WORD_COUNT], own[DTRAIN__WORD_COUNT];
-    dtrain_world_info world;
-    memset(&full, 0, sizeof full);
-    full.step = trainer->step + 1;
-    full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
-    dtrain__trainer_counters(trainer, before);
-    before[DTRAIN_FIGURE_CHECKPOINT] = trainer->saving; /* saved between two steps */
-    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
-    else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
-    dtrain__trainer_counters(trainer, own);
-    const double saving = own[DTRAIN_FIGURE_CHECKPOINT];
-    dtrain__trainer_figures(trainer, before, own);
-    full.comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
-    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        full.kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
-    if (trainer->groups.tensor_ranks > 1)
-        full.tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
-    if (trainer->groups.pipeline) full.pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
-    dtrain__put_loss(trainer, own);
-    dtrain__put_inputs(trainer, own);
-    own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
-    dtrain_world_query(trainer->world, &world);
-    own[DTRAIN__WORD_STOP] = world.stop_requested;
-    own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
-    const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
-    dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(recorded);
-    trainer->saving = saving;
-    const uint32_t every = trainer->desc.verify_every;
-    if (full.ended) {
-        trainer->ended = false; /* the next step begins another epoch */
-        full.step = trainer->step;
-    } else {
-        trainer->step++;
-        trainer->tokens = full.tokens;
-        if (every && trainer->step % every == 0)
-            DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
+    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) slot[word] = (float)own[word];
+    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
+                                  DTRAIN_DTYPE_F32, NULL));
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
+        double weights = 0;
+        mean[word] = 0;
+        for (int r = 0; r < trainer->ranks; r++) {
+            const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+            const double weight =
+                word == DTRAIN__WORD_LOSS ? (double)words[DTRAIN__WORD_WEIGHT] : 1;
+            mean[word] += (double)words[word] * weight;
+            weights += weight;
+        }
+        if (weights > 0) mean[word] /= weights;
     }
-    if (record) *record = full;
     return DTRAIN_OK;
 }
-
-#define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
-
-/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
- * nothing else would see it where ranks have no copies that could be compared. Samples of a
- * micro-batch and throughput (tokens) are each rank's own. */
-static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
-{
-    /* clang-format off */
-    static const dtrain__same_field fields[] = {
-        DTRAIN__SAME(dtrain_trainer, step, INT), DTRAIN__SAME(dtrain_trainer, scaling, BOOL),
-        DTRAIN__TRAINS(micro_batches, UINT), DTRAIN__TRAINS(clip, FLOAT),
-        DTRAIN__TRAINS(tape_flags, FLAGS), DTRAIN__TRAINS(recompute_every, UINT),
-        DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
-        DTRAIN__TRAINS(loss_scaling.growth_interval, UINT), DTRAIN__TRAINS(graph, BOOL),
-        DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
-        DTRAIN__TRAINS(verify_every, UINT),
-        DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
-        DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
-        DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
-        DTRAIN__TRAINS(schedule.milestones, INT)};
-    /* clang-format on */
-    dtrain_optimizer *optimizer = trainer->desc.optimizer;
-    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, trainer),
-                                       dtrain__same_groups(optimizer)};
-    if (trainer->compared) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_step"));
-    DTRAIN__TRY(dtrain__same(trainer->groups.all, DTRAIN_OK, "dtrain_trainer_step", lists, 2));
-    trainer->compared = optimizer->compared = true;
-    return DTRAIN_OK;
-}
-
-/* Take one step, in a span. */
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
-    DTRAIN__TRY(dtrain__trainer_compare(trainer));
-    const dtrain__event_reader *reader = trainer->world->timeline.reader;
-    if (reader) reader->step(trainer->world, trainer->step + 1);
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
-    const dtrain_result result = dtrain__trainer_step(trainer, record);
-    dtrain__span_end(trainer->world, span);
-    return dtrain__pipeline_failed(trainer, result);
-}
-
-/* ---- micro-batches and update -----------------------------------------------------------------*/
-
-/* Run the micro-batches one after the other. */
-static dtrain_result dtrain__trainer_micro_batches(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    const uint64_t seed = dtrain__step_seed(trainer);
-    while (trainer->micro < desc->micro_batches) {
-        const uint32_t micro = trainer->micro;
-        dtrain_tensor *tensor;
-        float loss = 0, weight;
-        DTRAIN__TRY(dtrain__micro_batch(trainer, seed, &tensor, &weight));
-        if (tensor)
-            DTRAIN__TRY(dtrain__strategy_keep(
-                desc->strategy, dtrain_tensor_read(trainer->tape, tensor, &loss, NULL)));
-        dtrain__trainer_add(trainer, micro, loss, weight);
-    }
-    trainer->micro = 0;
-    return DTRAIN_OK;
-}
-
-/* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
- * that is not finite leaves the parameters as they are. */
-static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    float norm = 0, scale = 1;
-    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_step(trainer)
-                                  : dtrain__trainer_micro_batches(trainer));
-    DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
-                                 desc->clip, &norm, &scale));
-    record->grad_norm = (double)norm;
-    if (!dtrain__is_finite(norm)) return DTRAIN_OK;
-    return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
-}
-
-/* ---- the record -------------------------------------------------------------------------------*/
 
 /* Compare the data of ranks that have parts of one model: where it ended, and the hash of what it
  * was. Nothing else sees other samples: messages and sums mix them, into numbers that mean nothing.
@@ -273,69 +230,6 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)record->step, record->grad_norm, advice);
 }
 
-/* Read the clock and the counters of communicators, spans and tape, each into the word that it
- * measures. */
-static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words)
-{
-    static const struct {
-        dtrain_figure figure;
-        dtrain_span_kind kind;
-    } parts[] = {{DTRAIN_FIGURE_DATA, DTRAIN_SPAN_DATA},
-                 {DTRAIN_FIGURE_FORWARD, DTRAIN_SPAN_FORWARD},
-                 {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
-                 {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
-                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
-                 {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
-    dtrain_strategy_info strategy;
-    dtrain_comm_info tensor, line;
-    dtrain_strategy_query(trainer->desc.strategy, &strategy);
-    const dtrain_comm_info *const comm = &strategy.traffic;
-    dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
-    dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
-    memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
-    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        words[DTRAIN_FIGURE_COMM_BYTES + kind] =
-            (double)(comm->kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
-    words[DTRAIN_FIGURE_COMM_BYTES] =
-        (double)(comm->wire_bytes + tensor.wire_bytes + line.wire_bytes);
-    words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
-    words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
-    words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
-    words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
-    words[DTRAIN__WORD_COMM] = comm->flight_seconds + tensor.flight_seconds + line.flight_seconds;
-    words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
-    words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
-}
-
-/* Turn the counters behind a step into this rank's figures of it. Seconds inside of calls can
- * exceed those in flight, by the cost of the calls themselves: then flight is raised to them, so
- * that exposed is never more than all. Bandwidth is unknown when nothing was sent, or in no
- * time. */
-static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double *before,
-                                    double *own)
-{
-    const dtrain_device *device = dtrain_world_device(trainer->world);
-    dtrain_tape_info tape;
-    dtrain_tape_query(trainer->tape, &tape);
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) own[word] -= before[word];
-    const double exposed = own[DTRAIN_FIGURE_EXPOSED_COMM], bytes = own[DTRAIN_FIGURE_COMM_BYTES];
-    const double flight = fmax(own[DTRAIN__WORD_COMM], exposed);
-    own[DTRAIN__WORD_COMM] = flight;
-    own[DTRAIN_FIGURE_HIDDEN_COMM] = flight - exposed;
-    own[DTRAIN_FIGURE_BUS] = bytes > 0 && flight > 0 ? bytes / flight : DTRAIN__NAN;
-    own[DTRAIN_FIGURE_MEMORY] = (double)(device->allocated_bytes + device->comm_bytes);
-    own[DTRAIN_FIGURE_MEMORY_PEAK] = (double)device->peak_bytes;
-    own[DTRAIN_FIGURE_ACTIVATIONS] = (double)(tape.activation_bytes + tape.gradient_bytes);
-    if (trainer->groups.tensor_ranks == 1)
-        own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
-    if (!trainer->groups.pipeline)
-        own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
-    for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
-        own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
-}
-
 /* Reduce a figure over the ranks that know it, in rank order. */
 static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int figure)
 {
@@ -359,79 +253,6 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
     }
     if (known) all.mean = sum / known;
     return all;
-}
-
-/* Complete the record from the words of all ranks. All of them read the same words, so they decide
- * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
- * moves. */
-static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
-                                            dtrain_step_record *record)
-{
-    const bool overflow = !dtrain__is_finite((float)record->grad_norm);
-    dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT];
-    char where[64];
-    snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
-    for (int r = 1; r < trainer->ranks; r++)
-        if (trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_SAME] !=
-            trainer->words[DTRAIN__WORD_SAME])
-            return dtrain__strategy_keep(
-                trainer->desc.strategy,
-                dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
-    record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
-    DTRAIN__TRY(dtrain__strategy_keep(
-        trainer->desc.strategy, dtrain__check_data(trainer, where, trainer->desc.micro_batches)));
-    DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
-    record->ranks = trainer->ranks;
-    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
-        record->figures[f] = dtrain__trainer_spread(trainer, f);
-    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
-    record->skipped_steps = trainer->skipped;
-    if (trainer->scaling) record->loss_scale = (double)scaler->scale;
-    if (trainer->scaling && !record->ended) {
-        DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
-        record->skipped_steps = scaler->skipped_steps;
-    }
-    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
-                          trainer->desc.micro_batches; /* that had data, of all ranks */
-    const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
-    record->loss = mean[DTRAIN__WORD_LOSS];
-    record->val_loss = record->val_accuracy = DTRAIN__NAN;
-    record->tokens = trainer->tokens + tokens;
-    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
-    record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
-    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
-    record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
-    record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
-    dtrain__straggler(trainer, record);
-    return DTRAIN_OK;
-}
-
-/* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
- * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
- * rank's is. Nothing is allocated per step. */
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
-                                              double *mean)
-{
-    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) slot[word] = (float)own[word];
-    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
-                                  DTRAIN_DTYPE_F32, NULL));
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
-        double weights = 0;
-        mean[word] = 0;
-        for (int r = 0; r < trainer->ranks; r++) {
-            const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-            const double weight =
-                word == DTRAIN__WORD_LOSS ? (double)words[DTRAIN__WORD_WEIGHT] : 1;
-            mean[word] += (double)words[word] * weight;
-            weights += weight;
-        }
-        if (weights > 0) mean[word] /= weights;
-    }
-    return DTRAIN_OK;
 }
 
 /* Find the slowest rank and its score, and count for how many steps it has been a straggler. Every
@@ -470,64 +291,222 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
                    (long long)record->step);
 }
 
-/* ---- evaluation -------------------------------------------------------------------------------*/
-
-/* Run one batch, on a tape that keeps nothing for a backward, to its loss and the samples that the
- * loss is a mean over. */
-static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, float *loss,
-                                           dtrain__samples *samples)
+/* Complete the record from the words of all ranks. All of them read the same words, so they decide
+ * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
+ * moves. */
+static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
+                                            dtrain_step_record *record)
 {
-    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
-    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
-    dtrain__span_end(trainer->world, span);
-    if (tensor && trainer->tape->error == DTRAIN_OK)
-        DTRAIN__TRY(dtrain__check_loss("dtrain_trainer_evaluate", tensor));
-    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
-    *samples = ((const dtrain__tape_tensor *)tensor)->samples;
+    const bool overflow = !dtrain__is_finite((float)record->grad_norm);
+    dtrain_loss_scaler *scaler = &trainer->scaler;
+    double mean[DTRAIN__WORD_COUNT];
+    char where[64];
+    snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    for (int r = 1; r < trainer->ranks; r++)
+        if (trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_SAME] !=
+            trainer->words[DTRAIN__WORD_SAME])
+            return dtrain__strategy_keep(
+                trainer->desc.strategy,
+                dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
+    record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
+    DTRAIN__TRY(dtrain__strategy_keep(
+        trainer->desc.strategy, dtrain__check_data(trainer, where, trainer->desc.micro_batches)));
+    DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
+    record->comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
+    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        record->kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
+    if (trainer->groups.tensor_ranks > 1)
+        record->tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
+    if (trainer->groups.pipeline)
+        record->pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
+    record->ranks = trainer->ranks;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
+        record->figures[f] = dtrain__trainer_spread(trainer, f);
+    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
+    record->skipped_steps = trainer->skipped;
+    if (trainer->scaling) record->loss_scale = (double)scaler->scale;
+    if (trainer->scaling && !record->ended) {
+        DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
+        record->skipped_steps = scaler->skipped_steps;
+    }
+    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
+                          trainer->desc.micro_batches; /* that had data, of all ranks */
+    const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
+    record->loss = mean[DTRAIN__WORD_LOSS];
+    record->val_loss = record->val_accuracy = DTRAIN__NAN;
+    record->tokens = trainer->tokens + tokens;
+    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
+    record->step_ms = 1e3 * seconds;
+    record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
+    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
+    record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
+    record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
+    dtrain__straggler(trainer, record);
     return DTRAIN_OK;
 }
 
-/* Evaluate one batch into this rank's numbers of the round. A rank without further data takes part
- * in the gathers of the others. Each sample counts once, whatever a step averages over. A loss that
- * counts no samples has the weight that the program gives it, or 1. */
-static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *own)
+/* ---- The step ---------------------------------------------------------------------------------*/
+
+#define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
+
+/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
+ * nothing else would see it where ranks have no copies that could be compared. Samples of a
+ * micro-batch and throughput (tokens) are each rank's own. */
+static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
+{
+    /* clang-format off */
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_trainer, step, INT), DTRAIN__SAME(dtrain_trainer, scaling, BOOL),
+        DTRAIN__TRAINS(micro_batches, UINT), DTRAIN__TRAINS(clip, FLOAT),
+        DTRAIN__TRAINS(tape_flags, FLAGS), DTRAIN__TRAINS(recompute_every, UINT),
+        DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.growth_interval, UINT), DTRAIN__TRAINS(graph, BOOL),
+        DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
+        DTRAIN__TRAINS(verify_every, UINT),
+        DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
+        DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
+        DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
+        DTRAIN__TRAINS(schedule.milestones, INT)};
+    /* clang-format on */
+    dtrain_optimizer *optimizer = trainer->desc.optimizer;
+    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, trainer),
+                                       dtrain__same_groups(optimizer)};
+    if (trainer->compared) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_step"));
+    DTRAIN__TRY(dtrain__same(trainer->groups.all, DTRAIN_OK, "dtrain_trainer_step", lists, 2));
+    trainer->compared = optimizer->compared = true;
+    return DTRAIN_OK;
+}
+
+/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
+ * make the record. A norm that is not finite leaves the parameters as they are. */
+static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    double before[DTRAIN__WORD_COUNT], own[DTRAIN__WORD_COUNT];
+    record->step = trainer->step + 1;
+    record->lr = (double)dtrain_schedule_lr(&desc->schedule, trainer->step);
+    dtrain__trainer_counters(trainer, before);
+    before[DTRAIN_FIGURE_CHECKPOINT] = trainer->saving; /* saved between two steps */
+    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, record));
+    else {
+        float norm = 0, scale = 1;
+        DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_step(trainer)
+                                      : dtrain__micro_batches(trainer));
+        DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
+                                     desc->clip, &norm, &scale));
+        record->grad_norm = (double)norm;
+        if (dtrain__is_finite(norm))
+            DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale));
+    }
+    dtrain__trainer_counters(trainer, own);
+    const double saving = own[DTRAIN_FIGURE_CHECKPOINT];
+    dtrain__put_figures(trainer, before, own);
+    dtrain__put_loss(trainer, own);
+    dtrain__put_inputs(trainer, own);
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
+    const dtrain_result recorded = dtrain__trainer_record(trainer, own, record);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(recorded);
+    trainer->saving = saving;
+    if (record->ended) {
+        trainer->ended = false; /* the next step begins another epoch */
+        record->step = trainer->step;
+        return DTRAIN_OK;
+    }
+    trainer->step++;
+    trainer->tokens = record->tokens;
+    const bool verify = desc->verify_every && trainer->step % desc->verify_every == 0;
+    return verify ? dtrain_strategy_verify(desc->strategy, NULL) : DTRAIN_OK;
+}
+
+/* Take one step, in a span. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    dtrain_step_record full;
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    DTRAIN__TRY(dtrain__trainer_compare(trainer));
+    memset(&full, 0, sizeof full);
+    const dtrain__event_reader *reader = trainer->world->timeline.reader;
+    if (reader) reader->step(trainer->world, trainer->step + 1);
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
+    const dtrain_result result = dtrain__trainer_run(trainer, &full);
+    dtrain__span_end(trainer->world, span);
+    if (result == DTRAIN_OK && record) *record = full;
+    return dtrain__pipeline_failed(trainer, result);
+}
+
+/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
+static dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const char *call,
+                                           dtrain_batch_fn next_batch)
+{
+    if (!groups->pipeline || next_batch) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
+        "that loss cannot fetch its batch itself; give next_batch",
+        call);
+}
+
+/* ---- Evaluation, and other forward passes -----------------------------------------------------*/
+
+/* Run the loss or a function of the host's own where this rank has all of the model, on a tape that
+ * keeps nothing for a backward. samples: NULL, or what the loss is a mean over. */
+static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                          void *user, float *values, int64_t count,
+                                          dtrain__samples *samples)
+{
+    dtrain_tape *tape = trainer->tape;
+    DTRAIN__TRY(dtrain_tape_begin(tape, trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
+    const dtrain_tensor *made = function(tape, user);
+    dtrain__span_end(trainer->world, span);
+    if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(trainer, function, made, count));
+    DTRAIN__TRY(dtrain_tensor_read(tape, made, values, NULL));
+    if (samples) *samples = ((const dtrain__tape_tensor *)made)->samples;
+    return DTRAIN_OK;
+}
+
+/* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. A rank
+ * without further data takes part in the gathers of the others. Each sample counts once, whatever a
+ * step averages over. A loss that counts no samples has the weight that the program gives it, or
+ * 1. */
+static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                            void *user, double *sums)
 {
     dtrain_strategy *strategy = trainer->desc.strategy;
+    double *own = trainer->compute + trainer->rank * DTRAIN__ROUND_COUNT;
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     dtrain_world_info world;
-    dtrain__samples samples;
-    float loss = 0;
     memset(own, 0, DTRAIN__ROUND_BYTES);
     dtrain_world_query(trainer->world, &world);
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
-        return trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
-                                 : dtrain__join_forward(strategy);
-    DTRAIN__TRY(next);
-    memset(&samples, 0, sizeof samples);
-    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &samples)
-                                  : dtrain__evaluate_pass(trainer, user, &loss, &samples));
-    DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
-    const double weight =
-        samples.terms ? dtrain__samples_count(&samples) : (double)dtrain__micro_weight(strategy);
-    DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
-    if (!trainer->loss_counts) return DTRAIN_OK;
-    own[DTRAIN__ROUND_LOSS] = dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
-    own[DTRAIN__ROUND_WEIGHT] = weight;
-    return DTRAIN_OK;
-}
-
-/* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. */
-static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                            void *user, double *sums)
-{
-    double *own = trainer->compute + trainer->rank * DTRAIN__ROUND_COUNT;
-    DTRAIN__TRY(dtrain__evaluate_one(trainer, next_batch, user, own));
+        DTRAIN__TRY(trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
+                                      : dtrain__join_forward(strategy));
+    else {
+        dtrain__samples samples;
+        float loss = 0;
+        DTRAIN__TRY(next);
+        DTRAIN__TRY((trainer->pipeline ? dtrain__pipeline_forward : dtrain__forward_pass)(
+            trainer, trainer->desc.loss, user, &loss, 1, &samples));
+        DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
+        const double weight = samples.terms ? dtrain__samples_count(&samples)
+                                            : (double)dtrain__micro_weight(strategy);
+        DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
+        if (trainer->loss_counts) {
+            own[DTRAIN__ROUND_LOSS] =
+                dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
+            own[DTRAIN__ROUND_WEIGHT] = weight;
+        }
+    }
     dtrain__call_label(trainer->world, "evaluation", 0, "");
     DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, own, trainer->compute, DTRAIN__ROUND_COUNT,
                                   DTRAIN_DTYPE_I64, NULL));
@@ -551,7 +530,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     double sums[DTRAIN__ROUND_COUNT] = {0}, own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
     int64_t rounds = 0;
-    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, call, next_batch));
+    DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));
     dtrain__expect_evaluation(trainer->desc.strategy, true);
     while (rounds != batches && all_ended < trainer->ranks && sums[DTRAIN__ROUND_STOP] == 0) {
         const double before = sums[DTRAIN__ROUND_ENDED];
@@ -574,27 +553,6 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                  dtrain__check_data(trainer, "dtrain_trainer_evaluate:", rounds));
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count)
-{
-    if (made && made->count == count) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_trainer_forward: forward returned a tensor of %lld elements, and "
-                       "values has room for %lld; give count that number",
-                       (long long)(made ? made->count : 0), (long long)count);
-}
-
-/* Run a pass of the host's own where this rank has all of the model. */
-static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_fn forward,
-                                          void *user, float *values, int64_t count)
-{
-    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
-    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
-    const dtrain_tensor *made = forward(trainer->tape, user);
-    DTRAIN__TRY(trainer->tape->error);
-    DTRAIN__TRY(dtrain__forward_made(made, count));
-    return dtrain_tensor_read(trainer->tape, made, values, NULL);
-}
-
 DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
                                                 void *user, float *values, int64_t count)
 {
@@ -605,9 +563,10 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_forward: count is %lld; expected 1 or more",
                            (long long)count);
-    if (!trainer->pipeline) return dtrain__forward_pass(trainer, forward, user, values, count);
+    if (!trainer->pipeline)
+        return dtrain__forward_pass(trainer, forward, user, values, count, NULL);
     DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
-    return dtrain__pipeline_forward(trainer, forward, user, values, count);
+    return dtrain__pipeline_forward(trainer, forward, user, values, count, NULL);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -620,22 +579,46 @@ static void dtrain__trainer_resume(dtrain__state_source *source, char *note, siz
     ((dtrain_trainer *)(void *)source)->micro = 0;
 }
 
-static dtrain__trainer_view dtrain__view_make(dtrain_trainer *trainer)
+/* Refuse by name what no trainer can do; dtrain__queue_create refuses what a queued step cannot. */
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
-    const dtrain__state_source state = {{{"trainer.step", &trainer->step, 8},
-                                         {"trainer.tokens", &trainer->tokens, 8},
-                                         {"trainer.seed", &trainer->desc.seed, 8},
-                                         {"trainer.skipped", &trainer->skipped, 8},
-                                         {NULL, NULL, 0}},
-                                        dtrain__trainer_resume,
-                                        trainer->desc.strategy,
-                                        trainer->desc.optimizer,
-                                        trainer->scaling ? &trainer->scaler : NULL,
-                                        &trainer->micro};
-    const dtrain__trainer_view view = {state,          &trainer->groups,      trainer->rank,
-                                       trainer->ranks, trainer->words,        DTRAIN__WORD_COUNT,
-                                       trainer->gpu,   dtrain__trainer_memory};
-    return view;
+    const uint32_t flags = desc->tape_flags;
+    if (!desc->strategy || !desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+                           desc->strategy ? "loss" : "strategy");
+    if (desc->optimizer && !(desc->schedule.lr > 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
+                           (double)desc->schedule.lr);
+    if (desc->schedule.kind > DTRAIN_SCHEDULE_STEPS || !(desc->schedule.gamma >= 0))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_trainer_create: schedule.kind is %u, schedule.gamma %g; expected "
+            "a dtrain_schedule_kind and 0 or more",
+            desc->schedule.kind, (double)desc->schedule.gamma);
+    if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
+                           desc->nonfinite);
+    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
+        dtrain__settings_of(desc->strategy)->compression)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
+                           "compresses gradients: what it keeps from step to step would keep a "
+                           "NaN; use DTRAIN_NONFINITE_STOP and load a checkpoint");
+    if (flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 "
+                           "or DTRAIN_TAPE_F16",
+                           flags);
+    const dtrain__groups groups = dtrain__groups_of(desc->strategy);
+    if (desc->graph && groups.pipeline_ranks > 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_create: graph with a pipeline of %d ranks: passes of "
+                           "several micro-batches are under way, and a recorded step has one; use "
+                           "graph = false",
+                           groups.pipeline_ranks);
+    return dtrain__check_fetches(&groups, "dtrain_trainer_create", desc->next_batch);
 }
 
 /* Allocate everything that steps use. After a failure destroy frees what is there. */
@@ -676,8 +659,11 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->compute =
         (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
-    dtrain_result result =
-        trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    trainer->micros = (dtrain__micro *)dtrain__alloc(allocator, trainer->desc.micro_batches,
+                                                     sizeof *trainer->micros, "micro-batches");
+    dtrain_result result = DTRAIN_OK;
+    if (!trainer->words || !trainer->compute || !trainer->named || !trainer->micros)
+        result = DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK) trainer->tape->hashes = trainer->ranks != trainer->data_ranks;
@@ -690,46 +676,31 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
-    trainer->view = dtrain__view_make(trainer);
-    if (result == DTRAIN_OK) result = dtrain__pipeline_create(trainer);
+    const dtrain__trainer_view view = {{{{"trainer.step", &trainer->step, 8},
+                                         {"trainer.tokens", &trainer->tokens, 8},
+                                         {"trainer.seed", &trainer->desc.seed, 8},
+                                         {"trainer.skipped", &trainer->skipped, 8},
+                                         {NULL, NULL, 0}},
+                                        dtrain__trainer_resume,
+                                        desc->strategy,
+                                        desc->optimizer,
+                                        trainer->scaling ? &trainer->scaler : NULL,
+                                        &trainer->micro},
+                                       &trainer->groups,
+                                       trainer->rank,
+                                       trainer->ranks,
+                                       trainer->words,
+                                       DTRAIN__WORD_COUNT,
+                                       trainer->gpu,
+                                       dtrain__trainer_memory};
+    trainer->view = view;
+    if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
+        result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
+                                         dtrain__settings_of(desc->strategy)->pipeline);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result == DTRAIN_OK) *out = trainer;
     else dtrain_trainer_destroy(trainer);
     return result;
-}
-
-/* Refuse by name what no trainer can do; dtrain__queue_check refuses what a queued step cannot. */
-static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
-{
-    const uint32_t flags = desc->tape_flags;
-    if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
-                           desc->strategy ? "loss" : "strategy");
-    if (desc->optimizer && !(desc->schedule.lr > 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
-                           (double)desc->schedule.lr);
-    if (desc->schedule.kind > DTRAIN_SCHEDULE_STEPS || !(desc->schedule.gamma >= 0))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_trainer_create: schedule.kind is %u, schedule.gamma %g; expected "
-            "a dtrain_schedule_kind and 0 or more",
-            desc->schedule.kind, (double)desc->schedule.gamma);
-    if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
-                           desc->nonfinite);
-    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
-        dtrain__settings_of(desc->strategy)->compression)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
-                           "compresses gradients: what it keeps from step to step would keep a "
-                           "NaN; use DTRAIN_NONFINITE_STOP and load a checkpoint");
-    if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
-                       "DTRAIN_TAPE_F16",
-                       flags);
 }
 
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
@@ -743,6 +714,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
     dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
+    dtrain__free(&allocator, trainer->micros, trainer->desc.micro_batches, sizeof *trainer->micros);
     dtrain__free(&allocator, trainer, 1, sizeof *trainer);
 }
 

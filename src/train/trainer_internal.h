@@ -1,5 +1,7 @@
-/* The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
- * the middle (trainer.c) and the queued step (queued_step.c). */
+/* The trainer's structure
+ *
+ * Its files call each other in one direction: trainer.c the three kinds of steps and the plan,
+ * these (queued_step.c, pipeline_step.c, plan.c) what is in micro_batch.c. */
 
 #pragma once
 
@@ -44,6 +46,17 @@ enum {
 #define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
 #define DTRAIN__SLOW_STEPS 10  /* ... in this many steps in a row */
 
+/* What a step knows of one of its micro-batches. */
+typedef struct dtrain__micro {
+    float loss;              /* with a pipeline on the rank of the last stage */
+    float weight;            /* in the step's mean */
+    bool joined;             /* this rank's data had ended */
+    bool fetched;            /* with a pipeline: next_batch was called for it */
+    int32_t slot;            /* likewise, of its first pass here, with its inputs; -1: none yet */
+    dtrain__samples samples; /* that the loss is a mean over ... */
+    float valid[2];          /* ... and, with a pipeline, what they point to */
+} dtrain__micro;
+
 struct dtrain_trainer {
     dtrain__trainer_view view;
     dtrain_allocator allocator;
@@ -62,11 +75,9 @@ struct dtrain_trainer {
     uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling */
     uint32_t in_a_row; /* how many of the last steps were */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
-    double loss;       /* their sum, each times its weight ... */
-    double weight;     /* ... and the sum of their weights */
-    bool ended;        /* this rank's data has ended */
-    uint32_t joined;   /* micro-batches of this step that had no data */
-    double saving;     /* seconds in checkpoints until the end of the last step */
+    dtrain__micro *micros; /* (micro_batches) */
+    bool ended;            /* this rank's data has ended */
+    double saving;         /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
@@ -77,20 +88,12 @@ struct dtrain_trainer {
     struct dtrain__queue *queue;       /* NULL: the host waits in the middle of a step */
 };
 
-/* A micro-batch of a queued step: its inputs, and the samples that its loss is a mean
- * over, or its weight where samples are not counted. */
-typedef struct dtrain__queued {
-    dtrain__feed feed;
-    dtrain__samples samples;
-    float weight;
-} dtrain__queued;
-
 typedef struct dtrain__queue {
     dtrain_device *device;
     dtrain_step_scalars *scalars; /* device memory: a step's numbers, then the norm (1) */
     dtrain_step_scalars *now;     /* page-locked: the next step's numbers */
     float *results;               /* behind `now` (micro_batches + 2): losses, norm, weights */
-    dtrain__queued *micros;       /* (micro_batches) */
+    dtrain__feed *feeds;          /* (micro_batches) their inputs */
     size_t pinned_bytes;          /* of now and results */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* that were queued or replayed */
@@ -99,47 +102,38 @@ typedef struct dtrain__queue {
 
 /* train/micro_batch.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
+DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32_t micro);
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__micro_batch(dtrain_trainer *trainer, uint64_t seed,
-                                                  dtrain_tensor **loss, float *weight);
-DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
-                                         float weight);
-
-/* train/pipeline_step.c */
-typedef struct dtrain__pipeline dtrain__pipeline;
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
-DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
-/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_fetches(const dtrain_trainer *trainer,
-                                                       const char *call,
-                                                       dtrain_batch_fn next_batch);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
-/* Return the result of a step, and add to an error of a wait that this rank's data had ended in it:
- * where the others of its pipeline have more, they wait for messages that do not come, until the
- * deadline. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
-                                                      dtrain_result result);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
-                                                    const dtrain__strategy_plan *plan,
-                                                    dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
-                                                        float *loss, dtrain__samples *samples);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
-                                                       dtrain_loss_fn function, void *user,
-                                                       float *values, int64_t count);
-
-/* train/trainer.c */
-/* Check that what the host's forward has made has so many elements. */
-DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count);
-
-/* train/plan.c */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
-                                                     dtrain_memory *held, dtrain_memory *planned);
+DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer);
+/* Check that the loss (count 1), or a function of the host's own, has made so many elements. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
+                                                 dtrain_loss_fn function, const dtrain_tensor *made,
+                                                 int64_t count);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record);
+
+/* train/pipeline_step.c */
+/* Make a trainer's schedule and tables, and let its tape run stages. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
+                                                      const dtrain__stage_map *map,
+                                                      const dtrain_pipeline_desc *desc);
+DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
+                                                      dtrain_result result);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
+                                                       dtrain_loss_fn function, void *user,
+                                                       float *values, int64_t count,
+                                                       dtrain__samples *samples);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    const dtrain__strategy_plan *plan,
+                                                    dtrain_tape *tape);
+
+/* train/plan.c */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
+                                                     dtrain_memory *held, dtrain_memory *planned);

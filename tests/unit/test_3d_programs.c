@@ -60,7 +60,7 @@ static uint64_t seed_of_trainer(const tp_program *g, tp_place at)
     trainer.desc.seed = g->seed;
     trainer.data_rank = at.data_rank;
     trainer.step = at.step;
-    return dtrain__step_seed(&trainer) + dtrain__micro_seed((uint32_t)at.micro);
+    return dtrain__pass_seed(&trainer, (uint32_t)at.micro);
 }
 
 /* ---- A rank ---------------------------------------------------------------------------------------- */

@@ -195,7 +195,7 @@ static void test_dropout_seeds_differ(void)
     for (trainer.data_rank = 0; trainer.data_rank < 2; trainer.data_rank++)
         for (trainer.step = 0; trainer.step < 4; trainer.step++)
             for (uint32_t micro = 0; micro < 3; micro++) {
-                seeds[count++] = dtrain__step_seed(&trainer) + DTRAIN__MICRO_SEED * micro;
+                seeds[count++] = dtrain__pass_seed(&trainer, micro);
                 for (int i = 0; i < count - 1; i++) CHECK(seeds[i] != seeds[count - 1]);
             }
 }
@@ -235,9 +235,11 @@ static int rank_of_a_model(dtrain_world *world, void *user)
     float words[4 * DTRAIN__WORD_COUNT] = {0};
     double own[DTRAIN__WORD_COUNT] = {0}, compute[4];
     bool named[4] = {false, false, false, false};
+    dtrain__micro micros[3];
     dtrain_step_record record;
     dtrain_trainer t;
     (void)user;
+    memset(micros, 0, sizeof micros);
     memset(&t, 0, sizeof t);
     memset(&record, 0, sizeof record);
     t.groups = dtrain__mesh_groups(world, NULL, NULL);
@@ -247,8 +249,9 @@ static int rank_of_a_model(dtrain_world *world, void *user)
     t.words = words, t.compute = compute, t.named = named, t.rank = rank, t.ranks = size;
     t.data_ranks = dtrain_comm_size(t.groups.data);
     t.desc.micro_batches = 3, t.desc.tokens = 5;
-    t.loss = rank == 1 ? 2 * 8.0 : rank == 3 ? 1 * 2.0 : 100;
-    t.weight = rank == 1 ? 2 : 1;
+    t.micros = micros;
+    micros[0].loss = rank == 1 ? 8.0f : rank == 3 ? 2.0f : 100;
+    micros[0].weight = rank == 1 ? 2 : 1;
     dtrain__put_loss(&t, own);
     RANKS_TRY(dtrain__trainer_record(&t, own, &record));
     CHECK_CLOSE(record.loss, (2 * 8.0 + 1 * 2.0) / 3, 1e-6);
