@@ -171,11 +171,9 @@
        src/state/export_internal.h          The list of weights in a file, which export and import share
        src/state/import.c                   Import
        src/state/directory.c                Directories of checkpoints: names, order, publishing, removal
-       src/state/manifest.c                 Manifests: what a checkpoint holds and where, as JSON
+       src/state/manifest.c                 Manifests: the index of a checkpoint, as JSON
        src/state/safetensors.c              safetensors
        src/state/storage.c                  Storage: the table of the file system, and whole reads and writes over any table
-       src/parallel/exchange.c              Exchanges along the tensor axis
-       src/parallel/exchange_internal.h     Exchanges along the tensor axis: of device memory, rows of n elements
        src/parallel/schedule.c              Making a schedule
        src/parallel/schedule_internal.h     Functions of a schedule that the runner and the tape use
        src/parallel/runner.c                Running a schedule
@@ -189,7 +187,7 @@
        src/tape/embedding.c                 Embedding
        src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
        src/tape/shapes.c                    Products of matrices, copies in another type or shape, permuted axes
-       src/tape/place.c                     Conversions between placements
+       src/tape/place.c                     Moves along the tensor axis, and conversions between placements
        src/tape/batchnorm.c                 Batch normalisation
        src/tape/convolution.c               Convolution and pooling
        src/tape/pointwise.c                 Activations, products of elements, losses
@@ -210,11 +208,11 @@
        src/train/images.c                   Image files
        src/train/files.c                    Files of a dataset
        src/train/micro_batch.c              Micro-batches: a forward and a backward each, one after the other
-       src/train/trainer_internal.h         The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
-       src/train/trainer.c                  Trainer
-       src/train/pipeline_step.c            The micro-batches of a step over a pipeline
+       src/train/trainer_internal.h         The trainer's structure
        src/train/queued_step.c              A step without the host: recorded and replayed
+       src/train/pipeline_step.c            The micro-batches of a step over a pipeline
        src/train/plan.c                     Planning: memory of a step, largest batch
+       src/train/trainer.c                  Trainer
        src/monitor/metrics.c                The stream of metrics
        src/monitor/monitor_internal.h       The stream of metrics and its writers
        src/monitor/table.c                  The values of a step
@@ -247,20 +245,20 @@
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
        src/device/cpu/kernels/vectors.h     Vectors
        src/device/cpu/kernels/activation.h  Activations, and what follows a product: bias, activation, and their gradients
-       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
-       src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
        src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
        src/device/cpu/kernels/mix.h         Sums over ranks
+       src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights
+       src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
+       src/device/cpu/kernels/attention.h   Attention
+       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
+       src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
        src/device/cpu/kernels/pointwise.h   Functions of two elements: gated products, losses
        src/device/cpu/kernels/tokens.h      Embedding, cross-entropy
        src/device/cpu/kernels/rows.h        Rows of activations: softmax, rotary embedding, permuted axes
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
-       src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights
-       src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/pooling.h     Pooling: maximum and average of windows
-       src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/table.h       The table of one instruction set
 
    One step of training, and the files of the API that its stations are in:
@@ -2236,8 +2234,9 @@ typedef struct dtrain_storage {
  *     runs/gpt/lock                                 held (flock) by the run that saves to the
  *                                                   directory; DTRAIN_NO_LOCK=1 in the environment:
  *                                                   none, for file systems without flock
- *     runs/gpt/step-000000001000/manifest.json      what there is, and where; CRC-32C of all of it
- *                                model-00000.safetensors    values, of rank 0
+ *     runs/gpt/step-000000001000/manifest.json      settings, steps, and a CRC-32C of each header
+ *                                model-00000.safetensors    values, of rank 0; in its header what
+ *                                                           they are, and a CRC-32C of each MiB
  *                                state-00000.safetensors    everything else, of rank 0
  *                                model-00001.safetensors    ...
  *
@@ -2250,9 +2249,9 @@ typedef struct dtrain_storage {
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
  * the checkpoints before it as they were.
  *
- * Loading reads the manifest and those pieces that this rank needs. Number of ranks, axes of the
- * mesh, strategy, node size, precision and offload may be others than those of the run that saved.
- * What is carried over:
+ * Loading reads the manifest, the headers of all files and those pieces that this rank needs. Number
+ * of ranks, axes of the mesh, strategy, node size, precision and offload may be others than those
+ * of the run that saved. What is carried over:
  *
  *     values, moments, momentum, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
@@ -2357,7 +2356,7 @@ typedef struct dtrain_load_info {
  * DTRAIN_ERROR_NOT_FOUND: the directory is not there, or has no checkpoint: a run may begin.
  * Whatever else goes wrong is another error, after which it must not.
  *
- * Nothing is changed before the manifest has been checked against the state. An error after that
+ * Nothing is changed before the headers have been checked against the state. An error after that
  * leaves a mixture of old and loaded values: every call of the strategy then fails, until a
  * checkpoint has been loaded whole, or the program has set all values and calls
  * dtrain_state_changed. */
@@ -7886,15 +7885,16 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     return DTRAIN_OK;
 }
 
+/* Where regions are put: far from programs, libraries and stacks, and from the shadow memory of
+ * sanitizers. After three attempts the kernel chooses rank 0's address. */
+static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
+
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the all-gather itself. The addresses are far
- * from where programs, libraries and stacks are put, and from the shadow memory of sanitizers; after
- * three of them the kernel chooses rank 0's. Scratch: DTRAIN__WHY bytes for each rank, too many for
+ * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY bytes for each rank, too many for
  * a small stack. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region, char *scratch)
 {
-    static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
     dtrain__offer offer, *const offers = (dtrain__offer *)(void *)scratch;
     struct stat status;
     char why[DTRAIN__WHY] = "";
@@ -7908,8 +7908,8 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
         else
             result = dtrain__map_region(reserve_bytes, (uint32_t)world->size,
-                                        attempt < 3 ? (void *)places[attempt] : NULL, offer.file,
-                                        region);
+                                        attempt < 3 ? (void *)dtrain__places[attempt] : NULL,
+                                        offer.file, region);
         if (result == DTRAIN_OK) {
             offer.address = (uint64_t)(uintptr_t)region->control;
             offer.bytes = region->bytes;
@@ -8120,7 +8120,6 @@ DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
 
 /* comm/comm.c */
-DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank);
 DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now);
 DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send,
@@ -8150,13 +8149,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
-/* In place is allowed; a shifted overlap would overwrite what is still to be read. */
-static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain_collective *what)
+/* Check the arguments of a call. In place is allowed; a shifted overlap would overwrite what is
+ * still to be read. */
+static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
+                                              const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const bool reads = dtrain__gives(what, comm->rank), writes = dtrain__gets(what, comm->rank);
     size_t bytes;
+    if (what->kind == DTRAIN_COLLECTIVE_BARRIER) return DTRAIN_OK;
+    if (!unit)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
+                           (int)what->dtype);
+    if (kind->reduces && (what->op < DTRAIN_REDUCE_SUM || what->op > DTRAIN_REDUCE_PROD))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
+                           what->op);
+    if (what->op == DTRAIN_REDUCE_MEAN &&
+        (what->dtype == DTRAIN_DTYPE_I32 || what->dtype == DTRAIN_DTYPE_I64))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: DTRAIN_REDUCE_MEAN of %s would have to round; sum and divide",
+                           kind->call, dtrain_dtype_name(what->dtype));
+    if (kind->rooted && (what->root < 0 || what->root >= comm->size))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
+                           kind->call, what->root, comm->size - 1);
+    if (kind->rooted && what->kind >= DTRAIN_COLLECTIVE_SEND && what->root == comm->rank)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
+                           what->root);
     if (!dtrain__size_mul(what->count, unit * (size_t)comm->size, &bytes) || bytes > SIZE_MAX / 2)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: count %zu times %d ranks is more than memory can hold", kind->call,
@@ -8178,60 +8197,7 @@ static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain
                        kind->call, kind->cuts && kind->joins ? "" : "one buffer in place or ");
 }
 
-static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
-                                              const dtrain_collective *what)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    if (what->kind == DTRAIN_COLLECTIVE_BARRIER) return DTRAIN_OK;
-    if (!dtrain_dtype_bytes(what->dtype))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
-                           (int)what->dtype);
-    if (kind->reduces && (what->op < DTRAIN_REDUCE_SUM || what->op > DTRAIN_REDUCE_PROD))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
-                           what->op);
-    if (what->op == DTRAIN_REDUCE_MEAN &&
-        (what->dtype == DTRAIN_DTYPE_I32 || what->dtype == DTRAIN_DTYPE_I64))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: DTRAIN_REDUCE_MEAN of %s would have to round; sum and divide",
-                           kind->call, dtrain_dtype_name(what->dtype));
-    if (kind->rooted && (what->root < 0 || what->root >= comm->size))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
-                           kind->call, what->root, comm->size - 1);
-    if (kind->rooted && what->kind >= DTRAIN_COLLECTIVE_SEND && what->root == comm->rank)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
-                           what->root);
-    return dtrain__check_buffers(comm, what);
-}
-
 /* ---- Books ------------------------------------------------------------------------------------*/
-
-/* Return this rank's share of the traffic as rings would make it, the usual figure for comparing
- * systems. */
-DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
-    const uint64_t n = (uint64_t)size;
-    if (what->kind == DTRAIN_COLLECTIVE_SEND) return bytes;
-    if (what->kind == DTRAIN_COLLECTIVE_RECV || what->kind == DTRAIN_COLLECTIVE_SPLIT) return 0;
-    if (kind->cuts || kind->joins) return bytes * (n - 1);
-    return (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 2u : 1u) *
-           (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
-}
-
-/* Return the part of an operation's bytes that goes to other nodes of node_ranks: of a
- * message all or nothing, and in a collective every rank is sent the same. */
-static uint64_t dtrain__node_bytes(const dtrain_comm *comm, const dtrain_collective *what,
-                                   uint64_t bytes)
-{
-    const int node = comm->world->node_ranks, *ranks = comm->world_ranks;
-    int away = 0;
-    if (!node || !bytes) return 0;
-    if (what->kind == DTRAIN_COLLECTIVE_SEND)
-        return ranks[what->root] / node != ranks[comm->rank] / node ? bytes : 0;
-    for (int i = 0; i < comm->size; i++) away += ranks[i] / node != ranks[comm->rank] / node;
-    return away ? (uint64_t)((double)bytes * away / (comm->size - 1)) : 0;
-}
 
 /* End the time in flight at `now`, if nothing is in flight any more. */
 DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now)
@@ -8250,27 +8216,37 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
     return result;
 }
 
-/* Count an operation, record its begin, and return the number of its event. */
+/* Count an operation, record its begin, and return the number of its event. Wire bytes are this
+ * rank's share of the traffic as rings would make it, the usual figure for comparing systems. The
+ * part that goes to other nodes of node_ranks is all or nothing of a message; in a collective every
+ * rank is sent the same. */
 static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
-    const bool message =
-        what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_RECV;
-    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
-    const dtrain__comm_call call = {dtrain__kind_of(what->kind)->name,
-                                    message ? 0 : ++comm->started,
-                                    what->count,
-                                    comm->number,
-                                    comm->world_ranks[0],
-                                    comm->size,
-                                    what->root,
-                                    (uint8_t)what->dtype,
-                                    (uint8_t)what->op,
-                                    comm->axis};
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const bool message = sends || what->kind == DTRAIN_COLLECTIVE_RECV;
+    const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
+    const uint64_t n = (uint64_t)comm->size;
+    const int node = comm->world->node_ranks, *ranks = comm->world_ranks;
+    const dtrain__comm_call call = {kind->name,        message ? 0 : ++comm->started,
+                                    what->count,       comm->number,
+                                    ranks[0],          comm->size,
+                                    what->root,        (uint8_t)what->dtype,
+                                    (uint8_t)what->op, comm->axis};
+    uint64_t wire = (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 2u : 1u) *
+                    (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
+    int away = 0;
+    if (kind->cuts || kind->joins) wire = bytes * (n - 1);
+    if (message) wire = sends ? bytes : 0;
+    if (what->kind == DTRAIN_COLLECTIVE_SPLIT) wire = 0;
+    for (int i = 0; node && i < comm->size; i++)
+        if (!message || i == what->root) away += ranks[i] / node != ranks[comm->rank] / node;
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
-    comm->info.wire_bytes += bytes;
-    comm->info.node_bytes += dtrain__node_bytes(comm, what, bytes);
-    comm->info.kind_bytes[what->kind] += bytes;
+    comm->info.wire_bytes += wire;
+    if (away)
+        comm->info.node_bytes += (uint64_t)((double)wire * away / (message ? 1 : comm->size - 1));
+    comm->info.kind_bytes[what->kind] += wire;
     if (!comm->flight_since) comm->flight_since = now;
     return dtrain__call_queued(comm->world, &call);
 }
@@ -8611,32 +8587,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 
 /* ---- The first difference ---------------------------------------------------------------------*/
 
-/* Find the usual and the odd value of an item among the values of all ranks. */
-static void dtrain__find_odd(const uint64_t *values, int ranks, dtrain__difference *found)
-{
-    int most = 0;
-    for (int i = 0; i < ranks; i++) {
-        int same = 0;
-        for (int k = 0; k < ranks; k++) same += values[k] == values[i];
-        if (same == ranks) return;
-        if (same > most) found->usual = i;
-        if (same > most) most = same;
-    }
-    found->single = most == ranks - 1;
-    for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
-}
-
-/* Compare items one by one, up to the first that differs. */
+/* Compare items one by one, up to the first that differs. Of that, find the usual and the odd value
+ * among those of all ranks. */
 static dtrain_result dtrain__same_search(dtrain_comm *comm, dtrain__same_hash *hash_of,
                                          const void *user, size_t count, dtrain__difference *found)
 {
+    const int ranks = dtrain_comm_size(comm);
     uint64_t values[DTRAIN_MAX_RANKS];
     found->odd = -1;
     for (found->item = 0; found->item < count; found->item++) {
         const uint64_t hash = hash_of(user, found->item);
+        int most = 0;
         DTRAIN__TRY(dtrain_all_gather(comm, &hash, values, 1, DTRAIN_DTYPE_I64, NULL));
-        dtrain__find_odd(values, dtrain_comm_size(comm), found);
-        if (found->odd >= 0) break;
+        for (int i = 0; i < ranks; i++) {
+            int same = 0;
+            for (int k = 0; k < ranks; k++) same += values[k] == values[i];
+            if (same > most) found->usual = i;
+            if (same > most) most = same;
+        }
+        if (most == ranks) continue;
+        found->single = most == ranks - 1;
+        for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
+        break;
     }
     return DTRAIN_OK;
 }
@@ -8689,36 +8661,6 @@ static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *ite
     return list;
 }
 
-/* Write a value of a field: 0.02, not 0.0199999996, where that is the same float. */
-static void dtrain__same_value(const dtrain__same_field *field, const unsigned char *at, char *text,
-                               size_t room)
-{
-    const bool narrow = field->bytes == sizeof(uint32_t);
-    union {
-        uint32_t narrow;
-        uint64_t wide;
-        float number;
-        bool truth;
-        const char *string;
-    } x;
-    memcpy((void *)&x, at, field->bytes < sizeof x ? field->bytes : sizeof x);
-    const unsigned long long word = narrow ? x.narrow : x.wide;
-    switch (field->type) {
-    case DTRAIN__SAME_TEXT: snprintf(text, room, "\"%s\"", dtrain__short(x.string)); break;
-    case DTRAIN__SAME_FLOAT:
-        snprintf(text, room, "%g", (double)x.number);
-        if (strtof(text, NULL) != x.number) snprintf(text, room, "%.9g", (double)x.number);
-        break;
-    case DTRAIN__SAME_BOOL: snprintf(text, room, "%s", x.truth ? "true" : "false"); break;
-    case DTRAIN__SAME_INT:
-        snprintf(text, room, "%lld", narrow ? (long long)(int32_t)x.narrow : (long long)word);
-        break;
-    case DTRAIN__SAME_UINT: snprintf(text, room, "%llu", word); break;
-    case DTRAIN__SAME_FLAGS: snprintf(text, room, "0x%llx", word); break;
-    default: snprintf(text, room, "(hash %llx)", word);
-    }
-}
-
 /* Write a field of the item, with its name, and return a hash of all of it; 0: this rank does not
  * have the item. */
 static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, char *text)
@@ -8728,18 +8670,43 @@ static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, cha
     const dtrain__same_list *list = dtrain__same_place(items, &number);
     const dtrain__same_field *field = &list->fields[f];
     const unsigned char *at = (const unsigned char *)(list->make ? record : list->at);
+    const bool narrow = field->bytes == sizeof(uint32_t), several = field->bytes > sizeof(int64_t);
     memset(text, 0, room);
     if (number >= list->items) {
         snprintf(text, room, "only %zu of them", list->items);
         return 0;
     }
     if (list->make) list->make(list->at, number, record);
-    const bool several = field->bytes > sizeof(int64_t);
     size_t used = (size_t)snprintf(text, room, several ? "%s (" : "%s ", field->name);
     for (uint32_t done = 0; done < field->bytes; done += (uint32_t)sizeof(int64_t)) {
+        union {
+            uint32_t narrow;
+            uint64_t wide;
+            float number;
+            bool truth;
+            const char *string;
+        } x;
         if (done) used += (size_t)snprintf(text + used, room - used, ", ");
-        dtrain__same_value(field, at + field->offset + done, text + used, room - used);
-        used += strlen(text + used);
+        memcpy((void *)&x, at + field->offset + done,
+               field->bytes < sizeof x ? field->bytes : sizeof x);
+        const unsigned long long word = narrow ? x.narrow : x.wide;
+        char *to = text + used;
+        switch (field->type) {
+        case DTRAIN__SAME_TEXT: snprintf(to, room - used, "\"%s\"", dtrain__short(x.string)); break;
+        case DTRAIN__SAME_FLOAT: /* 0.02, not 0.0199999996, where that is the same float */
+            snprintf(to, room - used, "%g", (double)x.number);
+            if (strtof(to, NULL) != x.number) snprintf(to, room - used, "%.9g", (double)x.number);
+            break;
+        case DTRAIN__SAME_BOOL: snprintf(to, room - used, "%s", x.truth ? "true" : "false"); break;
+        case DTRAIN__SAME_INT:
+            snprintf(to, room - used, "%lld",
+                     narrow ? (long long)(int32_t)x.narrow : (long long)word);
+            break;
+        case DTRAIN__SAME_UINT: snprintf(to, room - used, "%llu", word); break;
+        case DTRAIN__SAME_FLAGS: snprintf(to, room - used, "0x%llx", word); break;
+        default: snprintf(to, room - used, "(hash %llx)", word);
+        }
+        used += strlen(to);
     }
     if (several) snprintf(text + used, room - used, ")");
     return dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
@@ -8846,7 +8813,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine
 
 typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
-typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
 typedef enum dtrain__state {
     DTRAIN__QUEUED = 0,
@@ -8854,11 +8820,19 @@ typedef enum dtrain__state {
     DTRAIN__MOVING = 2
 } dtrain__state;
 
+/* What a work has for buffers in device memory, see comm/staged.c; zero until first needed. */
+typedef struct dtrain__bounce {
+    dtrain_collective called; /* with the program's buffers; op.what has addresses in the image */
+    dtrain_event *computed, *copied;
+    char *image; /* page-locked, and mapped by the transport; it grows */
+    size_t bytes;
+} dtrain__bounce;
+
 /* The engine's part of a work precedes the part that the transport sees. */
 struct dtrain__work {
     dtrain__work *next;       /* in the queue, or among the idle */
     dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
-    dtrain__bounce *bounce;   /* device memory only; stays, too */
+    dtrain__bounce bounce;    /* stays, too */
     int heard;                /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
     bool done;
@@ -8916,28 +8890,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
 
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
-                                                bool *done);
+DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
 
 /* comm/local.c; comm/mpi.c: NULL without DTRAIN_USE_MPI */
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__staged_comm_ops(void);
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged);
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void);
-
-static void dtrain__dump_event(dtrain__writer *out, const dtrain__event *event)
-{
-    static const char *const states[] = {"queued", "started", "done", "failed"};
-    dtrain__writer_add(out, "{\"kind\":\"%s\",\"first\":%d,\"size\":%d,\"root\":%d,",
-                       event->call.kind, event->call.first, event->call.size, event->call.root);
-    dtrain__writer_call(out, event);
-    dtrain__writer_add(
-        out, ",\"state\":\"%s\",\"queued_ns\":%llu,\"started_ns\":%llu,\"ended_ns\":%llu}",
-        states[event->state], (unsigned long long)event->begin_ns,
-        (unsigned long long)event->started_ns, (unsigned long long)event->end_ns);
-}
 
 /* Write what this rank knows of each rank. */
 static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, uint64_t now)
@@ -8978,25 +8937,12 @@ static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *co
     dtrain__writer_add(out, "]}");
 }
 
-/* Write the communicators of the engine, and the world's; others are not listed anywhere. */
-static void dtrain__dump_communicators(dtrain__writer *out, const dtrain_world *world)
-{
-    bool first = true, listed = !world->comm;
-    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
-        if (!comm->report) continue; /* half of one that is being made */
-        dtrain__dump_communicator(out, &comm->base, comm->failed, first);
-        listed = listed || &comm->base == world->comm;
-        first = false;
-    }
-    if (!listed)
-        dtrain__dump_communicator(out, world->comm, world->timeline.ring->code != 0, first);
-}
-
 static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
 {
+    static const char *const states[] = {"queued", "started", "done", "failed"};
     const dtrain__ring *ring = world->timeline.ring;
     uint64_t next = ring->count + 1, calls = 0;
-    const char *separator = "\n  ";
+    bool first = true, listed = !world->comm;
     char host[256] = "";
     if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
     dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
@@ -9010,16 +8956,32 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
     dtrain__writer_add(out, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
                        dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
     dtrain__dump_ranks(out, world, dtrain__now_ns());
+
+    /* The communicators of the engine, and the world's; others are not listed anywhere. */
     dtrain__writer_add(out, "],\n \"communicators\": [");
-    dtrain__dump_communicators(out, world);
+    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
+        if (!comm->report) continue; /* half of one that is being made */
+        dtrain__dump_communicator(out, &comm->base, comm->failed, first);
+        listed = listed || &comm->base == world->comm;
+        first = false;
+    }
+    if (!listed) dtrain__dump_communicator(out, world->comm, ring->code != 0, first);
+
     dtrain__writer_add(out, "],\n \"collectives\": [");
     while (calls < DTRAIN__FLIGHT_RECORDS && dtrain__event_at(world, next - 1))
         calls += dtrain__event_at(world, --next)->call.kind != NULL;
-    for (; next <= ring->count; next++) {
-        if (!dtrain__event_at(world, next)->call.kind) continue;
-        dtrain__writer_add(out, "%s", separator);
-        dtrain__dump_event(out, dtrain__event_at(world, next));
-        separator = ",\n  ";
+    for (first = true; next <= ring->count; next++) {
+        const dtrain__event *event = dtrain__event_at(world, next);
+        if (!event->call.kind) continue;
+        dtrain__writer_add(out, "%s{\"kind\":\"%s\",\"first\":%d,\"size\":%d,\"root\":%d,",
+                           first ? "\n  " : ",\n  ", event->call.kind, event->call.first,
+                           event->call.size, event->call.root);
+        dtrain__writer_call(out, event);
+        dtrain__writer_add(
+            out, ",\"state\":\"%s\",\"queued_ns\":%llu,\"started_ns\":%llu,\"ended_ns\":%llu}",
+            states[event->state], (unsigned long long)event->begin_ns,
+            (unsigned long long)event->started_ns, (unsigned long long)event->end_ns);
+        first = false;
     }
     dtrain__writer_add(out, "]}\n");
     dtrain__writer_flush(out);
@@ -9314,32 +9276,6 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
                                 b);
 }
 
-/* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and
- * the first rank that calls something else. */
-static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
-{
-    for (; work->heard < comm->base.size; work->heard++) {
-        const dtrain_call *shown = dtrain__shown_by(comm, work, work->heard);
-        if (!shown) return false;
-        if (dtrain__same_call(shown, &work->op.call)) continue;
-        (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
-        return false;
-    }
-    /* After a failure other ranks may have freed their buffers; small inputs are copies. */
-    if (!work->op.small && dtrain__load(&comm->report->state))
-        (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
-    return !comm->failed;
-}
-
-/* Compute this rank's result from the inputs that ranks have shown with their calls. */
-static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
-{
-    const void *in[DTRAIN_MAX_RANKS];
-    for (int i = 0; i < comm->base.size; i++)
-        in[i] = i == comm->base.rank ? work->op.what.send : dtrain__shown_by(comm, work, i) + 1;
-    dtrain_collective_result(&comm->base, &work->op.what, in);
-}
-
 /* ---- Progress ---------------------------------------------------------------------------------*/
 
 /* Move one collective as far as it goes without waiting; true when it is done. Ranks agree on
@@ -9347,6 +9283,8 @@ static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work 
 static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
 {
     const dtrain_transport_ops *transport = comm->transport;
+    const int rank = comm->base.rank;
+    const void *in[DTRAIN_MAX_RANKS];
     if (work->state == DTRAIN__QUEUED) {
         if (work->op.sequence - oldest >= DTRAIN_WINDOW) return false;
         work->state = DTRAIN__SHOWN;
@@ -9355,60 +9293,58 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
         if (comm->failed) return false;
     }
     if (work->state == DTRAIN__SHOWN) {
-        if (work->op.sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work))
+        if (work->op.sequence != comm->agreed + 1) return false;
+        for (; work->heard < comm->base.size; work->heard++) {
+            const dtrain_call *shown = dtrain__shown_by(comm, work, work->heard);
+            if (!shown) return false;
+            if (dtrain__same_call(shown, &work->op.call)) continue;
+            /* The sentence names rank 0 and the first rank that calls something else. */
+            (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : rank);
             return false;
+        }
+        /* After a failure other ranks may have freed their buffers; small inputs are copies. */
+        if (!work->op.small && dtrain__load(&comm->report->state))
+            (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+        if (comm->failed) return false;
         comm->agreed = work->op.sequence;
         ++*comm->base.moves;
-        if (work->op.small) dtrain__small_result(comm, work);
+        for (int i = 0; work->op.small && i < comm->base.size; i++)
+            in[i] = i == rank ? work->op.what.send : dtrain__shown_by(comm, work, i) + 1;
+        if (work->op.small) dtrain_collective_result(&comm->base, &work->op.what, in);
         work->state = DTRAIN__MOVING;
     }
     work->op.oldest = work->op.sequence == oldest;
     return transport->move(&comm->base, &work->op);
 }
 
-/* Say whether a receiver has heard the call of its message, which has the count and dtype that it
- * asks for. */
-static bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work)
-{
-    const dtrain_collective *what = &work->op.what;
-    const dtrain_call *sent = comm->transport->heard(&comm->base, 0, what->root);
-    const int *world = comm->base.world_ranks;
-    if (!sent) return false;
-    if (sent->count == work->op.call.count && sent->dtype == work->op.call.dtype) return true;
-    (void)dtrain__engine_failf(
-        &comm->base, DTRAIN_ERROR_MISMATCH,
-        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-        world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
-        (unsigned long long)sent->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
-        what->count);
-    return false;
-}
-
-/* Messages between two ranks in one direction go one after the other. */
+/* Move one message. Messages between two ranks in one direction go one after the other, and a
+ * receiver first hears the call of its message, which must have the count and dtype that it asks
+ * for. */
 static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
 {
+    const dtrain_collective *what = &work->op.what;
+    const int *world = comm->base.world_ranks;
     if (work->state == DTRAIN__QUEUED) {
         const dtrain__work *first = comm->queue;
-        while (first->op.what.kind != work->op.what.kind ||
-               first->op.what.root != work->op.what.root || first->op.posted)
+        while (first->op.what.kind != what->kind || first->op.what.root != what->root ||
+               first->op.posted)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;
         dtrain__call_started(comm->base.world, work->op.base.event);
     }
-    if (work->op.what.kind == DTRAIN_COLLECTIVE_RECV && !work->op.agreed)
-        work->op.agreed = dtrain__message_agrees(comm, work);
+    if (what->kind == DTRAIN_COLLECTIVE_RECV && !work->op.agreed) {
+        const dtrain_call *sent = comm->transport->heard(&comm->base, 0, what->root);
+        work->op.agreed = sent && sent->count == what->count && sent->dtype == work->op.call.dtype;
+        if (sent && !work->op.agreed)
+            (void)dtrain__engine_failf(
+                &comm->base, DTRAIN_ERROR_MISMATCH,
+                "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+                world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
+                (unsigned long long)sent->count, world[comm->base.rank],
+                dtrain_dtype_name(what->dtype), what->count);
+    }
     return !comm->failed && comm->transport->move(&comm->base, &work->op);
-}
-
-/* Say whether an operation waits for the copy into its image; a copy that failed ends the wait. */
-static bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
-{
-    bool done;
-    if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
-    const dtrain_result result = dtrain__copied_in(comm, work, &done);
-    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(&comm->base, result);
-    return !done;
 }
 
 /* Move everything in flight, oldest first. */
@@ -9568,83 +9504,47 @@ static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *wo
     return !comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
-/* Make the rarer checks of a wait: has another rank failed the communicator, called something else,
- * left? Read whether a rank has left before reading its progress, as what it did before counts. */
-static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__work *waited)
+/* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
+ * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
+ * nothing here: what they wait for may be under way on a slow network. */
+static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
-    const int *world = comm->base.world_ranks, rank = comm->base.rank;
-    int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
-    char name[128];
-    if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
-    for (int i = 0; i < comm->base.size; i++) {
-        const bool left = dtrain__left_for(comm->base.world, world[i], comm->transport->grace_ns);
-        if (!dtrain__waits_for(comm, work, i)) {
-            if (work->op.sequence && work->state == DTRAIN__SHOWN)
-                DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
-            continue;
-        }
-        if (waits < 0 || (dtrain__waits(comm->base.world, waits) >= 0 &&
-                          dtrain__waits(comm->base.world, world[i]) < 0))
-            waits = world[i];
-        if (!left) continue;
-        dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
-        return dtrain__engine_failf(
-            &comm->base, DTRAIN_ERROR_PEER,
-            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
-            world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
-    }
-    dtrain__set_waits(comm->base.world, waits);
-    return DTRAIN_OK;
-}
-
-/* List the ranks that `work` waits for, and where these wait themselves, for whom: "rank 3, which
- * waits for rank 2 (its last was #16)". A circle proves nothing here: what they wait for may be
- * under way on a slow network. */
-static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
-                                size_t room)
-{
-    const int size = comm->base.size, *world = comm->base.world_ranks;
+    const dtrain_world *world = comm->base.world;
+    const int size = comm->base.size, *ranks = comm->base.world_ranks;
+    const double seconds = 1e-9 * (double)world->timeout_ns;
     bool listed[DTRAIN_MAX_RANKS] = {false};
+    char name[128], list[200] = "";
     size_t used = 0;
-    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those that do not wait */
+    if (dtrain__copying_in(comm, waited)) {
+        (void)dtrain__engine_failf(
+            &comm->base, DTRAIN_ERROR_TIMEOUT,
+            "the device did not finish the work before a collective in %.1f s", seconds);
+        return;
+    }
+    for (int k = 0; k < 2 * size && used + 96 < sizeof list; k++) { /* first who does not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
-        const int next = dtrain__waits(comm->base.world, world[i]);
-        const int end = dtrain__behind(comm->base.world, world[i]);
-        const int behind = end < 0 ? world[i] : end;
-        if (listed[behind] || (behind == world[i]) != (k < size)) continue;
+        const int next = dtrain__waits(world, ranks[i]), end = dtrain__behind(world, ranks[i]);
+        const int behind = end < 0 ? ranks[i] : end;
+        if (listed[behind] || (behind == ranks[i]) != (k < size)) continue;
         listed[behind] = true;
-        used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
-        if (behind != world[i])
-            used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
-        if (end < 0 && next >= 0)
-            used += (size_t)snprintf(list + used, room - used,
-                                     ", which waits for rank %d in a circle", next);
+        used += (size_t)snprintf(list + used, sizeof list - used, "%srank %d", used ? ", " : "",
+                                 ranks[i]);
+        if (behind != ranks[i] || (end < 0 && next >= 0))
+            used += (size_t)snprintf(list + used, sizeof list - used, ", which waits for rank %d%s",
+                                     end < 0 ? next : behind, end < 0 ? " in a circle" : "");
         for (int at = 0; at < size && end >= 0; at++) {
-            if (world[at] != behind) continue;
+            if (ranks[at] != behind) continue;
             const uint64_t last = dtrain__last_sequence(comm, at);
             used += (size_t)snprintf(
-                list + used, room - used, " (%s #%llu)",
+                list + used, sizeof list - used, " (%s #%llu)",
                 work->op.sequence && last >= work->op.sequence ? "stuck in" : "its last was",
                 (unsigned long long)last);
         }
     }
-}
-
-static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
-{
-    const dtrain__work *work = dtrain__blocking(comm, waited);
-    char name[128], list[200] = "";
-    const dtrain_world *world = comm->base.world;
-    const double seconds = 1e-9 * (double)world->timeout_ns;
     dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
-    if (dtrain__copying_in(comm, waited))
-        return dtrain__engine_failf(
-            &comm->base, DTRAIN_ERROR_TIMEOUT,
-            "the device did not finish the work before a collective in %.1f s", seconds);
-    dtrain__list_behind(comm, work, list, sizeof list);
-    return dtrain__engine_failf(
+    (void)dtrain__engine_failf(
         &comm->base, DTRAIN_ERROR_TIMEOUT,
         "%s: rank %d waited %.1f s for %s; %sif they are only slow, raise timeout_ms", name,
         world->rank, seconds, list[0] ? list : "its own transfers to end",
@@ -9695,59 +9595,47 @@ static dtrain_result dtrain__more_works(dtrain__engine *comm)
     return DTRAIN_OK;
 }
 
-/* Take an idle work and fill it. */
-static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collective *what,
-                                       dtrain__work **out)
+/* Start an operation. Of one rank the result is what it sends, and there is nothing to wait for; a
+ * copy to or from the device is on its compute stream. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
+                                                   dtrain_work **out)
 {
-    const size_t bytes = dtrain__send_bytes(what, comm->base.size);
+    dtrain__engine *comm = dtrain__engine_of(base);
+    const size_t bytes = dtrain__send_bytes(what, base->size);
     const size_t kept = offsetof(dtrain__work, heard);
-    if (!comm->idle) DTRAIN__TRY(dtrain__more_works(comm));
+    dtrain_result result = DTRAIN_OK;
+    *out = NULL;
+    if (comm->failed) return dtrain__engine_standing(comm);
+    if (base->size == 1)
+        return what->send == what->recv || bytes == 0
+                   ? DTRAIN_OK
+                   : dtrain_device_copy(base->world->device, what->recv, what->send, bytes);
+    if (!comm->idle) result = dtrain__more_works(comm);
+    if (result != DTRAIN_OK) return dtrain__engine_fail(base, result, dtrain_last_error());
+
     dtrain__work *work = comm->idle;
     comm->idle = work->next;
     memset((char *)work + kept, 0, dtrain__work_bytes(comm) - kept);
-    *out = work;
-    comm->base.outstanding++;
+    base->outstanding++;
     work->next = NULL;
-    work->op.base.comm = &comm->base;
+    work->op.base.comm = base;
+    work->op.base.event = base->world->timeline.ring->count; /* just recorded */
     work->op.what = *what;
-    work->op.send_bytes = dtrain__gives(what, comm->base.rank) ? bytes : 0;
-    if (dtrain__gets(what, comm->base.rank))
-        work->op.recv_bytes = dtrain__recv_bytes(what, comm->base.size);
-    work->op.base.event = comm->base.world->timeline.ring->count; /* just recorded */
-    work->op.small = bytes <= DTRAIN_SMALL_BYTES &&
-                     bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
+    work->op.send_bytes = dtrain__gives(what, base->rank) ? bytes : 0;
+    if (dtrain__gets(what, base->rank)) work->op.recv_bytes = dtrain__recv_bytes(what, base->size);
+    work->op.small =
+        bytes <= DTRAIN_SMALL_BYTES && bytes * (size_t)base->size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->op.call.count = what->count;
     work->op.call.kind = what->kind;
     work->op.call.dtype = (uint32_t)what->dtype;
     work->op.call.op = what->op;
     work->op.call.root = what->root;
-    return DTRAIN_OK;
-}
-
-/* One rank: the result is what it sends, and there is nothing to wait for; a copy to or from the
- * device is on its compute stream. */
-static dtrain_result dtrain__alone(const dtrain__engine *comm, const dtrain_collective *what)
-{
-    const size_t bytes = dtrain__send_bytes(what, 1);
-    if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
-    return dtrain_device_copy(comm->base.world->device, what->recv, what->send, bytes);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
-                                                   dtrain_work **out)
-{
-    dtrain__engine *comm = dtrain__engine_of(base);
-    *out = NULL;
-    if (comm->failed) return dtrain__engine_standing(comm);
-    if (base->size == 1) return dtrain__alone(comm, what);
-    dtrain__work *work;
-    if (dtrain__work_take(comm, what, &work) != DTRAIN_OK)
-        return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    const dtrain_result copied = comm->staged ? dtrain__copy_in(comm, work) : DTRAIN_OK;
-    if (copied != DTRAIN_OK) {
+    if (comm->staged) result = dtrain__copy_in(comm, work);
+    if (result != DTRAIN_OK) {
         dtrain__recycle(comm, work);
-        return dtrain__engine_fail(base, copied, dtrain_last_error());
+        return dtrain__engine_fail(base, result, dtrain_last_error());
     }
+
     if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
         work->op.sequence = ++comm->sequence;
     *comm->queue_end = work;
@@ -9763,22 +9651,48 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
 }
 
 /* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
- * returned `turn`, and fail the communicator if they say so. Before that, advance once more: what
- * other ranks did until they failed or left may be all that was needed. */
-static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain__wait *wait,
-                                 dtrain_result turn)
+ * returned `turn`, and fail the communicator if they say so: is there a circle, has another rank
+ * failed the communicator, called something else, left? Before that, advance once more: what other
+ * ranks did until they failed or left may be all that was needed. */
+static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
+                                 dtrain__wait *wait, dtrain_result turn)
 {
-    char text[DTRAIN__ERROR_BYTES] = "";
+    dtrain_world *world = comm->base.world;
+    const int *ranks = comm->base.world_ranks, rank = comm->base.rank;
+    int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
+    char text[DTRAIN__ERROR_BYTES] = "", name[128];
     if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
-    if (work->done || comm->failed) return;
+    if (waited->done || comm->failed) return;
+
     if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
-    if (wait && dtrain__look_for_circle(comm->base.world, comm, work, wait) != DTRAIN_OK)
+    if (wait && dtrain__look_for_circle(world, comm, waited, wait) != DTRAIN_OK)
         (void)dtrain__engine_give_up(&comm->base, DTRAIN_ERROR_MISMATCH);
-    else if (work->done || comm->failed) return;
-    else if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
-    else if (dtrain__engine_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
-        (void)dtrain__engine_timeout(comm, work);
+    if (waited->done || comm->failed) return;
+    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
+    else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
+
+    /* Read whether a rank has left before reading its progress, as what it did before counts. */
+    const dtrain__work *work = comm->failed ? NULL : dtrain__blocking(comm, waited);
+    for (int i = 0; i < comm->base.size && !comm->failed; i++) {
+        const bool left = dtrain__left_for(world, ranks[i], comm->transport->grace_ns);
+        if (!dtrain__waits_for(comm, work, i)) {
+            if (work->op.sequence && work->state == DTRAIN__SHOWN)
+                (void)dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i);
+            continue;
+        }
+        if (waits < 0 || (dtrain__waits(world, waits) >= 0 && dtrain__waits(world, ranks[i]) < 0))
+            waits = ranks[i];
+        if (!left) continue;
+        dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
+        (void)dtrain__engine_failf(
+            &comm->base, DTRAIN_ERROR_PEER,
+            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
+            ranks[i], (unsigned long long)dtrain__last_sequence(comm, i), ranks[rank], name);
+    }
+    if (comm->failed) return;
+    dtrain__set_waits(world, waits);
+    if (turn == DTRAIN_ERROR_TIMEOUT) dtrain__engine_timeout(comm, waited);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
@@ -9794,11 +9708,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
-    if (work->done && comm->staged) {
-        result = dtrain__after_copy_out(comm, work);
-        if (result != DTRAIN_OK)
-            result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
-    }
+    if (work->done && comm->staged) /* what the compute stream gets from now on comes after it */
+        result = DTRAIN__ORDER(world->device, event_wait, work->bounce.copied, NULL);
+    if (work->done && result != DTRAIN_OK)
+        result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
@@ -9839,11 +9752,6 @@ DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t
     else comm->transport->unmap(base, memory, bytes);
 }
 
-static size_t dtrain__engine_bytes(const dtrain_transport_ops *transport)
-{
-    return offsetof(dtrain__engine, base) + transport->comm_bytes;
-}
-
 /* Free this rank's half of a communicator. Operations in flight are dropped. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
@@ -9864,7 +9772,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
     comm->transport->release(base, comm->report != NULL);
     dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof(int));
-    dtrain__free(allocator, comm, 1, dtrain__engine_bytes(comm->transport));
+    dtrain__free(allocator, comm, 1, offsetof(dtrain__engine, base) + comm->transport->comm_bytes);
     return DTRAIN_OK;
 }
 
@@ -9878,7 +9786,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     *out = NULL;
     *address = 0;
     dtrain__engine *comm = (dtrain__engine *)dtrain__alloc(
-        allocator, 1, dtrain__engine_bytes(transport), "a communicator");
+        allocator, 1, offsetof(dtrain__engine, base) + transport->comm_bytes, "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
     comm->base.ops = ops;
     comm->base.world = world;
@@ -10096,14 +10004,6 @@ static bool dtrain__reached(const dtrain_comm *comm, uint64_t sequence, uint32_t
     return dtrain__load(&dtrain__slot_of(comm, rank, sequence)->progress) >= goal;
 }
 
-static bool dtrain__all_reached(const dtrain_comm *comm, dtrain__local_work *work)
-{
-    while (work->seen < comm->size &&
-           dtrain__reached(comm, work->base.sequence, work->stage, work->seen))
-        work->seen++;
-    return work->seen == comm->size;
-}
-
 static void dtrain__reach(const dtrain_comm *comm, dtrain__local_work *work, uint32_t stage)
 {
     work->stage = stage;
@@ -10142,20 +10042,6 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
             dtrain__read_memory(getpid(), (const char *)memory + bytes - 1, &byte, 1));
 }
 
-/* Say whether this rank can read the memory of all: read each rank's proof, and compare. A kernel
- * can forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
-static bool dtrain__reads_all(const dtrain__local_comm *comm)
-{
-    for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__part *part = comm->parts[i];
-        uint64_t value = 0;
-        if (!dtrain__read_memory(part->pid, part->proof, &value, sizeof value) ||
-            value != part->proof_value)
-            return false;
-    }
-    return true;
-}
-
 /* Read another rank's bytes. False: that rank has ended, which the wait will report, or the
  * communicator has failed. */
 static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *to, size_t bytes)
@@ -10172,31 +10058,29 @@ static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *t
 
 /* ---- Showing a call ---------------------------------------------------------------------------*/
 
-/* Say which paths this rank's buffers allow. On the direct path other ranks read `send`; they write
- * `recv` where slices of a result are computed by different ranks. */
-static uint64_t dtrain__allowed_paths(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const dtrain_world *world = comm->world;
-    const size_t send_bytes = dtrain__send_bytes(what, comm->size);
-    const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
-    const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
-    const bool direct = dtrain__is_shared(world, what->send, send_bytes) &&
-                        (!written || dtrain__is_shared(world, what->recv, recv_bytes));
-    const bool read = ((const dtrain__local_comm *)comm)->reads &&
-                      send_bytes >= DTRAIN__READ_BYTES &&
-                      (direct || (dtrain__is_readable(what->send, send_bytes) &&
-                                  dtrain__is_readable(what->recv, recv_bytes)));
-    return (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
-}
-
+/* Show a call, and which paths this rank's buffers allow. On the direct path other ranks read
+ * `send`; they write `recv` where slices of a result are computed by different ranks. */
 static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
+    const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
     (void)dtrain__write_shown(work, &slot->shown);
-    slot->send = (const char *)work->what.send;
-    slot->recv = (char *)work->what.recv;
-    slot->paths = work->small ? 0 : dtrain__allowed_paths(comm, &work->what);
+    slot->send = (const char *)what->send;
+    slot->recv = (char *)what->recv;
+    slot->paths = 0;
+    if (!work->small) {
+        const size_t send_bytes = dtrain__send_bytes(what, comm->size);
+        const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
+        const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
+        const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
+                            (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
+        const bool read = ((const dtrain__local_comm *)comm)->reads &&
+                          send_bytes >= DTRAIN__READ_BYTES &&
+                          (direct || (dtrain__is_readable(what->send, send_bytes) &&
+                                      dtrain__is_readable(what->recv, recv_bytes)));
+        slot->paths = (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
+    }
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
@@ -10308,69 +10192,41 @@ static size_t dtrain__chunk_count(const dtrain_comm *comm, const dtrain_collecti
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
-/* Copy chunk c of this rank's input into its buffer: one piece, or one for each rank's slice. */
-static bool dtrain__chunk_in(dtrain_comm *comm, const dtrain_collective *what, size_t c)
+/* Go to the next stage of the copied path: compute the chunk of this rank's result whose inputs all
+ * ranks have copied (ranks that give nothing may have no buffer), and copy the next chunk of its
+ * own input into its buffer: one piece, or one for each rank's slice. */
+static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work)
 {
-    dtrain__part *part = dtrain__part_of(comm, comm->rank);
+    const dtrain_collective *what = &work->base.what;
+    const bool cuts = dtrain__kind_of(what->kind)->cuts;
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
+    const size_t slice = cuts ? (size_t)comm->rank * chunk : 0,
+                 pieces = cuts ? (size_t)comm->size : 1;
+    dtrain__part *part = dtrain__part_of(comm, comm->rank);
+    const char *in[DTRAIN_MAX_RANKS];
     void *stage;
-    if (!dtrain__gives(what, comm->rank)) return true;
+    if (work->stage > 1) {
+        const size_t c = work->stage - 2, rest = what->count - c * chunk;
+        for (int i = 0; i < comm->size; i++) {
+            in[i] = dtrain__part_of(comm, i)->stage;
+            if (in[i]) in[i] += c % 2 * DTRAIN__CHUNK_BYTES + slice * unit;
+        }
+        dtrain__pull(comm, what, in, c * chunk, rest < chunk ? rest : chunk);
+    }
+    if (work->stage + 1 >= work->final || !dtrain__gives(what, comm->rank)) return true;
     if (!part->stage) {
         if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
             return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
+    const size_t c = work->stage - 1, rest = what->count - c * chunk;
+    const size_t length = rest < chunk ? rest : chunk;
     char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
     for (size_t i = 0; i < pieces; i++)
         memcpy(half + i * chunk * unit,
                (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
     comm->info.staged_bytes += pieces * length * unit;
     return true;
-}
-
-/* Compute chunk c of this rank's result from the buffers of all; ranks that give nothing may have
- * none. */
-static void dtrain__chunk_out(dtrain_comm *comm, const dtrain_collective *what, size_t c)
-{
-    const char *in[DTRAIN_MAX_RANKS];
-    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->rank * chunk : 0;
-    for (int i = 0; i < comm->size; i++) {
-        const char *stage = dtrain__part_of(comm, i)->stage;
-        in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
-    }
-    dtrain__pull(comm, what, in, c * chunk, length);
-}
-
-/* Choose the path from what all ranks have shown. All are at stage 1. */
-static void dtrain__choose_path(const dtrain_comm *comm, dtrain__local_work *work)
-{
-    const dtrain_collective *what = &work->base.what;
-    const size_t chunk = dtrain__chunk_count(comm, what);
-    uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
-    for (int i = 0; i < comm->size; i++)
-        paths &= dtrain__slot_of(comm, i, work->base.sequence)->paths;
-    work->seen = comm->size;
-    work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT : paths ? DTRAIN__READ : DTRAIN__COPIED;
-    work->final = work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
-    if (work->path == DTRAIN__COPIED) work->final += (uint32_t)((what->count + chunk - 1) / chunk);
-}
-
-/* Do what follows the stage that all ranks have reached; false: it cannot be done now. */
-static bool dtrain__next_stage(dtrain_comm *comm, dtrain__local_work *work)
-{
-    const dtrain_collective *what = &work->base.what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    if (work->path != DTRAIN__COPIED)
-        return work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins))
-                   ? dtrain__compute_slice(comm, work)
-                   : dtrain__take_pieces(comm, work);
-    if (!work->base.oldest) return false;
-    if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
-    return work->stage + 1 >= work->final || dtrain__chunk_in(comm, what, work->stage - 1);
 }
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
@@ -10393,89 +10249,56 @@ static bool dtrain__message_stuck(const dtrain_comm *comm, const dtrain__local_w
     return work->base.posted ? tail < work->end : filled == (sends ? DTRAIN__CELLS : 0u);
 }
 
-/* Say how the receiver comes to a message that is longer than the channel. */
-static dtrain__path dtrain__message_path(const dtrain_comm *comm, const dtrain_collective *what,
-                                         size_t bytes)
-{
-    if (bytes <= DTRAIN__CELLS * DTRAIN__CELL_BYTES) return DTRAIN__COPIED;
-    if (dtrain__is_shared(comm->world, what->send, bytes)) return DTRAIN__DIRECT;
-    return dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
-                   dtrain__is_readable(what->send, bytes)
-               ? DTRAIN__READ
-               : DTRAIN__COPIED;
-}
-
-/* Fill a cell with the next part of a message, or with where all of it lies. */
-static void dtrain__cell_fill(dtrain_comm *comm, dtrain__local_work *work, dtrain__cell *cell,
-                              size_t bytes)
-{
-    const dtrain_collective *what = &work->base.what;
-    const size_t rest = bytes - work->moved;
-    size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
-    if (work->moved == 0) work->path = dtrain__message_path(comm, what, bytes);
-    cell->shown = work->base.call;
-    cell->path = (uint64_t)work->path;
-    cell->lies = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
-    if (cell->lies) {
-        length = bytes;
-    } else if (length) {
-        memcpy(cell->data, (const char *)what->send + work->moved, length);
-        comm->info.staged_bytes += length;
-    }
-    work->moved += length;
-}
-
-/* Take what a cell has. False: the engine has not agreed yet, or the communicator has failed. */
-static bool dtrain__cell_take(dtrain_comm *comm, dtrain__local_work *work, const dtrain__cell *cell,
-                              size_t bytes)
-{
-    const dtrain_collective *what = &work->base.what;
-    const size_t rest = bytes - work->moved;
-    const size_t length = cell->lies                  ? bytes
-                          : rest < DTRAIN__CELL_BYTES ? rest
-                                                      : DTRAIN__CELL_BYTES;
-    char *to = (char *)what->recv + work->moved;
-    if (!work->base.agreed) return false;
-    if (cell->path == DTRAIN__READ) {
-        if (!dtrain__fetch(comm, what->root, cell->lies, to, length)) return false;
-    } else if (length) {
-        memcpy(to, cell->lies ? cell->lies : cell->data, length);
-        comm->info.staged_bytes += cell->lies ? 0 : length;
-    }
-    work->moved += length;
-    return true;
-}
-
-/* Fill or empty one cell; an empty message is one empty cell. */
-static bool dtrain__message_cell(dtrain_comm *comm, dtrain__local_work *work, size_t bytes)
-{
-    dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
-    const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
-    uint64_t *mine = sends ? &channel->head : &channel->tail;
-    dtrain__cell *cell = &channel->cells[*mine % DTRAIN__CELLS];
-    if (sends) dtrain__cell_fill(comm, work, cell, bytes);
-    else if (!dtrain__cell_take(comm, work, cell, bytes)) return false;
-    dtrain__store(mine, *mine + 1);
-    ++*comm->moves;
-    work->end = *mine;
-    work->base.posted = sends && work->moved == bytes && cell->lies;
-    return true;
-}
-
+/* Fill or empty cells, as far as it goes; an empty message is one empty cell. */
 static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    void *channel;
-    if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what)) {
-        if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    void *made;
+    if (sends && !dtrain__channel_of(comm, what)) {
+        if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &made) != DTRAIN_OK)
             return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
         dtrain__store(&dtrain__part_of(comm, comm->rank)->channels[what->root],
-                      (dtrain__channel *)channel);
+                      (dtrain__channel *)made);
     }
     while (!dtrain__message_stuck(comm, work)) {
         if (work->base.posted) return true;
-        if (!dtrain__message_cell(comm, work, bytes)) return false;
+        dtrain__channel *channel = dtrain__channel_of(comm, what);
+        uint64_t *mine = sends ? &channel->head : &channel->tail;
+        dtrain__cell *cell = &channel->cells[*mine % DTRAIN__CELLS];
+        const size_t rest = bytes - work->moved;
+        size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
+        if (!sends && !work->base.agreed) return false;
+
+        /* The sender writes how the receiver comes to a message that is longer than the channel. */
+        if (sends && work->moved == 0 && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES) {
+            if (dtrain__is_shared(comm->world, what->send, bytes)) work->path = DTRAIN__DIRECT;
+            else if (dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
+                     dtrain__is_readable(what->send, bytes))
+                work->path = DTRAIN__READ;
+        }
+        if (sends) {
+            cell->shown = work->base.call;
+            cell->path = (uint64_t)work->path;
+            cell->lies = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
+        }
+
+        if (cell->lies) length = bytes;
+        else comm->info.staged_bytes += length;
+        if (sends && !cell->lies && length)
+            memcpy(cell->data, (const char *)what->send + work->moved, length);
+        char *to = (char *)what->recv + work->moved;
+        if (!sends && cell->path != DTRAIN__READ && length)
+            memcpy(to, cell->lies ? cell->lies : cell->data, length);
+        if (!sends && cell->path == DTRAIN__READ &&
+            !dtrain__fetch(comm, what->root, cell->lies, to, length))
+            return false;
+        work->moved += length;
+        dtrain__store(mine, *mine + 1);
+        ++*comm->moves;
+        work->end = *mine;
+        work->base.posted = sends && work->moved == bytes && cell->lies;
         if (work->moved == bytes && !work->base.posted) return true;
     }
     return false;
@@ -10484,15 +10307,39 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
+    const dtrain_collective *what = &base->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     if (!base->sequence) return dtrain__local_message(comm, work);
     if (base->small) return true;
-    if (!work->final) dtrain__choose_path(comm, work);
-    while (dtrain__all_reached(comm, work)) {
+    if (!work->final) { /* choose the path from what all ranks have shown; all are at stage 1 */
+        uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
+        for (int i = 0; i < comm->size; i++)
+            paths &= dtrain__slot_of(comm, i, base->sequence)->paths;
+        work->seen = comm->size;
+        work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT
+                     : paths                ? DTRAIN__READ
+                                            : DTRAIN__COPIED;
+        work->final =
+            work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
+        const size_t chunk = dtrain__chunk_count(comm, what);
+        if (work->path == DTRAIN__COPIED)
+            work->final += (uint32_t)((what->count + chunk - 1) / chunk);
+    }
+    for (;;) {
+        while (work->seen < comm->size &&
+               dtrain__reached(comm, base->sequence, work->stage, work->seen))
+            work->seen++;
+        if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
-        if (!dtrain__next_stage(comm, work)) return false;
+        const bool computes =
+            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
+        const bool moved = work->path == DTRAIN__COPIED
+                               ? base->oldest && dtrain__next_chunk(comm, work)
+                           : computes ? dtrain__compute_slice(comm, work)
+                                      : dtrain__take_pieces(comm, work);
+        if (!moved) return false;
         dtrain__reach(comm, work, work->stage + 1);
     }
-    return false;
 }
 
 static bool dtrain__local_lags(const dtrain_comm *comm, const dtrain_transport_work *base, int rank)
@@ -10540,8 +10387,8 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
             "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
-            "communicator "
-            "needs that; between hosts give one that crosses them: on GPUs NCCL (comm_ops, "
+            "communicator needs that; between hosts give one that crosses them: on GPUs NCCL "
+            "(comm_ops, "
             "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
             world->size, world->node_count, world->node_count == 1 ? "" : "s",
             world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
@@ -10562,11 +10409,20 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
     return DTRAIN_OK;
 }
 
+/* Find out, too, whether this rank can read the memory of all: read each rank's proof, and compare.
+ * A kernel can forbid it (yama, seccomp), and in another namespace the pid is that of another
+ * process. */
 static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    for (int i = 0; i < base->size; i++) comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
-    comm->reads = dtrain__reads_all(comm);
+    comm->reads = true;
+    for (int i = 0; i < base->size; i++) {
+        const dtrain__part *part = comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
+        uint64_t value = 0;
+        comm->reads = comm->reads &&
+                      dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
+                      value == part->proof_value;
+    }
     dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)comm->reads);
     return &comm->parts[0]->report;
 }
@@ -10605,16 +10461,11 @@ static const dtrain_transport_ops dtrain__local_transport = {sizeof(dtrain__loca
                                                              dtrain__local_lags,
                                                              NULL};
 
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void)
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged)
 {
-    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("local", &dtrain__local_transport);
-    return &ops;
-}
-
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__staged_comm_ops(void)
-{
-    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("staged", &dtrain__local_transport);
-    return &ops;
+    static const dtrain_comm_ops ops[] = {DTRAIN__ENGINE_OPS("local", &dtrain__local_transport),
+                                          DTRAIN__ENGINE_OPS("staged", &dtrain__local_transport)};
+    return &ops[staged];
 }
 DTRAIN__COLD
 
@@ -10804,14 +10655,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
  * nothing is allocated. Operations are shown to other ranks in the order in which they were
  * started, each when its copy has ended. */
 
-struct dtrain__bounce {
-    dtrain_collective
-        called; /* with the program's buffers; work->op.what has addresses in the image */
-    dtrain_event *computed, *copied;
-    char *image; /* page-locked, and mapped by the transport; it grows */
-    size_t bytes;
-};
-
 static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
 {
     dtrain_device *device = comm->base.world->device;
@@ -10826,69 +10669,9 @@ static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
 DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    dtrain__bounce *bounce = work->bounce;
-    if (!bounce) return;
-    dtrain__image_free(comm, bounce);
-    if (bounce->computed) device->ops->event_destroy(device, bounce->computed);
-    if (bounce->copied) device->ops->event_destroy(device, bounce->copied);
-    dtrain__free(&comm->base.world->allocator, bounce, 1, sizeof *bounce);
-    work->bounce = NULL;
-}
-
-static dtrain_result dtrain__bounce_make(dtrain__engine *comm, dtrain__work *work)
-{
-    dtrain_device *device = comm->base.world->device;
-    work->bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
-                                                   sizeof *work->bounce, "an operation");
-    if (!work->bounce) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = DTRAIN__ORDER(device, event_create, &work->bounce->computed);
-    if (result == DTRAIN_OK) result = DTRAIN__ORDER(device, event_create, &work->bounce->copied);
-    if (result != DTRAIN_OK) dtrain__bounce_free(comm, work);
-    return result;
-}
-
-/* Make the image larger, if it has to be. */
-static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bounce, size_t bytes)
-{
-    dtrain_device *device = comm->base.world->device;
-    void *image;
-    if (bytes <= bounce->bytes) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
-    dtrain__image_free(comm, bounce);
-    DTRAIN__TRY(comm->transport->map(&comm->base, bytes, &image));
-    const dtrain_result locked =
-        DTRAIN__ORDER(device, host_register, image, dtrain__round_up(bytes, dtrain__page_bytes()));
-    if (locked != DTRAIN_OK) {
-        comm->transport->unmap(&comm->base, image, bytes);
-        return locked;
-    }
-    bounce->image = (char *)image;
-    bounce->bytes = bytes;
-    return DTRAIN_OK;
-}
-
-/* Replace the buffers of an operation that are in device memory by places in the image. Buffers
- * that overlap, in place, do so there too. */
-static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
-{
-    dtrain_device *device = comm->base.world->device;
-    dtrain_collective *what = &work->op.what;
-    const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
-    size_t send_bytes = 0, recv_bytes = 0, send_at = 0;
-    if (what->send && !dtrain__on_host(device, what->send))
-        send_bytes = dtrain__send_bytes(what, comm->base.size);
-    if (what->recv && !dtrain__on_host(device, what->recv))
-        recv_bytes = dtrain__recv_bytes(what, comm->base.size);
-    size_t recv_at = dtrain__round_up(send_bytes, DTRAIN__CACHE_LINE);
-    if (from < to + recv_bytes && to < from + send_bytes) {
-        send_at = from > to ? from - to : 0;
-        recv_at = to > from ? to - from : 0;
-    }
-    const size_t send_end = send_at + send_bytes, recv_end = recv_at + recv_bytes;
-    DTRAIN__TRY(dtrain__image_grow(comm, work->bounce, send_end > recv_end ? send_end : recv_end));
-    if (send_bytes) what->send = work->bounce->image + send_at;
-    if (recv_bytes) what->recv = work->bounce->image + recv_at;
-    return DTRAIN_OK;
+    dtrain__image_free(comm, &work->bounce);
+    if (work->bounce.computed) device->ops->event_destroy(device, work->bounce.computed);
+    if (work->bounce.copied) device->ops->event_destroy(device, work->bounce.copied);
 }
 
 /* Copy between a buffer and the image, on the copy stream, and then record `copied`. */
@@ -10903,15 +10686,48 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, 
     return DTRAIN__ORDER(device, event_record, bounce->copied, comm->stream);
 }
 
-/* Start the copy into the image, after everything that the compute stream has queued so far. */
+/* Start the copy into the image, after everything that the compute stream has queued so far. Of the
+ * operation, buffers in device memory are replaced by places in the image. Buffers that overlap, in
+ * place, do so there too. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    const dtrain_collective *what = &work->op.what;
-    if (!work->bounce) DTRAIN__TRY(dtrain__bounce_make(comm, work));
-    dtrain__bounce *bounce = work->bounce;
+    dtrain__bounce *bounce = &work->bounce;
+    dtrain_collective *what = &work->op.what;
+    const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
+    size_t send_bytes = 0, recv_bytes = 0, send_at = 0;
+    if (!bounce->computed) DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &bounce->computed));
+    if (!bounce->copied) DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &bounce->copied));
     bounce->called = *what;
-    DTRAIN__TRY(dtrain__image_take(comm, work));
+    if (what->send && !dtrain__on_host(device, what->send))
+        send_bytes = dtrain__send_bytes(what, comm->base.size);
+    if (what->recv && !dtrain__on_host(device, what->recv))
+        recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    size_t recv_at = dtrain__round_up(send_bytes, DTRAIN__CACHE_LINE);
+    if (from < to + recv_bytes && to < from + send_bytes) {
+        send_at = from > to ? from - to : 0;
+        recv_at = to > from ? to - from : 0;
+    }
+
+    const size_t send_end = send_at + send_bytes, recv_end = recv_at + recv_bytes;
+    const size_t bytes = send_end > recv_end ? send_end : recv_end;
+    if (bytes > bounce->bytes) {
+        void *image;
+        DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
+        dtrain__image_free(comm, bounce);
+        DTRAIN__TRY(comm->transport->map(&comm->base, bytes, &image));
+        const dtrain_result locked = DTRAIN__ORDER(device, host_register, image,
+                                                   dtrain__round_up(bytes, dtrain__page_bytes()));
+        if (locked != DTRAIN_OK) {
+            comm->transport->unmap(&comm->base, image, bytes);
+            return locked;
+        }
+        bounce->image = (char *)image;
+        bounce->bytes = bytes;
+    }
+    if (send_bytes) what->send = bounce->image + send_at;
+    if (recv_bytes) what->recv = bounce->image + recv_at;
+
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, bounce->computed, NULL));
     DTRAIN__TRY(DTRAIN__ORDER(device, event_wait, bounce->computed, comm->stream));
     const bool gives = dtrain__gives(what, comm->base.rank);
@@ -10920,13 +10736,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
                         dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Set *done to whether the copy into the image has ended. */
-DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
-                                                bool *done)
+/* Say whether an operation waits for the copy into its image; a copy that failed ends the wait. */
+DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    *done = true;
-    return DTRAIN__ORDER(device, event_query, work->bounce->copied, done);
+    bool done = true;
+    if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
+    const dtrain_result result = DTRAIN__ORDER(device, event_query, work->bounce.copied, &done);
+    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(&comm->base, result);
+    return !done;
 }
 
 /* Start the copy out of the image, when the transport is done. */
@@ -10934,16 +10752,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
 {
     const dtrain_collective *what = &work->op.what;
     const bool gets = dtrain__gets(what, comm->base.rank);
-    return dtrain__copy(comm, work->bounce, gets ? work->bounce->called.recv : what->recv,
+    return dtrain__copy(comm, &work->bounce, gets ? work->bounce.called.recv : what->recv,
                         what->recv, dtrain__recv_bytes(what, comm->base.size),
                         DTRAIN_COPY_HOST_TO_DEVICE);
-}
-
-/* Let what the compute stream gets from now on wait for the copy out of the image. */
-DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
-{
-    dtrain_device *device = comm->base.world->device;
-    return DTRAIN__ORDER(device, event_wait, work->bounce->copied, NULL);
 }
 
 /* ==== src/comm/mpi.c ========================================================================== */
@@ -11221,8 +11032,7 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
         }
         if (!sends && !work->agreed) return false;
         if (!sends)
-            *dtrain__mpi_heard_at(comm, 0, what->root) =
-                0; /* the next message's call has not arrived */
+            *dtrain__mpi_heard_at(comm, 0, what->root) = 0; /* the next call has not arrived */
         if (own->round == 1 && !sends && work->small && what->count)
             memcpy(what->recv, record + 1, work->recv_bytes);
         if (at >= all) return true;
@@ -11289,32 +11099,6 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
                          chunk.bytes);
 }
 
-/* Add up chunk c of this rank's slice, after all its parts have arrived. */
-static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                                size_t c)
-{
-    const int rank = comm->base.rank;
-    const char *in[DTRAIN_MAX_RANKS];
-    dtrain__transfer chunk;
-    if (!dtrain__mpi_chunk_of(comm, what, false, rank, rank, c, &chunk)) return;
-    for (int i = 0; i < comm->base.size; i++)
-        in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
-    in[rank] = (const char *)what->send + chunk.source;
-    char *out = dtrain__mpi_sum(comm, what, c, chunk.source);
-    dtrain__combine(what, in, comm->base.size, &out, 1,
-                    chunk.bytes / dtrain_dtype_bytes(what->dtype));
-}
-
-/* Copy this rank's own part of an all-gather or all-to-all. */
-static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_collective *what)
-{
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const size_t slice = (size_t)comm->base.rank * bytes;
-    const char *from = (const char *)what->send + (dtrain__kind_of(what->kind)->cuts ? slice : 0);
-    char *to = (char *)what->recv + slice;
-    if (dtrain__kind_of(what->kind)->joins && from != to) memcpy(to, from, bytes);
-}
-
 /* Post rounds until one is in flight; return true when the collective is complete. The sends of
  * this rank's records count as pending: the next collective of the line reuses their buffers. */
 static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
@@ -11325,17 +11109,31 @@ static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const int size = base->size, rank = base->rank;
     const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
-    size_t first, length;                   /* of slice 0, which is the longest */
+    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
+    size_t first, length; /* of slice 0, which is the longest */
+    dtrain__transfer chunk;
     if (!work->sequence) return dtrain__mpi_message(comm, own);
     if (own->pending || work->small) return !own->pending;
     if (!work->oldest) return false;
     dtrain__slice(what, size, 0, &first, &length);
-    const size_t bytes = length * dtrain_dtype_bytes(what->dtype);
-    const size_t each = dtrain__mpi_chunk(comm, what), chunks = bytes / each + (bytes % each != 0);
+    const size_t chunks = length * unit / each + (length * unit % each != 0);
     for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
         const size_t r = own->round;
-        if (r == 0) dtrain__mpi_copy_own(comm, what);
-        else if (kind->reduces) dtrain__mpi_combine(comm, what, r - 1);
+        if (r == 0 && kind->joins) { /* this rank's own part */
+            const size_t slice = (size_t)rank * what->count * unit;
+            const char *from = (const char *)what->send + (kind->cuts ? slice : 0);
+            char *to = (char *)what->recv + slice;
+            if (from != to) memcpy(to, from, what->count * unit);
+        }
+        /* All parts of chunk r - 1 of this rank's slice have arrived: add them up. */
+        if (r && kind->reduces &&
+            dtrain__mpi_chunk_of(comm, what, false, rank, rank, r - 1, &chunk)) {
+            const char *in[DTRAIN_MAX_RANKS];
+            char *out = dtrain__mpi_sum(comm, what, r - 1, chunk.source);
+            for (int i = 0; i < size; i++) in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
+            in[rank] = (const char *)what->send + chunk.source;
+            dtrain__combine(what, in, size, &out, 1, chunk.bytes / unit);
+        }
         if (r == chunks + (kind->cuts ? 0 : lag)) return true;
         for (int i = 1; i < size; i++) {
             const int peer = (rank + i) % size;
@@ -11540,28 +11338,6 @@ static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
     return false;
 }
 
-/* End the thread, with MPI_Finalize or without. The memory of a thread that never returns from MPI
- * is kept until the process ends. */
-static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__mpi_thread *thread = hub->thread;
-    dtrain__wait wait = dtrain__wait_begin();
-    const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
-    const bool ends = thread->finalize = !hub->failed;
-    pthread_mutex_unlock(&thread->gate);
-    while (ends && !dtrain__mpi_returned(hub, 2) && dtrain__wait_poll(world, &wait) == DTRAIN_OK)
-        continue;
-    if (inside || (ends && dtrain__load(&thread->returned) < 2)) {
-        dtrain_log(world, DTRAIN_LOG_WARNING, "rank %d leaves MPI, and %s has not returned",
-                   world->rank, ends ? "MPI_Finalize" : "MPI_Init_thread");
-        pthread_detach(thread->id);
-        return;
-    }
-    pthread_join(thread->id, NULL);
-    pthread_mutex_destroy(&thread->gate);
-    free(thread);
-}
-
 /* Wait for something that MPI does on all ranks together; `done` tests it. The ranks exchange their
  * progress at least ten times a second: so a stopped rank is noticed, and all give up together. */
 static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub, const char *call,
@@ -11607,32 +11383,11 @@ static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
     return done || hub->code != MPI_SUCCESS;
 }
 
-/* Check that MPI's world is this one, with the same result on all ranks: `all` has MPI's size and
- * rank as each rank sees them. */
-static dtrain_result dtrain__mpi_compare(int32_t (*all)[2], int size)
-{
-    int alone = 0;
-    for (int i = 0; i < size; i++) alone += all[i][0] == 1;
-    if (alone == size && size > 1)
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
-                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
-                           "pmi2",
-                           size, size);
-    for (int i = 0; i < size; i++)
-        if (all[i][0] != size)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
-                               "mpirun as the environment announces",
-                               i, size, (int)all[i][0]);
-    return DTRAIN_OK;
-}
-
 /* Start MPI, unless the program has, and find the ranks of the world in it. */
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
-    int finalized = 0, ready = 0, size, rank, found = 0;
+    int finalized = 0, ready = 0, size, rank, found = 0, alone = 0;
     void *highest = NULL;
     struct sigaction pipes;
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
@@ -11669,8 +11424,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     mine[0] = size;
     mine[1] = rank;
     DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
-    DTRAIN__TRY(dtrain__mpi_compare(all, world->size));
-    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i][1];
+    for (int i = 0; i < world->size; i++) alone += all[i][0] == 1;
+    if (alone == world->size && alone > 1)
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
+                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
+                           "pmi2",
+                           alone, alone);
+    for (int i = 0; i < world->size; i++) {
+        hub->ranks[i] = all[i][1];
+        if (all[i][0] != world->size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
+                               "mpirun as the environment announces",
+                               i, world->size, (int)all[i][0]);
+    }
 
     /* A duplicate keeps the program's messages apart from these. */
     hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
@@ -11702,12 +11470,31 @@ static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
 }
 
 /* Leave MPI after the last communicator, and finalize it if dtrain has started it. Unless all ranks
- * have come this far, memory that MPI may still access stays mapped. */
+ * have come this far, memory that MPI may still access stays mapped, and so does that of a thread
+ * that never returns from MPI, until the process ends. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    hub->failed = !dtrain__mpi_all_end(world, hub);
-    if (hub->thread) dtrain__mpi_thread_end(world, hub);
-    else if (!hub->failed) MPI_Comm_free(&hub->mpi);
+    dtrain__mpi_thread *thread = hub->thread;
+    const bool ends = dtrain__mpi_all_end(world, hub);
+    hub->failed = !ends;
+    if (thread) {
+        dtrain__wait wait = dtrain__wait_begin();
+        const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
+        thread->finalize = ends;
+        pthread_mutex_unlock(&thread->gate);
+        while (ends && !dtrain__mpi_returned(hub, 2) &&
+               dtrain__wait_poll(world, &wait) == DTRAIN_OK)
+            continue;
+        if (inside || (ends && dtrain__load(&thread->returned) < 2)) {
+            dtrain_log(world, DTRAIN_LOG_WARNING, "rank %d leaves MPI, and %s has not returned",
+                       world->rank, ends ? "MPI_Finalize" : "MPI_Init_thread");
+            pthread_detach(thread->id);
+        } else {
+            pthread_join(thread->id, NULL);
+            pthread_mutex_destroy(&thread->gate);
+            free(thread);
+        }
+    } else if (ends) MPI_Comm_free(&hub->mpi);
     if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
 }
 
@@ -11754,7 +11541,7 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
     if (!name || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_ops_by_name: %s is NULL",
                            name ? "out" : "name");
-    *out = strcmp(name, "local") == 0 ? dtrain__local_comm_ops()
+    *out = strcmp(name, "local") == 0 ? dtrain__local_comm_ops(false)
            : strcmp(name, "mpi") == 0 ? dtrain__mpi_comm_ops()
                                       : NULL;
     if (*out) return DTRAIN_OK;
@@ -11769,12 +11556,11 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
     const dtrain_comm_ops *const mpi = dtrain__mpi_comm_ops();
-    const dtrain_comm_ops *const local = dtrain__local_comm_ops();
-    const dtrain_comm_ops *ops = world->comm_ops                  ? world->comm_ops
-                                 : world->control->arenas || !mpi ? local
-                                                                  : mpi;
+    const dtrain_comm_ops *const local = dtrain__local_comm_ops(false);
+    const dtrain_comm_ops *ops = world->control->arenas || !mpi ? local : mpi;
     const bool on_host = world->device->ops->host_memory;
     bool shared = false;
+    if (world->comm_ops) ops = world->comm_ops;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
@@ -11788,7 +11574,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
                    "dtrain_nccl.h has a faster way when each has a device",
                    world->size);
     }
-    if (!on_host && ops == local) ops = dtrain__staged_comm_ops();
+    if (!on_host && ops == local) ops = dtrain__local_comm_ops(true);
     world->comm_ops = ops;
     return ops->create(world, &world->comm);
 }
@@ -11797,8 +11583,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
  * own was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
-    if (world->comm && world->comm->ops->start != dtrain__engine_start)
-        (void)world->comm->ops->destroy(world->comm);
+    if (world->comm && world->comm->ops->start != dtrain__engine_start) (void)world->comm->ops->destroy(world->comm);
     while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 
@@ -11860,21 +11645,19 @@ typedef struct dtrain__launch {
     dtrain_result joined;    /* with is_rank: the result of making its world */
     dtrain__region region;
     uint32_t cores;
-    uint64_t job;                 /* see dtrain_world */
-    uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
-    pid_t launcher;               /* this process, if it forks ranks; else 0 */
+    uint64_t job;               /* see dtrain_world */
+    uint64_t start_ns, kill_ns; /* kill_ns: the end of the grace period, 0 = no failure yet */
+    pid_t launcher;             /* this process, if it forks ranks, and waits for signals; else 0 */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
     int stops[DTRAIN_MAX_RANKS];  /* signal that has stopped each process; 0: it runs */
-    uint64_t stopped_ns;          /* for how long all that live have been stopped */
     int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
     int passed_on;                /* last signal forwarded, SIGUSR1 and SIGUSR2 included */
     uint64_t stop_ns;             /* when the last request to stop came */
-    bool waits_for_signals;       /* `watched` is blocked */
     bool child_was_pending;       /* SIGCHLD, when the launch began */
     struct sigaction child_action;
-    sigset_t watched, old_mask;
-    uint32_t gate; /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
+    sigset_t watched, old_mask; /* `watched` is blocked while this process forks ranks */
+    uint32_t gate;              /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
 
     /* Attempts. */
     uint64_t attempt_ns;    /* when this attempt began */
@@ -11980,49 +11763,45 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     dtrain__signal_ranks(launch, SIGKILL);
 }
 
-/* Kill ranks that are stopped after others have ended: nobody waits for them any more, so no
- * deadline names them. They have been stopped for timeout_ms, in which a gap of more than a second
- * counts as one second: a job that is suspended as a whole, launcher included, goes on. */
-static void dtrain__end_stopped(dtrain__launch *launch, uint64_t gap_ns)
-{
-    char text[96];
-    int stopped = 0;
-    for (uint32_t i = 0; i < launch->desc.rank_count; i++)
-        stopped += launch->pids[i] > 0 && launch->stops[i];
-    const bool stuck = stopped == launch->live && launch->live < (int)launch->desc.rank_count;
-    launch->stopped_ns += gap_ns < 1000000000u ? gap_ns : 1000000000u;
-    if (!stuck) launch->stopped_ns = 0;
-    if (launch->stopped_ns < (uint64_t)launch->desc.timeout_ms * 1000000u) return;
-    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
-        if (launch->pids[i] <= 0) continue;
-        snprintf(text, sizeof text, "it was stopped by signal %d for %.1f s while others ended",
-                 launch->stops[i], 1e-9 * (double)launch->stopped_ns);
-        dtrain__record_end(launch->region.control, launch->place.rank + i, DTRAIN__STOPPED, SIGKILL,
-                           text);
-        launch->stops[i] = 0;
-    }
-    dtrain__signal_ranks(launch, SIGKILL);
-}
-
 /* Wait until all ranks have ended. SIGCHLD wakes this thread; the nap only matters when another
  * thread of the host has taken it. */
 static void dtrain__watch(dtrain__launch *launch)
 {
+    const int count = (int)launch->desc.rank_count;
+    const uint64_t most_ns = (uint64_t)launch->desc.timeout_ms * 1000000u;
+    uint64_t before = dtrain__now_ns(), stopped_ns = 0;
     struct timespec nap;
+    char text[96];
     nap.tv_sec = 0;
     nap.tv_nsec = 50000000;
-    uint64_t before = dtrain__now_ns();
-    launch->stopped_ns = 0;
     memset(launch->stops, 0, sizeof launch->stops);
     while (launch->live > 0) {
         siginfo_t what;
+        int stopped = 0;
         const int number = sigtimedwait(&launch->watched, &what, &nap);
         dtrain__reap(launch);
         if (number > 0 && number != SIGCHLD)
             dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
-        const uint64_t now = dtrain__now_ns();
-        if (launch->live) dtrain__end_stopped(launch, now - before);
+
+        /* Kill ranks that are stopped after others have ended: nobody waits for them any more, so
+         * no deadline names them. They have been stopped for timeout_ms, in which a gap of more
+         * than a second counts as one second: a job that is suspended as a whole, launcher
+         * included, goes on. */
+        const uint64_t now = dtrain__now_ns(), gap = now - before;
         before = now;
+        for (int i = 0; i < count; i++) stopped += launch->pids[i] > 0 && launch->stops[i];
+        stopped_ns += gap < 1000000000u ? gap : 1000000000u;
+        if (!stopped || stopped < launch->live || launch->live == count) stopped_ns = 0;
+        for (int i = 0; i < count && stopped_ns >= most_ns; i++) {
+            if (launch->pids[i] <= 0) continue;
+            snprintf(text, sizeof text, "it was stopped by signal %d for %.1f s while others ended",
+                     launch->stops[i], 1e-9 * (double)stopped_ns);
+            dtrain__record_end(launch->region.control, launch->place.rank + i, DTRAIN__STOPPED,
+                               SIGKILL, text);
+            launch->stops[i] = 0;
+            kill(launch->pids[i], SIGKILL);
+        }
+
         if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
             launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
         if (launch->kill_ns && now >= launch->kill_ns) {
@@ -12032,29 +11811,26 @@ static void dtrain__watch(dtrain__launch *launch)
     }
 }
 
-/* Be a rank, and end the process. A rank must not outlive the launcher, which may have died before
+/* Fork the ranks and watch them. A rank must not outlive the launcher, which may have died before
  * prctl: then the parent is another process. */
-static void dtrain__child(dtrain__launch *launch, int index)
-{
-#ifdef __linux__
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-#endif
-    if (getppid() != launch->launcher) _exit(1);
-    if (launch->desc.catch_signals)
-        dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
-    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-    const int code = dtrain__rank_run(launch, index);
-    fflush(NULL);
-    _exit(dtrain__exit_code(code));
-}
-
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
     int i = 0, error = 0;
     fflush(NULL); /* or each rank would print the buffers again */
     for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
-        if (pid == 0) dtrain__child(launch, i);
+        if (pid == 0) {
+#ifdef __linux__
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+            if (getppid() != launch->launcher) _exit(1);
+            if (launch->desc.catch_signals)
+                dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
+            pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+            const int code = dtrain__rank_run(launch, i);
+            fflush(NULL);
+            _exit(dtrain__exit_code(code));
+        }
         if (pid < 0) error = errno;
         launch->pids[i] = pid > 0 ? pid : 0;
         launch->live += pid > 0;
@@ -12096,7 +11872,6 @@ static void dtrain__signals_block(dtrain__launch *launch)
             sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
     sigaction(SIGCHLD, NULL, &launch->child_action);
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
-    launch->waits_for_signals = true;
     launch->child_was_pending = dtrain__take_child_signal();
     if (dtrain__ignores_children(launch)) signal(SIGCHLD, SIG_DFL);
 }
@@ -12106,7 +11881,6 @@ static void dtrain__signals_block(dtrain__launch *launch)
  * raised again. */
 static void dtrain__signals_restore(dtrain__launch *launch)
 {
-    if (!launch->waits_for_signals) return;
     while (dtrain__take_child_signal()) continue;
     if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
     if (launch->child_was_pending) kill(getpid(), SIGCHLD);
@@ -12312,22 +12086,6 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     return result;
 }
 
-/* Start all ranks, and again after a failure, as often as the desc allows. */
-static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    const bool catches = launch->desc.catch_signals && !launch->launcher;
-    sigset_t old_mask;
-    dtrain_result result;
-    if (catches)
-        DTRAIN__TRY(dtrain__signals_begin(launch->desc.flight_directory != NULL, &old_mask));
-    if (launch->launcher) dtrain__signals_block(launch);
-    do result = dtrain__attempt(launch, info);
-    while (dtrain__restart(launch, &result, info));
-    dtrain__signals_restore(launch);
-    if (catches) dtrain__signals_end(&old_mask);
-    return result;
-}
-
 /* Make the number that all attempts of this run have, and no other run: from the name that
  * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, behind
  * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
@@ -12354,6 +12112,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 {
     dtrain__launch launch;
     dtrain_launch_info ignored;
+    sigset_t old_mask;
     if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
     memset(info, 0, sizeof *info);
@@ -12368,8 +12127,15 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
     launch.job = dtrain__job_number(&launch);
+    const bool catches = launch.desc.catch_signals && !launch.launcher;
+    if (result == DTRAIN_OK && catches)
+        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, &old_mask);
     if (result == DTRAIN_OK) {
-        result = dtrain__run_attempts(&launch, info);
+        if (launch.launcher) dtrain__signals_block(&launch);
+        do result = dtrain__attempt(&launch, info);
+        while (dtrain__restart(&launch, &result, info));
+        if (launch.launcher) dtrain__signals_restore(&launch);
+        if (catches) dtrain__signals_end(&old_mask);
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
         info->restart_count = launch.place.restart_count + launch.restart_count;
     }
@@ -12400,7 +12166,7 @@ DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
  *     dtrain__rank_run
  *         world_create    join the other ranks (rendezvous), device, communicator
  *         rank_main       the program's
- *         rank_end        the exit record; ranks of another launcher stay until it has been sent
+ *         world_leave     ranks of another launcher stay until their exit record has been sent
  *         world_destroy   */
 
 /* Map the file from which dtrain-run reads how far its ranks are: DTRAIN_PROGRESS_FILE, a name
@@ -12424,11 +12190,6 @@ static uint64_t *dtrain__progress_open(void)
     return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
 }
 
-static void dtrain__progress_close(uint64_t *progress)
-{
-    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
-}
-
 static void dtrain__world_destroy(dtrain_world *world)
 {
     if (!world) return;
@@ -12437,7 +12198,8 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__timeline_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
-    dtrain__progress_close(world->progress);
+    if (world->progress)
+        munmap((char *)world->progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
     if (world->page.control) munmap(world->page.control, world->page.bytes);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
@@ -12460,22 +12222,6 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Warn, on one rank of a host, of kernels that were compiled for an older generation of GPUs. */
-static void dtrain__warn_of_old_code(dtrain_world *world)
-{
-    dtrain_device_info gpu;
-    if (world->local_rank != 0 || dtrain_device_query(world->device, &gpu) != DTRAIN_OK) return;
-    if (gpu.code_version == 0 || gpu.code_version / 10 >= gpu.major) return;
-    dtrain_log(world, DTRAIN_LOG_WARNING,
-               "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles it "
-               "again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
-               gpu.code_version, gpu.name, gpu.major, gpu.minor,
-               gpu.code_version < 80
-                   ? ", and attention does without tensor cores, several times slower"
-                   : "",
-               gpu.major, gpu.minor);
-}
-
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
@@ -12483,6 +12229,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
 {
     const dtrain_launch_desc *desc = &launch->desc;
     dtrain_device_desc device;
+    dtrain_device_info gpu;
     dtrain_world *world =
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
@@ -12528,7 +12275,17 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
                            "leave out trace, or DTRAIN_OMIT_MONITOR (DTRAIN_CORE)");
 #endif
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    dtrain__warn_of_old_code(world);
+    if (world->local_rank == 0 && dtrain_device_query(world->device, &gpu) == DTRAIN_OK &&
+        gpu.code_version && gpu.code_version / 10 < gpu.major)
+        dtrain_log(
+            world, DTRAIN_LOG_WARNING,
+            "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles "
+            "it again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+            gpu.code_version, gpu.name, gpu.major, gpu.minor,
+            gpu.code_version < 80
+                ? ", and attention does without tensor cores, several times slower"
+                : "",
+            gpu.major, gpu.minor);
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
     return DTRAIN_OK;
@@ -12556,32 +12313,15 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     }
 }
 
-/* Record how this rank ended in the control page of its world. A joined rank also records it in the
- * page of this launch, from which dtrain_launch makes its result: rank 0 with the records of all
- * ranks, a failed rank with that of the cause. */
-static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
-                             int code)
-{
-    char error[DTRAIN__ERROR_BYTES];
-    snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    if (error[0]) launch->region.control->exits[rank].code = (int32_t)*dtrain__last_code();
-    const bool met = launch->joins && world && world->link;
-    if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
-    if (world) world->control->exits[rank].after = world->caused_by;
-    if (!met || !launch->is_rank)
-        dtrain__record_end(launch->region.control, rank, how, code, error);
-    if (!met) return;
-    dtrain__record_end(world->control, rank, how, code, error);
-    dtrain__world_leave(world, launch->desc.grace_ms);
-    if (!launch->is_rank || (rank && !code)) return;
-    memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
-    launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
-}
-
-/* Run a rank from its start to its end, in a process or a thread of its own. */
+/* Run a rank from its start to its end, in a process or a thread of its own. How it ended is
+ * recorded in the control page of its world. A joined rank also records it in the page of this
+ * launch, from which dtrain_launch makes its result: rank 0 with the records of all ranks, a failed
+ * rank with that of the cause. */
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 {
     const int rank = launch->place.rank + index;
+    dtrain__control *control = launch->region.control;
+    char error[DTRAIN__ERROR_BYTES];
     int code = 1;
     dtrain__end how = DTRAIN__UNSTARTED;
     dtrain_world *world = NULL;
@@ -12593,7 +12333,21 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
         how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
     }
     if (launch->is_rank) launch->joined = created;
-    dtrain__rank_end(launch, world, rank, how, code);
+
+    snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
+    if (error[0]) control->exits[rank].code = (int32_t)*dtrain__last_code();
+    const bool met = launch->joins && world && world->link;
+    if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
+    if (world) world->control->exits[rank].after = world->caused_by;
+    if (!met || !launch->is_rank) dtrain__record_end(control, rank, how, code, error);
+    if (met) {
+        dtrain__record_end(world->control, rank, how, code, error);
+        dtrain__world_leave(world, launch->desc.grace_ms);
+    }
+    if (met && launch->is_rank && (!rank || code)) {
+        memcpy(control->exits, world->control->exits, sizeof control->exits);
+        control->first_failed = dtrain__load(&world->control->first_failed);
+    }
     dtrain__world_destroy(world);
     dtrain__set_thread_rank(-1);
     return code;
@@ -12611,8 +12365,8 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-/* Columns that have the same meaning in every family. The columns after them are variables that
- * only the family's own reader uses. */
+/* Columns that have the same meaning in every family. Variables that only the family's own reader
+ * uses are in no column. */
 enum {
     DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
     DTRAIN__PORT,
@@ -12622,7 +12376,7 @@ enum {
     DTRAIN__LOCAL_SIZE,
     DTRAIN__RUN, /* this and the next one name the run */
     DTRAIN__RUN_PART,
-    DTRAIN__VARIABLES = 11
+    DTRAIN__VARIABLES
 };
 enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
 
@@ -12828,19 +12582,16 @@ static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
     {"Slurm",
      dtrain__read_slurm,
      {"MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL,
-      "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES",
-      "SLURM_STEP_NODELIST"}},
+      "SLURM_JOB_ID", "SLURM_STEP_ID"}},
     {"MPICH",
      NULL,
      {"MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}},
     {"Indexed Job",
      dtrain__read_indexed,
-     {"MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, NULL, NULL,
-      "DTRAIN_WORLD_SIZE", "HOSTNAME"}},
+     {"MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX", "WORLD_SIZE"}},
     {"PET",
      dtrain__read_pet,
-     {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, NULL, NULL,
-      "PET_NPROC_PER_NODE"}},
+     {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES"}},
 };
 
 /* Read local rank and size of one family, where it has them. */
@@ -12861,36 +12612,31 @@ static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__fami
                                 "local ranks go from 0 to the local size less one");
 }
 
-/* Find the port of the rendezvous: DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's port is
- * its own, we use the one DTRAIN__PORT_OFFSET above (below, at the end of the range). */
-static dtrain_result dtrain__env_port(dtrain__lookup_fn env, const char *theirs,
-                                      dtrain__placement *out)
+/* Find where the ranks meet. The port is DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's
+ * port is its own, so the one DTRAIN__PORT_OFFSET above is used (below, at the end of the range).
+ * The address is as said in the environment, else this host when all ranks are on it, else what the
+ * family has found out. "[::1]" is "::1". */
+static dtrain_result dtrain__env_meeting(dtrain__lookup_fn env, const dtrain__family *family,
+                                         dtrain__placement *out)
 {
-    const char *const names[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", theirs};
+    const char *const *names = family->variables;
+    const char *const ports[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", names[DTRAIN__PORT]};
     int port = DTRAIN__DEFAULT_PORT, offset = 0;
     bool found = false;
     for (int i = 0; i < 3 && !found; i++) {
-        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &port));
+        DTRAIN__TRY(dtrain__env_number(env, ports[i], &found, &port));
         if (port < 1 || port > 65535)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
-                names[i], port);
-        if (i == 2)
-            offset =
-                port + DTRAIN__PORT_OFFSET <= 65535 ? DTRAIN__PORT_OFFSET : -DTRAIN__PORT_OFFSET;
+                ports[i], port);
+        if (i == 2) offset = DTRAIN__PORT_OFFSET;
     }
+    if (port + offset > 65535) offset = -offset;
     out->port = (uint32_t)(port + offset);
-    return DTRAIN_OK;
-}
 
-/* Find the address of rank 0: as said in the environment, else this host when all ranks are on it,
- * else what the family has found out. "[::1]" is "::1". */
-static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__family *family,
-                                         dtrain__placement *out)
-{
     const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
-    if (!address) address = dtrain__env_text(env, family->variables[DTRAIN__ADDRESS]);
+    if (!address) address = dtrain__env_text(env, names[DTRAIN__ADDRESS]);
     if (!address && out->local_size == out->size) address = "127.0.0.1";
     size_t length = address ? strlen(address) : 0;
     if (length >= sizeof out->address)
@@ -12907,38 +12653,8 @@ static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__fa
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
         "dtrain_launch: %s=%d in the environment, and not where rank 0 is; set %s to rank 0's host",
-        family->variables[DTRAIN__SIZE], out->forks ? out->size / out->forks : out->size,
-        family->variables[DTRAIN__ADDRESS]);
-}
-
-/* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
- * run, which at least keeps two runs apart that meet at one port. */
-static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
-                            dtrain__placement *out)
-{
-    const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
-    const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
-    const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);
-    out->named = run && *run;
-    for (uint64_t i = 0; i < 2; i++) {
-        const uint64_t plain[2] = {i, secret ? 1u : 0u};
-        const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
-        out->key[i] = dtrain__siphash(chain, part, part ? strlen(part) : 0);
-    }
-}
-
-/* Read how often the launcher around this process has started it again. Whether that launcher has
- * started one rank, a node or a shell makes no difference. */
-static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
-{
-    static const char *const names[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
-                                        "SLURM_RESTART_COUNT"};
-    bool found = false;
-    int count = 0;
-    for (int i = 0; i < 3 && !found; i++)
-        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
-    out->restart_count = (uint32_t)count;
-    return DTRAIN_OK;
+        names[DTRAIN__SIZE], out->forks ? out->size / out->forks : out->size,
+        names[DTRAIN__ADDRESS]);
 }
 
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
@@ -12946,8 +12662,11 @@ static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placeme
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
+    static const char *const counts[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
+                                         "SLURM_RESTART_COUNT"};
     const dtrain__family *family = dtrain__families;
-    bool found = false;
+    bool found = false, counted = false;
+    int count = 0;
     for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
@@ -12962,19 +12681,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     const bool alone = !found || out->size == 1;
     if (alone) memset(out, 0, sizeof *out), out->size = 1;
     out->complete = found;
-    DTRAIN__TRY(dtrain__env_restarts(env, out));
+
+    /* How often the launcher around this process has started it again. Whether that launcher has
+     * started one rank, a node or a shell makes no difference. */
+    for (int i = 0; i < 3 && !counted; i++)
+        DTRAIN__TRY(dtrain__env_number(env, counts[i], &counted, &count));
+    out->restart_count = (uint32_t)count;
     if (alone) return DTRAIN_OK;
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
                            family->variables[DTRAIN__SIZE], out->size, DTRAIN_MAX_RANKS);
     out->family = family->name;
-    dtrain__env_key(env, family, out);
-    if (out->forks != out->size) {
-        DTRAIN__TRY(dtrain__env_port(env, family->variables[DTRAIN__PORT], out));
-        DTRAIN__TRY(dtrain__env_address(env, family, out));
+
+    /* The key of the run is made from DTRAIN_JOB_KEY, a secret, or else from the launcher's name
+     * for this run, which at least keeps two runs apart that meet at one port. */
+    const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
+    const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
+    const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);
+    out->named = run != NULL;
+    for (uint64_t i = 0; i < 2; i++) {
+        const uint64_t plain[2] = {i, secret ? 1u : 0u};
+        const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
+        out->key[i] = dtrain__siphash(chain, part, part ? strlen(part) : 0);
     }
-    return DTRAIN_OK;
+    return out->forks == out->size ? DTRAIN_OK : dtrain__env_meeting(env, family, out);
 }
 
 /* ==== src/launch/restart.c ==================================================================== */
@@ -13027,14 +12758,6 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Say whether the run was asked to stop: through the launcher, at a terminal, or at one rank.
- * Without catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
-static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
-{
-    return launch->forwarded || launch->caught ||
-           (launch->passed_on && info->signal == launch->passed_on);
-}
-
 /* Wait before a restart, and return the signal that asks the run to stop meanwhile, or 0. Signals
  * that are forwarded are blocked and come from sigtimedwait; with threads they are the host's,
  * unless they are caught. */
@@ -13043,7 +12766,7 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
     const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
     sigset_t stops;
     sigemptyset(&stops);
-    if (launch->waits_for_signals) stops = launch->watched;
+    if (launch->launcher) stops = launch->watched;
     sigdelset(&stops, SIGCHLD);
     for (;;) {
         const uint64_t now = dtrain__now_ns(), left = now < end ? end - now : 0;
@@ -13054,7 +12777,7 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
         const int number = sigtimedwait(&stops, &what, &nap);
         const bool asks = number == SIGUSR1 && launch->desc.catch_signals;
         if (number > 0 && ((number != SIGUSR1 && number != SIGUSR2) || asks)) return number;
-        if (!launch->waits_for_signals && launch->desc.catch_signals && dtrain__signal_caught())
+        if (!launch->launcher && launch->desc.catch_signals && dtrain__signal_caught())
             return dtrain__signal_caught();
         if (!left) return 0;
     }
@@ -13068,7 +12791,11 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     char last[DTRAIN__ERROR_BYTES], what[DTRAIN__RESTART_TEXT];
     uint64_t wait_ns;
     if (*result == DTRAIN_OK || launch->joins || !launch->restarts.most) return false;
-    if (dtrain__was_stopped(launch, info)) return false;
+    /* Was the run asked to stop, through the launcher, at a terminal, or at one rank? Without
+     * catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
+    if (launch->forwarded || launch->caught ||
+        (launch->passed_on && info->signal == launch->passed_on))
+        return false;
     if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
     if (!launch->restarts.best && !launch->announced &&
@@ -13200,18 +12927,6 @@ static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
     return axes;
 }
 
-/* Bring an error of this rank to all, and refuse descs that differ between ranks. */
-static dtrain_result dtrain__mesh_compare(dtrain_comm *all, const dtrain_mesh_desc *desc,
-                                          dtrain_result mine)
-{
-    static const dtrain__same_field fields[] = {
-        DTRAIN__SAME(dtrain_mesh_desc, tensor, INT), DTRAIN__SAME(dtrain_mesh_desc, data, INT),
-        DTRAIN__SAME(dtrain_mesh_desc, pipeline, INT),
-        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL)};
-    const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
-    return dtrain__same(all, mine, "dtrain_mesh_create", &list, 1);
-}
-
 /* Split the ranks along a sum of axes that have several ranks, unless that has been done. */
 static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
 {
@@ -13227,19 +12942,6 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
     }
     mesh->comms[axes]->axis = names[axes];
-    return DTRAIN_OK;
-}
-
-/* Split the ranks along what strategies and models use: each axis, also one of a single rank, and
- * the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
- * DATA and another axis, are made when they are asked for. */
-static dtrain_result dtrain__mesh_open(dtrain_mesh *mesh)
-{
-    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
-                                    DTRAIN_AXIS_PIPELINE,
-                                    DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    for (size_t i = 0; i < sizeof used / sizeof *used; i++)
-        DTRAIN__TRY(dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i])));
     return DTRAIN_OK;
 }
 
@@ -13263,9 +12965,19 @@ static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
     return DTRAIN_OK;
 }
 
+/* The ranks are split along what strategies and models use: each axis, also one of a single rank,
+ * and the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
+ * DATA and another axis, are made when they are asked for. */
 DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
                                             dtrain_mesh **out)
 {
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_mesh_desc, tensor, INT), DTRAIN__SAME(dtrain_mesh_desc, data, INT),
+        DTRAIN__SAME(dtrain_mesh_desc, pipeline, INT),
+        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL)};
+    static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
+                                    DTRAIN_AXIS_PIPELINE,
+                                    DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
     dtrain_mesh_desc zeroed;
     memset(&zeroed, 0, sizeof zeroed);
     if (!desc) desc = &zeroed;
@@ -13281,7 +12993,10 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     if (mesh) mesh->allocator = allocator;
     dtrain_comm *all = !world ? NULL : desc->comm ? desc->comm : dtrain_world_comm(world);
     dtrain_result result = mesh ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (all) result = dtrain__mesh_compare(all, desc, result);
+    if (all) {
+        const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
+        result = dtrain__same(all, result, "dtrain_mesh_create", &list, 1);
+    }
     if (mesh && result == DTRAIN_OK) { /* what ranks resolve alike, they refuse alike */
         dtrain_mesh_info *info = &mesh->info;
         mesh->world = world;
@@ -13296,7 +13011,8 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             info->sequence_parallel = desc->sequence_parallel && info->tensor > 1;
         }
     }
-    if (all && result == DTRAIN_OK) result = dtrain__mesh_open(mesh);
+    for (size_t i = 0; i < sizeof used / sizeof *used && all && result == DTRAIN_OK; i++)
+        result = dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i]));
     if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
     if (result == DTRAIN_OK) *out = mesh;
     else dtrain_mesh_destroy(mesh);
@@ -13376,6 +13092,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
 {
     const uint32_t count = cut->components ? cut->components : 1;
     const bool columns = cut->axis == DTRAIN_CUT_COLUMNS;
+    const char *const steps = columns ? "columns" : "rows";
     if (cut->axis == DTRAIN_CUT_NONE) return DTRAIN_OK;
     if (cut->axis > DTRAIN_CUT_COLUMNS || !shape[0] || (columns && !shape[1]))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -13399,8 +13116,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "component %u of its cut has a width of %lld, expected 1 to %lld "
                                "(%s in all)",
-                               i, (long long)length, (long long)whole,
-                               columns ? "columns" : "rows");
+                               i, (long long)length, (long long)whole, steps);
         left -= length;
         if (length % parts)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -13411,14 +13127,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
             return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                "its cut has %lld parts (heads, or %s) to share, and the tensor "
                                "axis %d ranks: each needs one; take fewer ranks",
-                               (long long)parts, columns ? "columns" : "rows", ranks);
+                               (long long)parts, steps, ranks);
     }
     if (left == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the %u components of its cut have %lld of %lld %s; together they are all "
                        "of them",
-                       count, (long long)(whole - left), (long long)whole,
-                       columns ? "columns" : "rows");
+                       count, (long long)(whole - left), (long long)whole, steps);
 }
 
 DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
@@ -13525,15 +13240,10 @@ DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind)
     return kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
 }
 
-static const char *dtrain__pipeline_kind_name(uint32_t kind)
-{
-    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
-    return kind <= DTRAIN_PIPELINE_ZBV ? names[kind] : "?";
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks)
 {
+    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
     const uint32_t kind = desc ? desc->kind : 0;
     if (kind > DTRAIN_PIPELINE_ZBV)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -13547,7 +13257,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
         DTRAIN_ERROR_ARGUMENT,
         "a pipeline of kind %s on %d ranks has %s, not %u; several stages a rank are "
         "for INTERLEAVED, two in the shape of a V for ZBV",
-        dtrain__pipeline_kind_name(kind), ranks,
+        names[kind], ranks,
         loops ? "1 to 64 chunks"
         : vee ? "2 chunks a rank"
               : "1 chunk a rank",
@@ -21431,6 +21141,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
 /* The structure of a state, for checkpoints. */
 
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
+#define DTRAIN__SCALARS 16  /* at most */
 
 struct dtrain_state {
     dtrain_world *world;
@@ -21440,7 +21151,7 @@ struct dtrain_state {
     dtrain_device *device;
     dtrain_state_tensor *tensors; /* (tensor_room), tensor_count in use */
     size_t tensor_count, tensor_room;
-    dtrain__scalar scalars[16];
+    dtrain__scalar scalars[DTRAIN__SCALARS];
     size_t scalar_count;
 
     /* Its history, as rank 0 knows it: the run of the checkpoint that was loaded or saved last, 0 =
@@ -21987,216 +21698,8 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
  *
  *     dtrain__folder       a directory of checkpoints, and how it is reached; state/directory.c
  *     dtrain__manifest     what a checkpoint holds; state/manifest.c
- *     dtrain__held         one rank's piece of a tensor; state/union.c
+ *     dtrain__held         a rank's piece of a tensor, listed or saved; state/union.c
  *     dtrain_checkpoint    a directory that is saved to; state/save.c */
-
-/* Checksums are of blocks of a piece, so that a rank that needs a part of it can check what it
- * reads without reading all of it. */
-#define DTRAIN__BLOCK ((size_t)1 << 20)
-#define DTRAIN__CRC_DIGITS 8
-#define DTRAIN__PATH 768
-#define DTRAIN__MANIFEST_VERSION 2
-#define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
-#define DTRAIN__TEXT_MOST 65536 /* bytes of config */
-
-/* A path that is long enough for all that a checkpoint names. */
-typedef struct dtrain__file_path {
-    char text[DTRAIN__PATH];
-} dtrain__file_path;
-
-/* A result with its sentence, kept from calls that leave others. */
-typedef struct dtrain__outcome {
-    dtrain_result result;
-    char text[DTRAIN__ERROR_BYTES];
-} dtrain__outcome;
-
-/* ---- Manifests --------------------------------------------------------------------------------*/
-
-typedef struct dtrain__saved_tensor {
-    dtrain_state_tensor tensor;      /* without piece and memory */
-    size_t first_piece, piece_count; /* in dtrain__manifest.pieces */
-} dtrain__saved_tensor;
-
-typedef struct dtrain__saved_piece {
-    uint32_t tensor, file;
-    int64_t rank; /* that wrote it; -1: of a tensor that ranks share */
-    dtrain_piece piece;
-    uint64_t at;     /* of the first byte in the file */
-    const char *crc; /* CRC_DIGITS hexadecimal digits for each block, in the text */
-} dtrain__saved_piece;
-
-typedef struct dtrain__saved_file {
-    const char *name;
-    uint64_t bytes;
-    int64_t rank; /* that wrote it */
-} dtrain__saved_file;
-
-/* The largest step or count that is saved or loaded: programs add to it and multiply it. */
-#define DTRAIN__STEP_MOST (INT64_MAX / 4)
-
-typedef struct dtrain__saved_scalar {
-    const char *name;
-    uint64_t bits;
-} dtrain__saved_scalar;
-
-/* An object in the text; NULL: there is none. */
-typedef struct dtrain__object {
-    const char *at;
-    size_t bytes;
-} dtrain__object;
-
-/* A manifest that was read, or whose members are to be written. */
-typedef struct dtrain__manifest {
-    const dtrain_allocator *allocator;
-    char *text; /* (text_bytes + 1), in which strings have been decoded */
-    size_t text_bytes;
-    const char *format, *library, *strategy, *config;
-    uint64_t version, block, metric_bits, run, job; /* run, job: 0 = unknown */
-    int64_t step, ranks;
-    bool hierarchical;
-    dtrain__object model, settings;
-    dtrain__saved_scalar scalars[32];
-    size_t scalar_count;
-    dtrain__saved_tensor *tensors;  /* (tensor_room) */
-    dtrain__saved_tensor **by_name; /* (tensor_count), sorted by kind and name */
-    dtrain__saved_piece *pieces;    /* (piece_room), by tensor, rank of own ones, place */
-    dtrain__saved_file *files;      /* (file_room) */
-    size_t tensor_count, tensor_room, piece_count, piece_room, file_count, file_room;
-} dtrain__manifest;
-
-/* ---- Directories ------------------------------------------------------------------------------*/
-
-/* A directory that has checkpoints in it. */
-typedef struct dtrain__folder {
-    const dtrain_storage *storage;
-    const dtrain_allocator *allocator;
-    const char *path;
-} dtrain__folder;
-
-/* The steps of a folder, newest first. */
-typedef struct dtrain__steps {
-    const dtrain_allocator *allocator;
-    int64_t *steps; /* (room), count in use */
-    size_t count, room;
-    bool remains; /* there are files of a checkpoint beside them */
-} dtrain__steps;
-
-/* state/directory.c */
-DTRAIN__PRINTF(2, 3)
-DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
-DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
-                                                    const char *suffix);
-DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
-                                                 dtrain__steps *out);
-DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step);
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
-                                                  bool *old);
-DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
-DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
-                                                dtrain__file_path *aside);
-DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step);
-
-/* state/manifest.c */
-DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text);
-DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes);
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
-DTRAIN__PRIVATE void dtrain__manifest_file(dtrain__text *text, const dtrain__saved_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
-                                                    const char *checkpoint, dtrain__manifest *out);
-DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
-DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
-                                                                  uint32_t kind, const char *name);
-
-/* ---- Saving -----------------------------------------------------------------------------------*/
-
-/* An entry of a rank's list of state, which all ranks gather as words of 64 bits. */
-typedef struct dtrain__held {
-    dtrain_state_tensor tensor; /* its memory is that of `rank` */
-    int64_t rank;               /* whose list it is in; -1: none */
-    int64_t name_at;            /* in the names that come with it */
-    int64_t number;             /* of its tensor in the manifest */
-    int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
-} dtrain__held;
-
-/* One piece that this rank writes. */
-typedef struct dtrain__write_piece {
-    const dtrain__held *held;
-    uint64_t bytes;
-    uint64_t at; /* first byte, from the beginning of the file's data */
-    char *copy;  /* in the snapshot; NULL: there is none */
-} dtrain__write_piece;
-
-typedef struct dtrain__write_file {
-    size_t first, count; /* pieces */
-    uint64_t bytes;      /* of data */
-    dtrain__text header;
-} dtrain__write_file;
-
-/* The phases of a save: this rank's files are brought to the disk; rank 0 publishes the checkpoint.
- * Each ends with an outcome. */
-enum { DTRAIN__SAVE_WRITE, DTRAIN__SAVE_PUBLISH, DTRAIN__SAVE_PHASES };
-
-struct dtrain_checkpoint {
-    dtrain_allocator allocator;
-    dtrain_world *world;
-    dtrain_checkpoint_desc desc; /* resolved */
-    dtrain__folder folder;
-    dtrain_comm *comm;
-    int rank, ranks;
-    int lock;     /* rank 0: the file; -1: none */
-    uint64_t run; /* rank 0: whose history the directory has */
-
-    dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
-    char *held_names;   /* (held_names_bytes) */
-    size_t held_count, held_room, held_names_bytes;
-    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
-    size_t piece_count, piece_room;
-    dtrain__write_file files[2]; /* values; all else */
-    char *snapshot;              /* page-locked where the device is no CPU; NULL: there is none */
-    char *bounce;                /* (BLOCK) for what is not in host memory; NULL: there is none */
-
-    /* The save under way. */
-    int64_t step;
-    double metric;
-    bool outstanding;  /* begun, and not settled */
-    dtrain__text head; /* rank 0: the manifest, up to its list of files */
-    double begun;
-    uint64_t bytes;        /* that this rank has written ... */
-    double written_at;     /* ... until then */
-    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published; 0: none */
-
-    /* Both threads', under the mutex. */
-    pthread_t thread;
-    bool threaded;  /* there is one to join */
-    bool abandoned; /* one did not come to its end: nothing it uses is freed */
-    pthread_mutex_t mutex;
-    pthread_cond_t moved;
-    uint32_t ended;  /* phases that have ended, and their outcomes */
-    double deadline; /* for other ranks' lists: nearer when all have written, past when one has
-                        failed */
-    dtrain__outcome outcomes[DTRAIN__SAVE_PHASES];
-
-    uint32_t failures;    /* in a row */
-    dtrain__outcome lost; /* of the newest save, where it has failed */
-    dtrain_checkpoint_info info;
-};
-
-/* state/save.c */
-DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result);
-DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome);
-
-/* state/union.c */
-DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
-                                                   const dtrain_state_tensor *tensor,
-                                                   const dtrain_piece *pieces, size_t stride,
-                                                   size_t count);
-
-/* state/write.c */
-DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c);
 
 /* ==== src/state/safetensors_internal.h ======================================================== */
 
@@ -22225,7 +21728,9 @@ typedef struct dtrain__tensor_file {
     size_t count, room;
     char *names; /* (names_bytes) */
     size_t names_bytes;
-    uint64_t data; /* where the data begins in the file */
+    const char *metadata, *metadata_end; /* key, 0, text, 0, ...; in names; NULL: none */
+    uint64_t data;                       /* where the data begins in the file */
+    uint32_t crc;                        /* of the header, if it was read from a file */
 } dtrain__tensor_file;
 
 /* Append the beginning of a file to the text: length and header, padded with blanks to a multiple
@@ -22235,10 +21740,11 @@ typedef struct dtrain__tensor_file {
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
                                                         const dtrain__stored *tensors, size_t count,
                                                         const char *metadata);
-/* Read the header of an open file and check all of it. This takes at most six times the memory of
- * the header, and leaves nothing to free after an error. */
-DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage, int file,
-                                                       const char *path,
+/* Read the header of a file and check all of it, first its checksum (crc: 8 digits; NULL: it is not
+ * known). This takes at most six times the memory of the header, and leaves nothing to free after
+ * an error. */
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage,
+                                                       const char *path, const char *crc,
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out);
 /* The same for a header that is in memory: header (bytes), of a file of file_bytes. */
@@ -22255,31 +21761,208 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
 
-/* Put this rank's list where its part of what is gathered begins. */
-static void dtrain__union_own(const dtrain_checkpoint *c, dtrain__held *list, char *names)
-{
-    const dtrain_state *state = c->desc.state;
-    const int copy = dtrain__groups_of(state->desc.strategy).tensor_rank;
-    size_t at = 0;
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain_piece whole = dtrain__piece_whole(tensor->shape);
-        const size_t bytes = strlen(tensor->name) + 1;
-        memcpy(names + at, tensor->name, bytes);
-        list[i].tensor = *tensor;
-        list[i].rank = c->rank;
-        if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
-            list[i].copy = copy; /* not cut: the program alone knows who has what of its arrays */
-        list[i].name_at = (int64_t)at;
-        at += bytes;
-    }
-}
+/* Checksums are of blocks of a piece, so that a rank that needs a part of it can check what it
+ * reads without reading all of it. */
+#define DTRAIN__BLOCK ((size_t)1 << 20)
+#define DTRAIN__CRC_DIGITS 8
+#define DTRAIN__PIECE_KEY "piece:" /* before a piece's name in the metadata of its file */
+#define DTRAIN__PATH 768
+#define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
+#define DTRAIN__TEXT_MOST 65536 /* bytes of config */
+
+/* A path that is long enough for all that a checkpoint names. */
+typedef struct dtrain__file_path {
+    char text[DTRAIN__PATH];
+} dtrain__file_path;
+
+/* A result with its sentence, kept from calls that leave others. */
+typedef struct dtrain__outcome {
+    dtrain_result result;
+    char text[DTRAIN__ERROR_BYTES];
+} dtrain__outcome;
+
+/* ---- Pieces -----------------------------------------------------------------------------------*/
+
+/* A rank's piece of a tensor: an entry of the rank's list of state, which all ranks gather as words
+ * of 64 bits, or what one of its files holds. */
+typedef struct dtrain__held {
+    dtrain_state_tensor tensor; /* its memory is that of `rank` */
+    int64_t rank;               /* whose list or file it is in; -1: none */
+    int64_t at;                 /* of the name, in those gathered; of the first byte in the file */
+    int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
+    const char *crc;            /* of a file: CRC_DIGITS hexadecimal digits for each block */
+} dtrain__held;
+
+/* ---- Manifests --------------------------------------------------------------------------------*/
+
+/* The largest step or count that is saved or loaded: programs add to it and multiply it. */
+#define DTRAIN__STEP_MOST (INT64_MAX / 4)
+
+/* An object in the text; NULL: there is none. */
+typedef struct dtrain__object {
+    const char *at;
+    size_t bytes;
+} dtrain__object;
+
+typedef struct dtrain__saved_tensor {
+    const dtrain__held *pieces; /* (count) */
+    size_t count;
+} dtrain__saved_tensor;
+
+/* A manifest that was read, and the headers of the files. */
+typedef struct dtrain__manifest {
+    const dtrain_allocator *allocator;
+    char *text; /* (text_bytes + 1), in which strings have been decoded */
+    size_t text_bytes;
+    const char *format, *strategy, *headers;
+    uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
+    int64_t step, ranks;
+    bool hierarchical;
+    dtrain__object model, settings, scalars;
+    dtrain__tensor_file *files;    /* (file_count) */
+    dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
+    dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */
+    size_t file_count, piece_count, piece_room, tensor_count;
+} dtrain__manifest;
+
+/* ---- Directories ------------------------------------------------------------------------------*/
+
+/* A directory that has checkpoints in it. */
+typedef struct dtrain__folder {
+    const dtrain_storage *storage;
+    const dtrain_allocator *allocator;
+    const char *path;
+} dtrain__folder;
+
+/* The steps of a folder, newest first. */
+typedef struct dtrain__steps {
+    const dtrain_allocator *allocator;
+    int64_t *steps; /* (room), count in use */
+    size_t count, room;
+    bool remains; /* there are files of a checkpoint beside them */
+} dtrain__steps;
+
+/* state/directory.c */
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path);
+DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                                    const char *suffix);
+DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
+                                                 dtrain__steps *out);
+DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
+                                                  bool *old);
+DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
+                                                dtrain__file_path *aside);
+DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step);
+
+/* state/manifest.c */
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
+DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text);
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
+                                                    const char *checkpoint, dtrain__manifest *out);
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
+                                                       const dtrain__folder *folder,
+                                                       const char *checkpoint, bool values_only);
+DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
+DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
+                                                                  uint32_t kind, const char *name);
+DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
+                                                       int64_t rank);
+
+/* ---- Saving -----------------------------------------------------------------------------------*/
+
+/* One piece that this rank writes. */
+typedef struct dtrain__write_piece {
+    const dtrain__held *held;
+    uint64_t bytes;
+    uint64_t at;   /* first byte, from the beginning of the file's data */
+    char *copy;    /* in the snapshot; NULL: there is none */
+    uint32_t *crc; /* of each block */
+} dtrain__write_piece;
+
+typedef struct dtrain__write_file {
+    size_t first, count; /* pieces */
+    uint64_t bytes;      /* of data */
+    dtrain__text header;
+} dtrain__write_file;
+
+/* The phases of a save: this rank's files are brought to the disk; rank 0 publishes the checkpoint.
+ * Each ends with an outcome. */
+enum { DTRAIN__SAVE_WRITE, DTRAIN__SAVE_PUBLISH, DTRAIN__SAVE_PHASES };
+
+struct dtrain_checkpoint {
+    dtrain_allocator allocator;
+    dtrain_world *world;
+    dtrain_checkpoint_desc desc; /* resolved */
+    dtrain__folder folder;
+    dtrain_comm *comm;
+    int rank, ranks;
+    int lock;     /* rank 0: the file; -1: none */
+    uint64_t run; /* rank 0: whose history the directory has */
+
+    dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
+    char *held_names;   /* (held_names_bytes) */
+    size_t held_count, held_room, held_names_bytes;
+    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
+    size_t piece_count, piece_room;
+    uint32_t *crcs; /* (crc_count) of all pieces */
+    size_t crc_count;
+    dtrain__write_file files[2]; /* values; all else */
+    char *snapshot;              /* page-locked where the device is no CPU; NULL: there is none */
+    char *bounce;                /* (BLOCK) for what is not in host memory; NULL: there is none */
+
+    /* The save under way. */
+    int64_t step;
+    double metric;
+    bool outstanding;  /* begun, and not settled */
+    dtrain__text head; /* rank 0: the manifest, up to the checksums of headers */
+    double begun;
+    uint64_t bytes;        /* that this rank has written ... */
+    double written_at;     /* ... until then */
+    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published; 0: none */
+
+    /* Both threads', under the mutex. */
+    pthread_t thread;
+    bool threaded;  /* there is one to join */
+    bool abandoned; /* one did not come to its end: nothing it uses is freed */
+    pthread_mutex_t mutex;
+    pthread_cond_t moved;
+    uint32_t ended;  /* phases that have ended, and their outcomes */
+    double deadline; /* for other ranks' files: nearer when all have written, past when one has
+                        failed */
+    dtrain__outcome outcomes[DTRAIN__SAVE_PHASES];
+
+    uint32_t failures;    /* in a row */
+    dtrain__outcome lost; /* of the newest save, where it has failed */
+    dtrain_checkpoint_info info;
+};
+
+/* state/save.c */
+DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result);
+DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome);
+
+/* state/union.c */
+DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
+                                                   size_t room, size_t *count);
+DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b);
+DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right);
+
+/* state/write.c */
+DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c);
 
 /* Gather all lists: entries and names, each padded to those of the longest list. */
 static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
 {
     const dtrain_state *state = c->desc.state;
     const size_t ranks = (size_t)c->ranks, words = sizeof(dtrain__held) / sizeof(int64_t);
+    const int copy = dtrain__groups_of(state->desc.strategy).tensor_rank;
     int64_t most[2] = {(int64_t)state->tensor_count, 8};
     for (size_t i = 0; i < state->tensor_count; i++)
         most[1] += (int64_t)strlen(state->tensors[i].name) + 1;
@@ -22297,36 +21980,48 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__agree(c->comm, c->held && c->held_names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
     dtrain__held *mine = c->held + ranks * entries;
     for (size_t i = 0; i < entries; i++) mine[i].rank = -1; /* none */
-    dtrain__union_own(c, mine, c->held_names + ranks * part);
+    char *const names = c->held_names + ranks * part;
+    for (size_t i = 0, at = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain_piece whole = dtrain__piece_whole(tensor->shape);
+        const size_t bytes = strlen(tensor->name) + 1;
+        memcpy(names + at, tensor->name, bytes);
+        mine[i].tensor = *tensor;
+        mine[i].rank = c->rank;
+        mine[i].at = (int64_t)at;
+        if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
+            mine[i].copy = copy; /* not cut: the program alone knows who has what of its arrays */
+        at += bytes;
+    }
     DTRAIN__TRY(dtrain_all_gather(c->comm, mine, c->held, entries * words, DTRAIN_DTYPE_I64, NULL));
-    DTRAIN__TRY(dtrain_all_gather(c->comm, c->held_names + ranks * part, c->held_names, name_words,
-                                  DTRAIN_DTYPE_I64, NULL));
+    DTRAIN__TRY(
+        dtrain_all_gather(c->comm, names, c->held_names, name_words, DTRAIN_DTYPE_I64, NULL));
     for (size_t i = 0; i < ranks * entries; i++) {
         dtrain__held held = c->held[i];
         if (held.rank < 0) continue;
-        held.tensor.name = c->held_names + (size_t)held.rank * part + held.name_at;
+        held.tensor.name = c->held_names + (size_t)held.rank * part + held.at;
         c->held[c->held_count++] = held;
     }
     return DTRAIN_OK;
 }
 
+/* Order entries by kind and name of their tensors. */
+DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b)
+{
+    if (a->tensor.kind != b->tensor.kind) return a->tensor.kind < b->tensor.kind ? -1 : 1;
+    return strcmp(a->tensor.name, b->tensor.name);
+}
+
 /* Order entries by tensor, then by piece; those of a tensor that every rank has of its own by rank
  * before that. */
-static int dtrain__held_order(const void *left, const void *right)
+DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right)
 {
     const dtrain__held *a = (const dtrain__held *)left, *b = (const dtrain__held *)right;
     const int ranks = (a->rank > b->rank) - (a->rank < b->rank);
-    if (a->tensor.kind != b->tensor.kind) return a->tensor.kind < b->tensor.kind ? -1 : 1;
-    const int names = strcmp(a->tensor.name, b->tensor.name);
-    if (names) return names;
-    if (a->tensor.own && ranks) return ranks;
+    const int tensors = dtrain__tensor_order(a, b);
+    if (tensors || (a->tensor.own && ranks)) return tensors ? tensors : ranks;
     const int pieces = dtrain__piece_order(&a->tensor.piece, &b->tensor.piece);
     return pieces ? pieces : ranks;
-}
-
-static bool dtrain__same_tensor(const dtrain__held *a, const dtrain__held *b)
-{
-    return a->tensor.kind == b->tensor.kind && strcmp(a->tensor.name, b->tensor.name) == 0;
 }
 
 /* Name a contradiction: two ranks describe one tensor in different ways. */
@@ -22347,24 +22042,20 @@ static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__
                        text[0], text[1]);
 }
 
-/* Number the tensors, and choose a writer for each piece: of entries that differ in nothing but the
+/* Choose a writer for each piece: of entries that differ in nothing but the
  * rank, that of the rank with the least to write stays; none, if copy 0 has no such piece. */
 static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
 {
     uint64_t load[DTRAIN_MAX_RANKS] = {0};
     size_t count = 0, first = 0; /* entries that stay; the first one of the tensor */
-    int64_t number = 0;
     for (size_t i = 0, next; i < c->held_count; i = next) {
         const dtrain_state_tensor *tensor = &c->held[i].tensor;
         size_t least = i;
         bool counts = false; /* a piece of copy 0 */
-        if (!dtrain__same_tensor(&c->held[i], &c->held[first])) {
-            first = i;
-            number++;
-        }
+        if (dtrain__tensor_order(&c->held[i], &c->held[first])) first = i;
         for (next = i; next < c->held_count; next++) {
             const dtrain__held *held = &c->held[next];
-            if (!dtrain__same_tensor(held, &c->held[first]) ||
+            if (dtrain__tensor_order(held, &c->held[first]) ||
                 (next > i && tensor->own && held->tensor.own) ||
                 dtrain__piece_order(&tensor->piece, &held->tensor.piece))
                 break;
@@ -22376,30 +22067,33 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
         if (!counts) continue;
         load[c->held[least].rank] +=
             (uint64_t)tensor->piece.count * dtrain__state_bytes(tensor->dtype);
-        c->held[least].number = number;
         c->held[count++] = c->held[least];
     }
     c->held_count = count;
     return DTRAIN_OK;
 }
 
-/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it.
- * They lie `stride` bytes apart, as members of a larger struct. A piece is compared with those
- * whose boxes begin before its own ends. */
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
-                                                   const dtrain_state_tensor *tensor,
-                                                   const dtrain_piece *pieces, size_t stride,
-                                                   size_t count)
+/* Count the pieces of the first tensor of a sorted list, and check that they agree on it, do not
+ * overlap, and are all of it together. A piece is compared with those whose boxes begin before its
+ * own ends. */
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
+                                                   size_t room, size_t *count)
 {
-    const char *const base = (const char *)pieces;
+    const dtrain_state_tensor *tensor = &pieces->tensor;
     int64_t sum = 0;
     bool overlap = false;
-    for (size_t i = 0; i < count && !overlap; i++) {
-        const dtrain_piece *a = (const dtrain_piece *)(const void *)(base + i * stride);
+    for (*count = 1; *count < room && !dtrain__tensor_order(pieces, &pieces[*count]); ++*count)
+        if (!dtrain__state_alike(tensor, &pieces[*count].tensor))
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "%s: the %s of \"%s\" has two shapes, types or owners", where,
+                               dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name));
+    if (tensor->own) return DTRAIN_OK;
+    for (size_t i = 0; i < *count && !overlap; i++) {
+        const dtrain_piece *a = &pieces[i].tensor.piece;
         overlap = a->count > tensor->total - sum;
         if (!overlap) sum += a->count;
-        for (size_t k = i + 1; k < count && !overlap; k++) {
-            const dtrain_piece *b = (const dtrain_piece *)(const void *)(base + k * stride);
+        for (size_t k = i + 1; k < *count && !overlap; k++) {
+            const dtrain_piece *b = &pieces[k].tensor.piece;
             dtrain_piece common;
             if (b->first[0] >= a->first[0] + a->length[0]) break;
             overlap = a->count && b->count &&
@@ -22421,13 +22115,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__union_gather(c));
     qsort(c->held, c->held_count, sizeof *c->held, dtrain__held_order);
     DTRAIN__TRY(dtrain__union_choose(c));
-    for (size_t i = 0, next; i < c->held_count; i = next) {
-        const dtrain_state_tensor *tensor = &c->held[i].tensor;
-        for (next = i; next < c->held_count && c->held[next].number == c->held[i].number;) next++;
-        if (!tensor->own)
-            DTRAIN__TRY(dtrain__pieces_check("dtrain_checkpoint_open", tensor, &tensor->piece,
-                                             sizeof *c->held, next - i));
-    }
+    for (size_t i = 0, count; i < c->held_count; i += count)
+        DTRAIN__TRY(
+            dtrain__pieces_check("dtrain_checkpoint_open", &c->held[i], c->held_count - i, &count));
     return DTRAIN_OK;
 }
 
@@ -22435,14 +22125,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 
 /* Writing a rank's files
  *
- *     plan        once: where in which of two files each piece goes, and their headers. Values
- *                 have a file of their own, because programs read them alone as well
+ *     plan        once: where in which of two files each piece goes. Values have a file of their
+ *                 own, because programs read them alone as well
  *     snapshot    copy these pieces to host memory, for a save in the background
- *     write       files, block by block with their checksums, and the list of what they hold
+ *     write       files, block by block with their checksums; the header, which has these, comes
+ *                 last, and a rename then says that the file is whole and on the disk
  *
  * Nothing here communicates: state/union.c has chosen who writes which piece. */
-
-#define DTRAIN__INTRINSICS
 
 /* ==== src/state/storage_internal.h ============================================================ */
 
@@ -22479,7 +22168,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
                                                   const char *path, uint64_t most, char **text,
                                                   size_t *bytes);
 
+#ifdef __x86_64__
+#include <emmintrin.h>
+#endif
+
 /* ---- Plan -------------------------------------------------------------------------------------*/
+
+static size_t dtrain__blocks_of(uint64_t bytes)
+{
+    return (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK);
+}
 
 /* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
  * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
@@ -22513,62 +22211,70 @@ static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, cha
                        dtrain__short(tensor->name), DTRAIN__TENSOR_NAME - 1);
 }
 
-/* Make the header of a file: what it holds, and the metadata by which readers know it. */
+/* Make the header of a file: what it holds, and the metadata by which readers know it. The length
+ * does not depend on the checksums. */
 static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__write_file *file)
 {
-    static const char metadata[] = "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"}";
+    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1;
     dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
         &c->allocator, file->count, sizeof *stored, "the header of a file");
-    char(*names)[DTRAIN__TENSOR_NAME] = (char(*)[DTRAIN__TENSOR_NAME])dtrain__alloc(
-        &c->allocator, file->count, sizeof *names, "the header of a file");
-    dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    file->header.allocator = &c->allocator;
+    char(*keys)[sizeof DTRAIN__PIECE_KEY + DTRAIN__TENSOR_NAME] =
+        (char(*)[sizeof DTRAIN__PIECE_KEY + DTRAIN__TENSOR_NAME])
+            dtrain__alloc(&c->allocator, file->count, sizeof *keys, "the header of a file");
+    dtrain__text metadata, value;
+    dtrain_result result = stored && keys ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    memset(&metadata, 0, sizeof metadata);
+    metadata.allocator = &c->allocator;
+    value = metadata;
+    dtrain__text_add(&metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        result = dtrain__piece_stored(&piece->held->tensor, names[i], &stored[i]);
-        stored[i].name = names[i];
-        stored[i].dtype = piece->held->tensor.dtype;
+        const dtrain_state_tensor *tensor = &piece->held->tensor;
+        int64_t numbers[16] = {tensor->kind, tensor->own};
+        memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
+        memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
+        memcpy(keys[i], DTRAIN__PIECE_KEY, prefix);
+        result = dtrain__piece_stored(tensor, keys[i] + prefix, &stored[i]);
+        stored[i].name = keys[i] + prefix;
+        stored[i].dtype = tensor->dtype;
         stored[i].begin = piece->at;
         stored[i].end = piece->at + piece->bytes;
+        value.bytes = 0;
+        for (int n = 0; n < 16; n++) dtrain__text_add(&value, "%lld ", (long long)numbers[n]);
+        for (size_t b = 0; b < dtrain__blocks_of(piece->bytes); b++)
+            dtrain__text_add(&value, "%08x", piece->crc[b]);
+        dtrain__text_add(&value, " %s", tensor->name);
+        dtrain__text_add(&metadata, ",");
+        dtrain__text_add_string(&metadata, keys[i]);
+        dtrain__text_add(&metadata, ":");
+        dtrain__text_add_string(&metadata, value.failed ? "" : value.at);
+        metadata.failed = metadata.failed || value.failed;
     }
+    dtrain__text_add(&metadata, "}");
+    if (result == DTRAIN_OK && metadata.failed) result = DTRAIN_ERROR_MEMORY;
+    file->header.allocator = &c->allocator;
+    file->header.bytes = 0;
     if (result == DTRAIN_OK)
-        result = dtrain__safetensors_write(&file->header, stored, file->count, metadata);
-    dtrain__free(&c->allocator, names, file->count, sizeof *names);
+        result = dtrain__safetensors_write(&file->header, stored, file->count, metadata.at);
+    dtrain__text_free(&value);
+    dtrain__text_free(&metadata);
+    dtrain__free(&c->allocator, keys, file->count, sizeof *keys);
     dtrain__free(&c->allocator, stored, file->count, sizeof *stored);
     return result;
 }
 
-/* Make the memory that blocks and snapshots are copied to. */
-static dtrain_result dtrain__copies_make(dtrain_checkpoint *c)
-{
-    dtrain_device *device = c->desc.state->device;
-    size_t bytes = 0;
-    void *memory;
-    if (!c->desc.background && !device->ops->host_memory) {
-        c->bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
-        return c->bounce ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    }
-    for (size_t i = 0; i < c->piece_count; i++)
-        bytes += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
-    if (!c->desc.background || !bytes) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
-    c->snapshot = (char *)memory;
-    c->info.snapshot_bytes = bytes;
-    for (size_t i = 0, at = 0; i < c->piece_count; i++) {
-        c->pieces[i].copy = c->snapshot + at;
-        at += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
-    }
-    return DTRAIN_OK;
-}
-
-/* Plan both files. Wide elements come first, so that all are aligned. */
+/* Plan both files, wide elements first, so that all are aligned, and make the memory that blocks
+ * and snapshots are copied to. A tensor without elements has an entry in its file. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
+    dtrain_device *device = c->desc.state->device;
+    size_t copied = 0;
+    void *memory;
     for (size_t n = 0; n < 8 * c->held_count; n++) {
         const size_t round = n / c->held_count, each = (size_t)8 >> round % 4;
         const dtrain__held *held = &c->held[n % c->held_count];
         dtrain__write_file *file = &c->files[round / 4];
-        if (held->rank != c->rank || !held->tensor.piece.count ||
+        if (held->rank != c->rank || (!held->tensor.piece.count && held->tensor.total) ||
             (held->tensor.kind != DTRAIN_STATE_VALUE) != (round >= 4) ||
             dtrain__state_bytes(held->tensor.dtype) != each)
             continue;
@@ -22576,14 +22282,34 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
                           sizeof *c->pieces, "the plan of a save"))
             return DTRAIN_ERROR_MEMORY;
         const uint64_t bytes = (uint64_t)held->tensor.piece.count * each;
-        const dtrain__write_piece piece = {held, bytes, file->bytes, NULL};
+        const dtrain__write_piece piece = {held, bytes, file->bytes, NULL, NULL};
         if (!file->count++) file->first = c->piece_count;
         c->pieces[c->piece_count++] = piece;
+        c->crc_count += dtrain__blocks_of(bytes);
+        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
         file->bytes += bytes;
     }
-    for (int f = 0; f < 2; f++)
-        if (c->files[f].count) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
-    return dtrain__copies_make(c);
+    c->crcs = (uint32_t *)dtrain__alloc(&c->allocator, c->crc_count, sizeof *c->crcs, "checksums");
+    if (!c->crcs) return DTRAIN_ERROR_MEMORY;
+    if (c->desc.background && copied) {
+        DTRAIN__TRY(device->ops->host_alloc(device, copied, &memory));
+        c->snapshot = (char *)memory;
+        c->info.snapshot_bytes = copied;
+    } else if (!device->ops->host_memory) {
+        c->bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
+        if (!c->bounce) return DTRAIN_ERROR_MEMORY;
+    }
+    char *copy = c->snapshot;
+    uint32_t *crc = c->crcs;
+    for (size_t i = 0; i < c->piece_count; i++) {
+        const uint64_t bytes = c->pieces[i].bytes;
+        c->pieces[i].copy = copy;
+        c->pieces[i].crc = crc;
+        if (copy) copy += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
+        crc += dtrain__blocks_of(bytes);
+    }
+    for (int f = 0; f < 2; f++) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
+    return DTRAIN_OK;
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -22594,7 +22320,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
 {
     size_t done = 0;
-#ifdef __SSE2__
+#ifdef __x86_64__
     for (; done + 64 <= bytes; done += 64) {
         const __m128i *in = (const __m128i *)(const void *)(from + done);
         __m128i *out = (__m128i *)(void *)(to + done);
@@ -22626,16 +22352,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write a piece at byte `at` of its file, block by block, and its entry into the list. */
+/* Write a piece behind the header of its file, block by block. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
-                                         uint64_t at, const dtrain__write_piece *piece,
-                                         dtrain__text *list)
+                                         uint64_t data, const dtrain__write_piece *piece)
 {
-    const dtrain_state_tensor *tensor = &piece->held->tensor;
-    const dtrain_piece *box = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
-    const char *from = piece->copy ? piece->copy : (const char *)tensor->memory;
-    dtrain__text_add(list, "[%lld, %lld, %lld, %llu, \"", (long long)piece->held->number,
-                     (long long)box->offset, (long long)box->count, (unsigned long long)at);
+    const char *from = piece->copy ? piece->copy : (const char *)piece->held->tensor.memory;
     for (uint64_t done = 0; done < piece->bytes; done += DTRAIN__BLOCK) {
         const size_t count =
             (size_t)dtrain__min((int64_t)(piece->bytes - done), (int64_t)DTRAIN__BLOCK);
@@ -22644,88 +22365,55 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
             DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, c->bounce, block, count));
             block = c->bounce;
         }
-        dtrain__text_add(list, "%08x", dtrain__crc32c(0, block, count));
-        DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count, at + done));
+        piece->crc[done / DTRAIN__BLOCK] = dtrain__crc32c(0, block, count);
+        DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count,
+                                          data + piece->at + done));
     }
-    dtrain__text_add(list, "\"");
-    for (int d = 0; d < 4 && !dtrain__box_same(box, &whole); d++)
-        dtrain__text_add(list, ", %lld, %lld", (long long)box->first[d], (long long)box->length[d]);
-    dtrain__text_add(list, "]");
     return DTRAIN_OK;
-}
-
-/* Write a file, bring it to the disk, and add it to the list. */
-static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *directory,
-                                           const dtrain__write_file *plan, dtrain__text *list)
-{
-    const dtrain_storage *storage = c->folder.storage;
-    const uint64_t data = plan->header.bytes; /* where it begins */
-    char name[64];
-    int file;
-    snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
-             c->rank);
-    const dtrain__file_path path = dtrain__path_in(directory, "%s", name);
-    const dtrain__saved_file entry = {name, data + plan->bytes, c->rank};
-    DTRAIN__TRY(dtrain__storage_open(storage, path.text, DTRAIN_STORAGE_CREATE, &file));
-    if (plan != c->files && c->files[0].count) dtrain__text_add(list, ",");
-    dtrain__manifest_file(list, &entry);
-    dtrain_result result =
-        dtrain__storage_write(storage, file, path.text, plan->header.at, (size_t)data, 0);
-    for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
-        const dtrain__write_piece *piece = &c->pieces[plan->first + i];
-        dtrain__text_add(list, "%s\n   ", i ? "," : "");
-        result = dtrain__piece_write(c, file, path.text, data + piece->at, piece, list);
-    }
-    dtrain__text_add(list, "]}");
-    c->bytes += entry.bytes;
-    return dtrain__storage_finish(storage, file, path.text, result);
-}
-
-/* Put this rank's list of files where rank 0 polls for it, by a rename: a file of that name is
- * whole. */
-static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *directory,
-                                        const dtrain__text *list)
-{
-    const dtrain__file_path path = dtrain__path_in(directory, "rank-%05d.json", c->rank);
-    const dtrain__file_path tmp = dtrain__path_in(directory, "rank-%05d.tmp", c->rank);
-    if (list->failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__storage_put(c->folder.storage, tmp.text, list->at, list->bytes));
-    return dtrain__storage_rename(c->folder.storage, tmp.text, path.text);
 }
 
 /* Write what was planned to step-N.tmp, which is there. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
+    const dtrain_storage *storage = c->folder.storage;
     const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
-    dtrain__text list;
-    dtrain_result result = DTRAIN_OK;
-    memset(&list, 0, sizeof list);
-    list.allocator = &c->allocator;
     c->bytes = 0;
-    dtrain__text_add(&list, "{\"files\": [");
-    for (int f = 0; f < 2 && result == DTRAIN_OK; f++)
-        if (c->files[f].count)
-            result = dtrain__tensors_write(c, directory.text, &c->files[f], &list);
-    dtrain__text_add(&list, "]");
-    dtrain__seal(&list);
-    if (result == DTRAIN_OK) result = dtrain__list_write(c, directory.text, &list);
-    dtrain__text_free(&list);
-    return result;
+    for (int f = 0; f < 2; f++) {
+        dtrain__write_file *plan = &c->files[f];
+        const dtrain__file_path path = dtrain__tensors_path(directory.text, f, c->rank);
+        const dtrain__file_path tmp =
+            dtrain__path_in(directory.text, "%s-%05d.tmp", f ? "state" : "model", c->rank);
+        const uint64_t data = plan->header.bytes; /* where it begins */
+        dtrain_result result = DTRAIN_OK;
+        int file;
+        DTRAIN__TRY(dtrain__storage_open(storage, tmp.text, DTRAIN_STORAGE_CREATE, &file));
+        for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++)
+            result = dtrain__piece_write(c, file, tmp.text, data, &c->pieces[plan->first + i]);
+        if (result == DTRAIN_OK) result = dtrain__file_header(c, plan);
+        if (result == DTRAIN_OK)
+            result =
+                dtrain__storage_write(storage, file, tmp.text, plan->header.at, (size_t)data, 0);
+        DTRAIN__TRY(dtrain__storage_finish(storage, file, tmp.text, result));
+        DTRAIN__TRY(dtrain__storage_rename(storage, tmp.text, path.text));
+        c->bytes += data + plan->bytes;
+    }
+    return DTRAIN_OK;
 }
 
 /* ==== src/state/save.c ======================================================================== */
 
 /* Saving
  *
- *     every rank       wait for the save before | snapshot |                 agree
- *     its thread                                           | write | list |
- *     rank 0's thread                                      | write | list | lists of all, manifest,
- *                                                            rename, old ones go
+ *     every rank       wait for the save before | snapshot |         agree
+ *     its thread                                           | write |
+ *     rank 0's thread                                      | write | headers of all files, manifest,
+ *                                                                    rename, old ones go
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
  * its order among those of training would differ from rank to rank: rank 0's thread polls the
- * directory, which all share, for the lists of the others, and the ranks agree at the next call. A
- * rank that failed writes no list; rank 0 stops waiting when that agreement reports the failure. */
+ * directory, which all share, for the files of the others, and the ranks agree at the next call. A
+ * file gets its name when it is whole; rank 0 stops waiting when that agreement reports the failure
+ * of a rank. */
 
 #define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
@@ -22895,51 +22583,6 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Read the list of a rank's files. It is there when all ranks have written, unless this host sees
- * it later than the one that has written it. */
-static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *path, char **text,
-                                        size_t *bytes, size_t *room)
-{
-    for (;;) {
-        dtrain_result result = dtrain__storage_get(c->folder.storage, &c->allocator, path,
-                                                   DTRAIN__MANIFEST_MOST, text, bytes);
-        *room = *bytes + 1;
-        if (result == DTRAIN_OK) {
-            result = dtrain__unseal(path, *text, bytes);
-            if (result == DTRAIN_OK) return DTRAIN_OK;
-            dtrain__free(&c->allocator, *text, *room, 1);
-        }
-        pthread_mutex_lock(&c->mutex);
-        const double deadline = c->deadline;
-        pthread_mutex_unlock(&c->mutex);
-        if (dtrain_seconds() > deadline) return result;
-        dtrain__poll_sleep();
-    }
-}
-
-/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text
- * between the brackets is copied. */
-static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
-                                        dtrain__text *manifest)
-{
-    const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
-    bool any = false;
-    for (int r = 0; r < c->ranks; r++) {
-        const dtrain__file_path path = dtrain__path_in(directory, "rank-%05d.json", r);
-        char *text;
-        size_t bytes, room;
-        DTRAIN__TRY(dtrain__list_await(c, path.text, &text, &bytes, &room));
-        if (bytes > before + after) {
-            dtrain__text_add(manifest, "%s%.*s", any ? "," : "", (int)(bytes - before - after),
-                             text + before);
-            any = true;
-        }
-        dtrain__free(&c->allocator, text, room, 1);
-        DTRAIN__TRY(dtrain__storage_remove(c->folder.storage, path.text));
-    }
-    return DTRAIN_OK;
-}
-
 /* Read the metric of a checkpoint; DBL_MAX: it is not finite, or cannot be read. The bits say that
  * even where a compiler takes all numbers to be finite. */
 static double dtrain__metric_of(const dtrain_checkpoint *c, int64_t step)
@@ -22987,15 +22630,30 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
+/* Rank 0: write the manifest when every rank's files are there, and make it a checkpoint. A file
+ * is there when all ranks have written, unless this host sees it later than the one that has
+ * written it. */
 static dtrain_result dtrain__publish(dtrain_checkpoint *c)
 {
     const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
     const dtrain__file_path path = dtrain__path_in(directory.text, "manifest.json");
     dtrain__text *manifest = &c->head;
-    DTRAIN__TRY(dtrain__lists_join(c, directory.text, manifest));
-    dtrain__text_add(manifest, "]");
-    dtrain__seal(manifest);
+    for (int f = 0; f < 2 * c->ranks; f++) {
+        const dtrain__file_path file = dtrain__tensors_path(directory.text, f % 2, f / 2);
+        dtrain__tensor_file header;
+        dtrain_result result;
+        while ((result = dtrain__safetensors_read(c->folder.storage, file.text, NULL, &c->allocator,
+                                                  &header)) != DTRAIN_OK) {
+            pthread_mutex_lock(&c->mutex);
+            const double deadline = c->deadline;
+            pthread_mutex_unlock(&c->mutex);
+            if (dtrain_seconds() > deadline) return result;
+            dtrain__poll_sleep();
+        }
+        dtrain__text_add(manifest, "%08x", header.crc);
+        dtrain__safetensors_free(&header);
+    }
+    dtrain__manifest_seal(manifest);
     if (manifest->failed) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__storage_put(c->folder.storage, path.text, manifest->at, manifest->bytes));
     DTRAIN__TRY(dtrain__publish_step(&c->folder, c->step));
@@ -23343,6 +23001,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     dtrain__free(&allocator, c->held, c->held_room, sizeof *c->held);
     dtrain__free(&allocator, c->held_names, c->held_names_bytes, 1);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
+    dtrain__free(&allocator, c->crcs, c->crc_count, sizeof *c->crcs);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;
 }
@@ -23368,7 +23027,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
 typedef struct dtrain__source {
     const char *path;
     uint64_t at;             /* its first byte */
-    uint64_t file_bytes;     /* that the file must have; 0 = not checked */
     const char *kind, *name; /* for sentences */
     const char *crc;         /* CRC_DIGITS hexadecimal digits for each BLOCK of it; NULL: none */
     uint32_t dtype;
@@ -23410,8 +23068,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
                                                    const dtrain_state *state,
                                                    const dtrain_storage *storage);
 DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
-DTRAIN__PRIVATE dtrain_result dtrain__reader_open(dtrain__reader *reader, const char *path,
-                                                  uint64_t file_bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
                                                     const dtrain__source *source, bool widen,
                                                     int64_t first, int64_t count, char *to);
@@ -23442,23 +23098,6 @@ DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_sta
     reader->block = NULL;
 }
 
-/* Open a file, unless it is the one that is open, and check its size. */
-DTRAIN__PRIVATE dtrain_result dtrain__reader_open(dtrain__reader *reader, const char *path,
-                                                  uint64_t file_bytes)
-{
-    const dtrain_storage *storage = reader->storage;
-    if (reader->file >= 0 && strcmp(reader->opened, path) == 0) return DTRAIN_OK;
-    if (reader->file >= 0) (void)storage->close(storage->user, reader->file);
-    reader->file = -1;
-    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &reader->file));
-    snprintf(reader->opened, sizeof reader->opened, "%s", path);
-    const int64_t size = file_bytes ? storage->size(storage->user, reader->file) : 0;
-    if (size >= 0 && (uint64_t)size == file_bytes) return DTRAIN_OK;
-    reader->opened[0] = 0;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, and the manifest says %llu", path,
-                       (long long)size, (unsigned long long)file_bytes);
-}
-
 /* Read elements first to first + count of a source, widened to fp32 or as they are. With checksums
  * they are one whole block. */
 DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
@@ -23469,9 +23108,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
     const uint64_t at = (uint64_t)first * each;
     char digits[DTRAIN__CRC_DIGITS + 1];
     char *from = widen ? to + (size_t)count * sizeof(float) - bytes : to;
-    DTRAIN__TRY(dtrain__reader_open(reader, source->path, source->file_bytes));
-    DTRAIN__TRY(dtrain__storage_read(reader->storage, reader->file, source->path, from, bytes,
-                                     source->at + at));
+    const dtrain_storage *storage = reader->storage;
+    if (reader->file < 0 || strcmp(reader->opened, source->path) != 0) {
+        if (reader->file >= 0) (void)storage->close(storage->user, reader->file);
+        reader->file = -1;
+        DTRAIN__TRY(
+            dtrain__storage_open(storage, source->path, DTRAIN_STORAGE_READ, &reader->file));
+        snprintf(reader->opened, sizeof reader->opened, "%s", source->path);
+    }
+    DTRAIN__TRY(
+        dtrain__storage_read(storage, reader->file, source->path, from, bytes, source->at + at));
     reader->bytes += bytes;
     if (source->crc) {
         snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, from, bytes));
@@ -23480,7 +23126,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
             return dtrain_fail(
                 DTRAIN_ERROR_DATA,
                 "%s is damaged: its %zu bytes from %llu on, of the %s of \"%s\", do not have "
-                "the checksum of the manifest",
+                "the checksum of its header",
                 source->path, bytes, (unsigned long long)(source->at + at), source->kind,
                 dtrain__short(source->name));
     }
@@ -23579,8 +23225,8 @@ DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *tex
 /* Loading
  *
  *     rank 0           which checkpoint: the one of the path, or the newest below it
- *     every rank       manifest | does it fit the state? | read the pieces that this rank needs |
- *                      scalars | publish
+ *     every rank       manifest and headers | do they fit the state? | read the pieces that this
+ *                      rank needs | scalars | publish
  *
  * Every step ends with an agreement of all ranks: together they go on, try an older checkpoint or
  * give up. state/read.c reads the pieces. */
@@ -23599,6 +23245,8 @@ typedef struct dtrain__load {
     dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
+    uint64_t scalars[DTRAIN__SCALARS]; /* its numbers, as the state lists them */
+    bool has_scalar[DTRAIN__SCALARS];
     int32_t *wanted; /* (manifest.tensor_count) 1: some rank lists it */
     float *sum;      /* (BLOCK) for means, made when there are any */
     bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
@@ -23621,20 +23269,13 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* Tell whether a load without this tensor is an error: it would not continue the same training. */
-static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
-{
-    if (tensor->kind == DTRAIN_STATE_VALUE) return true;
-    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_STEPS;
-}
-
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
 static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
                                                      const dtrain_state_tensor *tensor)
 {
     const dtrain__saved_tensor *saved =
         dtrain__manifest_find(&load->manifest, tensor->kind, tensor->name);
-    return saved && dtrain__state_alike(&saved->tensor, tensor) ? saved : NULL;
+    return saved && dtrain__state_alike(&saved->pieces->tensor, tensor) ? saved : NULL;
 }
 
 /* List the settings whose text in the manifest is another one. Keys of one side alone do not
@@ -23657,45 +23298,34 @@ static void dtrain__settings_compare(const dtrain__object *object, const char *c
     }
 }
 
-/* Find out which tensors of the checkpoint any rank lists: ranks may list different ones. */
-static dtrain_result dtrain__load_wanted(dtrain__load *load)
+/* Read the scalars that the state lists, and refuse those that no run can have: counts that a next
+ * step would overflow, and a loss scale that is not finite or not positive. Every value is a
+ * seed. */
+static dtrain_result dtrain__scalars_read(dtrain__load *load)
 {
-    const dtrain__manifest *m = &load->manifest;
     const dtrain_state *state = load->state;
-    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count,
-                                            sizeof *load->wanted, "a list of tensors");
-    DTRAIN__TRY(dtrain__agree(state->comm, load->wanted ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain__saved_tensor *saved =
-            dtrain__manifest_find(m, state->tensors[i].kind, state->tensors[i].name);
-        if (saved) load->wanted[saved - m->tensors] = 1;
+    const dtrain__object *object = &load->manifest.scalars;
+    char name[64];
+    dtrain__json json = dtrain__json_begin(load->directory.text, object->at, object->bytes);
+    memset(load->has_scalar, 0, sizeof load->has_scalar);
+    if (!object->at || load->desc.values_only) return DTRAIN_OK;
+    (void)dtrain__json_enter(&json, '{');
+    while (dtrain__json_member(&json, name, sizeof name)) {
+        uint64_t bits = 0;
+        float scale = 1;
+        size_t i = 0;
+        if (!dtrain__json_u64(&json, &bits)) break;
+        while (i < state->scalar_count && strcmp(state->scalars[i].name, name) != 0) i++;
+        if (i == state->scalar_count) continue;
+        load->scalars[i] = bits;
+        load->has_scalar[i] = true;
+        if (strstr(name, ".seed")) continue;
+        if (strcmp(name, "scaler.scale") == 0) memcpy(&scale, &bits, sizeof scale);
+        if (bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s is %llu, which no run can have saved",
+                               load->directory.text, name, (unsigned long long)bits);
     }
-    return dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count,
-                             DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
-}
-
-/* Note the tensors that no rank lists: the program's arrays by name, the optimizer's by kind. */
-static void dtrain__note_left_out(dtrain__load *load)
-{
-    const dtrain__manifest *m = &load->manifest;
-    bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
-    quiet[DTRAIN_STATE_STEPS] = quiet[DTRAIN_STATE_VELOCITY] = true;
-    quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
-    for (size_t i = 0; i < m->tensor_count; i++)
-        if (load->wanted[i]) quiet[m->tensors[i].tensor.kind] = true;
-    quiet[DTRAIN_STATE_HOST] = false;
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain_state_tensor *saved = &m->tensors[i].tensor;
-        const bool array = saved->kind == DTRAIN_STATE_HOST;
-        if (load->wanted[i] || quiet[saved->kind]) continue;
-        quiet[saved->kind] = !array;
-        if (array)
-            dtrain__load_note(load, "\"%s\" is left out: this run has no such array",
-                              dtrain__short(saved->name));
-        else
-            dtrain__load_note(load, "%s was left out: this optimizer keeps none",
-                              dtrain__state_kind_name(saved->kind));
-    }
+    return dtrain__json_end(&json);
 }
 
 /* Compare the checkpoint's tensors and settings with this run's, and name the differences. */
@@ -23718,14 +23348,18 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        if (!dtrain__is_needed(load, tensor) || dtrain__saved_for(load, tensor)) continue;
+        const bool value = tensor->kind == DTRAIN_STATE_VALUE; /* others belong to a training */
+        if (!value &&
+            (load->desc.values_only || tensor->own || tensor->kind == DTRAIN_STATE_STEPS))
+            continue;
+        if (dtrain__saved_for(load, tensor)) continue;
         const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
         dtrain__name_add(there ? &misfit.different : &misfit.missing,
                          dtrain__state_kind_name(tensor->kind), tensor->name, "");
     }
     for (size_t i = 0; i < m->tensor_count; i++)
-        if (m->tensors[i].tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfit.extra, "value", m->tensors[i].tensor.name, "");
+        if (m->tensors[i].pieces->tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
+            dtrain__name_add(&misfit.extra, "value", m->tensors[i].pieces->tensor.name, "");
     if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -23742,16 +23376,16 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
                                          int64_t rank, dtrain__target *target)
 {
-    const dtrain_state_tensor *tensor = &saved->tensor;
-    target->dtype = tensor->dtype;
-    for (size_t i = 0; i < saved->piece_count; i++) {
-        const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
-        const dtrain__saved_file *file = &load->manifest.files[piece->file];
-        if (piece->rank != (tensor->own ? rank : -1)) continue;
-        const dtrain__file_path path = dtrain__path_in(load->directory.text, "%s", file->name);
+    target->dtype = saved->pieces->tensor.dtype;
+    for (const dtrain__held *held = saved->pieces; held < saved->pieces + saved->count; held++) {
+        const dtrain_state_tensor *tensor = &held->tensor;
+        if (tensor->own && held->rank != rank) continue;
+        const dtrain__file_path path = dtrain__tensors_path(
+            load->directory.text, tensor->kind != DTRAIN_STATE_VALUE, held->rank);
         const dtrain__source source = {
-            path.text,    piece->at,  file->bytes,   dtrain__state_kind_name(tensor->kind),
-            tensor->name, piece->crc, tensor->dtype, piece->piece};
+            path.text,    (uint64_t)held->at, dtrain__state_kind_name(tensor->kind),
+            tensor->name, held->crc,          tensor->dtype,
+            tensor->piece};
         DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
     }
     return DTRAIN_OK;
@@ -23759,37 +23393,30 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 
 /* ---- Tensors that each rank has of its own ----------------------------------------------------*/
 
-/* Tell whether this rank has saved exactly its pieces of a tensor of its own, of which this is
- * one. */
-static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
-{
-    const dtrain_state *state = load->state;
-    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = dtrain_comm_rank(state->comm);
-    int64_t there = 0, all = 0, wanted = 0;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].kind == tensor->kind &&
-            strcmp(state->tensors[i].name, tensor->name) == 0)
-            wanted += state->tensors[i].piece.count;
-    for (size_t i = 0; saved && i < saved->piece_count; i++) {
-        const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
-        dtrain_piece common;
-        if (piece->rank != rank) continue;
-        all += piece->piece.count;
-        if (dtrain__piece_common(&piece->piece, &tensor->piece, &common)) there += common.count;
-    }
-    return saved && there == tensor->piece.count && all == wanted;
-}
-
 /* Find out whether every rank finds the residuals and velocities of exactly its own pieces. */
 static dtrain_result dtrain__compare_cuts(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
+    const int rank = dtrain_comm_rank(state->comm);
     int32_t same = load->manifest.ranks == dtrain_comm_size(state->comm);
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].own && state->tensors[i].kind != DTRAIN_STATE_HOST &&
-            !dtrain__own_is_there(load, &state->tensors[i]))
-            same = 0;
+    for (size_t i = 0; i < state->tensor_count && same; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        if (!tensor->own || tensor->kind == DTRAIN_STATE_HOST) continue;
+        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        int64_t there = 0, all = 0; /* elements: of this piece, and saved less listed */
+        for (size_t k = 0; k < state->tensor_count; k++)
+            if (state->tensors[k].kind == tensor->kind &&
+                strcmp(state->tensors[k].name, tensor->name) == 0)
+                all -= state->tensors[k].piece.count;
+        for (size_t k = 0; saved && k < saved->count; k++) {
+            const dtrain_piece *piece = &saved->pieces[k].tensor.piece;
+            dtrain_piece common;
+            if (saved->pieces[k].rank != rank) continue;
+            all += piece->count;
+            if (dtrain__piece_common(piece, &tensor->piece, &common)) there += common.count;
+        }
+        same = there == tensor->piece.count && all == 0;
+    }
     DTRAIN__TRY(
         dtrain_all_reduce(state->comm, &same, &same, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     load->same_cuts = same != 0;
@@ -23798,16 +23425,15 @@ static dtrain_result dtrain__compare_cuts(dtrain__load *load)
 
 /* Make the sums in a target means over the ranks that saved them. Ranks that had the same part of
  * the parameter saved the same piece. */
-static void dtrain__own_scale(const dtrain__load *load, const dtrain__saved_tensor *saved,
-                              const dtrain__target *target)
+static void dtrain__own_scale(const dtrain__saved_tensor *saved, const dtrain__target *target)
 {
-    const dtrain__saved_piece *pieces = &load->manifest.pieces[saved->first_piece];
-    for (size_t i = 0; i < saved->piece_count; i++) {
-        const dtrain_piece *piece = &pieces[i].piece, *to = &target->piece;
+    const dtrain_piece *to = &target->piece;
+    for (size_t i = 0; i < saved->count; i++) {
+        const dtrain_piece *piece = &saved->pieces[i].tensor.piece;
         dtrain_piece common;
         size_t before = 0, all = 0;
-        for (size_t k = 0; k < saved->piece_count; k++) {
-            if (dtrain__piece_order(piece, &pieces[k].piece) != 0) continue;
+        for (size_t k = 0; k < saved->count; k++) {
+            if (dtrain__piece_order(piece, &saved->pieces[k].tensor.piece) != 0) continue;
             before += k < i;
             all++;
         }
@@ -23841,38 +23467,74 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
         memset(load->sum, 0, DTRAIN__BLOCK);
         for (int64_t r = 0; r < load->manifest.ranks && flat; r++)
             DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
-        if (flat) dtrain__own_scale(load, saved, &target);
+        if (flat) dtrain__own_scale(saved, &target);
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
                                        (size_t)target.piece.count * sizeof(float)));
     }
     return DTRAIN_OK;
 }
 
-/* Note how residuals were set, if not exactly as they were saved. */
-static void dtrain__note_residuals(dtrain__load *load)
+/* ---- All of it --------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__tensors_load(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    const int rank = dtrain_comm_rank(state->comm);
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
+        if (tensor->kind != DTRAIN_STATE_VALUE && load->desc.values_only) continue;
+        if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
+            DTRAIN__TRY(dtrain__own_mean(load, tensor));
+        else if (saved && (!tensor->own || rank < load->manifest.ranks)) {
+            load->values += tensor->kind == DTRAIN_STATE_VALUE;
+            DTRAIN__TRY(dtrain__tensor_read(load, saved, rank, &target));
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* Note what was not carried over exactly: scalars and arrays of this run that begin anew, tensors
+ * of the checkpoint that no rank lists (the program's arrays by name, the optimizer's by kind), and
+ * residuals. */
+static void dtrain__note_differences(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
-    bool wanted = false, there = false;
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        wanted |= tensor->kind == DTRAIN_STATE_RESIDUAL;
+    const int ranks = dtrain_comm_size(state->comm), before = (int)m->ranks;
+    const bool by_nodes = m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy);
+    bool listed[DTRAIN_STATE_KINDS] = {false}, saved[DTRAIN_STATE_KINDS] = {false};
+    bool said[DTRAIN_STATE_KINDS] = {false};
+    for (size_t i = 0; i < state->tensor_count; i++) listed[state->tensors[i].kind] = true;
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
+        saved[tensor->kind] = true;
+        said[tensor->kind] |= load->wanted[i] != 0;
     }
-    for (size_t i = 0; i < m->tensor_count; i++)
-        there |= m->tensors[i].tensor.kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
-    if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");
-    else if (wanted && !there) dtrain__load_note(load, "residuals begin with zeros");
-    else if (wanted && !load->same_cuts)
-        dtrain__load_note(load, m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy)
-                                    ? "residuals begin with zeros: they are those of nodes"
-                                    : "residuals are the mean over the ranks that saved them");
-}
-
-/* Note the program's own arrays that differ from rank to rank and could not be restored on all. */
-static void dtrain__note_arrays(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    const int ranks = dtrain_comm_size(state->comm), before = (int)load->manifest.ranks;
+    for (size_t i = 0; i < state->scalar_count; i++)
+        if (!load->has_scalar[i]) dtrain__load_note(load, "%s begins anew", state->scalars[i].name);
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
+        const char *kind = dtrain__state_kind_name(tensor->kind);
+        if (load->wanted[i] || tensor->kind == DTRAIN_STATE_VALUE ||
+            tensor->kind == DTRAIN_STATE_STEPS || tensor->kind == DTRAIN_STATE_RESIDUAL ||
+            tensor->kind == DTRAIN_STATE_VELOCITY)
+            continue;
+        if (tensor->kind == DTRAIN_STATE_HOST)
+            dtrain__load_note(load, "\"%s\" is left out: this run has no such array",
+                              dtrain__short(tensor->name));
+        else if (!said[tensor->kind])
+            dtrain__load_note(load, "%s was left out: this optimizer keeps none", kind);
+        said[tensor->kind] = true;
+    }
+    const bool residuals = listed[DTRAIN_STATE_RESIDUAL], there = saved[DTRAIN_STATE_RESIDUAL];
+    if (there && !residuals)
+        dtrain__load_note(load, "residuals were left out: this run keeps none");
+    else if (residuals && !there) dtrain__load_note(load, "residuals begin with zeros");
+    else if (residuals && !load->same_cuts)
+        dtrain__load_note(load, by_nodes ? "residuals begin with zeros: they are those of nodes"
+                                         : "residuals are the mean over the ranks that saved them");
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const char *name = dtrain__short(tensor->name);
@@ -23888,99 +23550,48 @@ static void dtrain__note_arrays(dtrain__load *load)
     }
 }
 
-/* ---- All of it --------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_tensor *tensor)
-{
-    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = dtrain_comm_rank(load->state->comm);
-    dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
-    if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
-        return dtrain__own_mean(load, tensor);
-    if (!saved) return DTRAIN_OK;
-    if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
-    load->values += tensor->kind == DTRAIN_STATE_VALUE;
-    return dtrain__tensor_read(load, saved, rank, &target);
-}
-
-static dtrain_result dtrain__tensors_load(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].kind == DTRAIN_STATE_VALUE || !load->desc.values_only)
-            DTRAIN__TRY(dtrain__tensor_load(load, &state->tensors[i]));
-    return DTRAIN_OK;
-}
-
-/* Find a scalar in the manifest; NULL: the checkpoint does not have it. */
-static const dtrain__saved_scalar *dtrain__scalar_saved(const dtrain__load *load, const char *name)
-{
-    const dtrain__saved_scalar *const all = load->manifest.scalars;
-    for (size_t i = 0; i < load->manifest.scalar_count; i++)
-        if (strcmp(all[i].name, name) == 0) return &all[i];
-    return NULL;
-}
-
-/* Refuse scalars that no run can have: counts that a next step would overflow, and a loss scale
- * that is not finite or not positive. Every value is a seed. */
-static dtrain_result dtrain__scalars_check(const dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
-        const char *const name = state->scalars[i].name;
-        const dtrain__saved_scalar *saved = dtrain__scalar_saved(load, name);
-        float scale = 1;
-        if (!saved || strstr(name, ".seed")) continue;
-        if (strcmp(name, "scaler.scale") == 0) memcpy(&scale, &saved->bits, sizeof scale);
-        if (saved->bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s is %llu, which no run can have saved",
-                               load->directory.text, name, (unsigned long long)saved->bits);
-    }
-    return DTRAIN_OK;
-}
-
-/* Set the scalars that the checkpoint has; others stay. */
-static void dtrain__scalars_load(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    dtrain__state_source *loader = dtrain__source_of(state->desc.loader);
-    char note[256] = "";
-    for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
-        const dtrain__scalar *scalar = &state->scalars[i];
-        const dtrain__saved_scalar *saved = dtrain__scalar_saved(load, scalar->name);
-        if (saved) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
-        else dtrain__load_note(load, "%s begins anew", scalar->name);
-    }
-    if (!loader || load->desc.values_only) return;
-    loader->resume(loader, note, sizeof note);
-    if (note[0]) dtrain__load_note(load, "%s", note);
-}
-
 /* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:
  * nor will an older checkpoint. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     dtrain_state *state = load->state;
-    const dtrain__manifest *m = &load->manifest;
+    dtrain__manifest *m = &load->manifest;
+    dtrain__state_source *loader = dtrain__source_of(state->desc.loader);
+    const bool all = !load->desc.values_only;
+    char note[256] = "";
     *differs = false;
     load->note[0] = 0;
     load->reader.bytes = load->values = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
-    DTRAIN__TRY(dtrain__agree(
-        state->comm, dtrain__manifest_read(&load->folder, load->directory.text, &load->manifest)));
-    DTRAIN__TRY(dtrain__agree(state->comm, dtrain__scalars_check(load)));
-    DTRAIN__TRY(dtrain__load_wanted(load));
-    const dtrain_result fits = dtrain__agree(state->comm, dtrain__load_compare(load));
-    *differs = fits != DTRAIN_OK;
-    DTRAIN__TRY(fits);
+    dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
+    if (result == DTRAIN_OK)
+        result = dtrain__manifest_tensors(m, &load->folder, load->directory.text, !all);
+    if (result == DTRAIN_OK) result = dtrain__scalars_read(load);
+    DTRAIN__TRY(dtrain__agree(state->comm, result));
+    /* ranks may list different tensors */
+    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count,
+                                            sizeof *load->wanted, "a list of tensors");
+    DTRAIN__TRY(dtrain__agree(state->comm, load->wanted ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain__saved_tensor *saved =
+            dtrain__manifest_find(m, state->tensors[i].kind, state->tensors[i].name);
+        if (saved) load->wanted[saved - m->tensors] = 1;
+    }
+    DTRAIN__TRY(dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count,
+                                  DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
+    result = dtrain__agree(state->comm, dtrain__load_compare(load));
+    *differs = result != DTRAIN_OK;
+    DTRAIN__TRY(result);
     DTRAIN__TRY(dtrain__compare_cuts(load));
     dtrain__set_torn(state->desc.strategy, dtrain__load_call);
     DTRAIN__TRY(dtrain__agree(state->comm, dtrain__tensors_load(load)));
-    dtrain__scalars_load(load);
-    if (!load->desc.values_only) {
-        dtrain__note_left_out(load);
-        dtrain__note_residuals(load);
-        dtrain__note_arrays(load);
+    for (size_t i = 0; i < state->scalar_count && all; i++)
+        if (load->has_scalar[i]) /* little-endian */
+            memcpy(state->scalars[i].memory, &load->scalars[i], state->scalars[i].bytes);
+    if (all) {
+        dtrain__note_differences(load);
+        if (loader) loader->resume(loader, note, sizeof note);
+        if (note[0]) dtrain__load_note(load, "%s", note);
         state->step = m->step;
         if (m->run) state->run = m->run;
     }
@@ -23997,26 +23608,6 @@ static void dtrain__load_free(dtrain__load *load)
 }
 
 /* ---- Choosing a checkpoint --------------------------------------------------------------------*/
-
-/* Rank 0: find out whether the path is a checkpoint, or list the checkpoints in it. An empty path,
- * a checkpoint without its manifest and a disk that fails are three different errors. */
-static dtrain_result dtrain__find_checkpoints(dtrain__load *load, bool *is_one)
-{
-    const dtrain__folder *folder = &load->folder;
-    const dtrain__file_path manifest = dtrain__path_in(folder->path, "manifest.json");
-    const int code = dtrain__storage_probe(folder->storage, manifest.text, DTRAIN_STORAGE_READ);
-    *is_one = code == 0;
-    if (*is_one) return DTRAIN_OK;
-    if (code != -ENOENT && code != -ENOTDIR)
-        return dtrain__storage_fail(manifest.text, "opened", code);
-    if (dtrain__storage_probe(folder->storage, folder->path, DTRAIN_STORAGE_DIRECTORY) != -ENOENT)
-        DTRAIN__TRY(dtrain__steps_list(folder, "", &load->steps));
-    if (load->steps.count) return DTRAIN_OK;
-    if (load->steps.remains)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s has files of a checkpoint, and no manifest.json",
-                           folder->path);
-    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", folder->path);
-}
 
 /* Load the newest of the steps that can be read whole. */
 static dtrain_result dtrain__load_newest(dtrain__load *load)
@@ -24052,20 +23643,33 @@ static dtrain_result dtrain__load_newest(dtrain__load *load)
     }
 }
 
-/* Find a checkpoint, on rank 0, and load it. */
+/* Find a checkpoint, on rank 0, and load it: the path is one, or a directory with some. An empty
+ * path, a checkpoint without its manifest and a disk that fails are three different errors. */
 static dtrain_result dtrain__load_path(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    const char *path = load->folder.path;
+    const dtrain__folder *folder = &load->folder;
+    const char *path = folder->path;
     bool is_one = false, differs;
     dtrain_result result = dtrain__between_backwards(state->desc.strategy, dtrain__load_call);
-    if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
-        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
-                             dtrain__load_call, DTRAIN__PATH - 128);
-    if (result == DTRAIN_OK)
-        result = dtrain__reader_begin(&load->reader, state, load->folder.storage);
-    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
-        result = dtrain__find_checkpoints(load, &is_one);
+    if (result == DTRAIN_OK) result = dtrain__path_check(dtrain__load_call, path);
+    if (result == DTRAIN_OK) result = dtrain__reader_begin(&load->reader, state, folder->storage);
+    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0) {
+        const dtrain__file_path manifest = dtrain__path_in(path, "manifest.json");
+        const int code = dtrain__storage_probe(folder->storage, manifest.text, DTRAIN_STORAGE_READ);
+        is_one = code == 0;
+        if (code && code != -ENOENT && code != -ENOTDIR)
+            result = dtrain__storage_fail(manifest.text, "opened", code);
+        else if (code &&
+                 dtrain__storage_probe(folder->storage, path, DTRAIN_STORAGE_DIRECTORY) != -ENOENT)
+            result = dtrain__steps_list(folder, "", &load->steps);
+        if (result == DTRAIN_OK && code && !load->steps.count)
+            result =
+                load->steps.remains
+                    ? dtrain_fail(DTRAIN_ERROR_DATA,
+                                  "%s has files of a checkpoint, and no manifest.json", path)
+                    : dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", path);
+    }
     int64_t from[2] = {is_one, (int64_t)state->world->job};
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     DTRAIN__TRY(dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL));
@@ -24073,22 +23677,6 @@ static dtrain_result dtrain__load_path(dtrain__load *load)
     if (!from[0]) return dtrain__load_newest(load);
     snprintf(load->directory.text, sizeof load->directory.text, "%s", path);
     return dtrain__load_one(load, &differs);
-}
-
-/* Fill in the caller's info. */
-static void dtrain__load_report(const dtrain__load *load, double start, dtrain_load_info *info)
-{
-    const dtrain__manifest *m = &load->manifest;
-    info->step = m->step;
-    info->ranks = (int)m->ranks;
-    snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
-    snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
-             load->directory.text);
-    info->bytes = load->reader.bytes;
-    info->values = load->values;
-    memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
-    info->seconds = dtrain_seconds() - start;
-    memcpy(info->note, load->note, sizeof info->note);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
@@ -24111,8 +23699,19 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
     const dtrain_result result = dtrain__load_path(&load);
-    if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
-    else if (torn && !dtrain__torn(state->desc.strategy))
+    const dtrain__manifest *m = &load.manifest;
+    if (result == DTRAIN_OK) {
+        info->step = m->step;
+        info->ranks = (int)m->ranks;
+        snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
+        snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
+                 load.directory.text);
+        info->bytes = load.reader.bytes;
+        info->values = load.values;
+        memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
+        info->seconds = dtrain_seconds() - start;
+        memcpy(info->note, load.note, sizeof info->note);
+    } else if (torn && !dtrain__torn(state->desc.strategy))
         dtrain__set_torn(state->desc.strategy, torn);
     dtrain__load_free(&load);
     dtrain__steps_free(&load.steps);
@@ -24159,7 +23758,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    dtrain__weights *weights);
 DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end);
 DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path);
-DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const char *path);
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
@@ -24235,13 +23833,6 @@ DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const ch
     snprintf(directory, DTRAIN__PATH, "%.*s", bytes, slash ? path : ".");
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const char *path)
-{
-    if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
-                       DTRAIN__PATH - 128);
-}
-
 /* ---- Export -----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__export {
@@ -24292,7 +23883,7 @@ static dtrain_result dtrain__export_header(dtrain__export *e)
 static dtrain_result dtrain__export_prepare(dtrain__export *e)
 {
     DTRAIN__TRY(dtrain__between_backwards(e->strategy, dtrain__export_call));
-    DTRAIN__TRY(dtrain__weight_path_check(dtrain__export_call, e->path));
+    DTRAIN__TRY(dtrain__path_check(dtrain__export_call, e->path));
     if (e->desc.dtype > DTRAIN_DTYPE_F16)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %u, expected F32, BF16 or F16",
                            dtrain__export_call, e->desc.dtype);
@@ -24455,9 +24046,7 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
         return DTRAIN_ERROR_MEMORY;
     dtrain__weight_file *file = &im->files[im->file_count];
     snprintf(file->path, sizeof file->path, "%s", path);
-    DTRAIN__TRY(dtrain__reader_open(&im->reader, path, 0));
-    DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->reader.file, path, allocator,
-                                         &file->header));
+    DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, path, NULL, allocator, &file->header));
     im->file_count++;
     im->tensor_count += file->header.count;
     return DTRAIN_OK;
@@ -24745,7 +24334,7 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     const dtrain_strategy *strategy = im->state->desc.strategy;
     DTRAIN__TRY(dtrain__between_backwards(strategy, dtrain__import_call));
-    DTRAIN__TRY(dtrain__weight_path_check(dtrain__import_call, im->path));
+    DTRAIN__TRY(dtrain__path_check(dtrain__import_call, im->path));
     DTRAIN__TRY(dtrain__weights_list(dtrain__import_call, strategy, im->desc.names, &im->weights));
     DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
     DTRAIN__TRY(dtrain__import_headers(im));
@@ -24842,6 +24431,14 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const c
     return path;
 }
 
+/* Check a path that a caller gave: what is added to it must have room. */
+DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path)
+{
+    if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
+                       DTRAIN__PATH - 128);
+}
+
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix)
 {
@@ -24869,8 +24466,8 @@ static bool dtrain__is_ours(const char *name)
 {
     static const char *const parts[][2] = {{"model-", ".safetensors"},
                                            {"state-", ".safetensors"},
-                                           {"rank-", ".json"},
-                                           {"rank-", ".tmp"}};
+                                           {"model-", ".tmp"},
+                                           {"state-", ".tmp"}};
     if (strcmp(name, "manifest.json") == 0) return true;
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         const size_t prefix = strlen(parts[i][0]);
@@ -25112,393 +24709,38 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
 
 /* ==== src/state/manifest.c ==================================================================== */
 
-/* Manifests: what a checkpoint holds and where, as JSON
+/* Manifests: the index of a checkpoint, as JSON
  *
- *     {"format": "dtrain checkpoint", "version": 2, "library": "0.2.0", "step": 1000, "ranks": 2,
+ *     {"format": "dtrain checkpoint", "version": 3, "library": "0.2.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
- *      "run": 83, "job": 83, "config": "...", "block": 1048576,
- *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
- *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
- *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
- *                   "own": false}, ...],
- *      "files": [{"name": "model-00000.safetensors", "bytes": 131192, "rank": 0,
- *                 "pieces": [[0, 0, 16384, 120, "8a9136aa"], ...]}, ...],
- *      "crc32c": "e3069283"}
+ *      "run": 83, "job": 83, "config": "...",
+ *      "model": {"heads": "4", ...},
+ *      "settings": {"seed": "1337", ...},
+ *      "scalars": {"optimizer.step": 1000, ...},
+ *      "headers": "8a9136aa62a8ab4346dd794e113fdb5c", "crc32c": "e3069283"}
  *
- * The tensors are those of all ranks. A piece is: the number of its tensor in that list, the first
- * element and the length of its run, its first byte in the file, the checksum of each block of
- * DTRAIN__BLOCK bytes and, where its box is not the whole tensor, a first index and a length for
- * each of four axes. A float is stored as its bits.
- *
- * "run" numbers the history that this checkpoint continues, and "job" one start of a launcher with
- * all its restarts; 0 = unknown.
- *
- * The last member is the seal: the checksum of all bytes before its comma. Each rank's part of the
- * list of files is sealed in the same way. A text with a correct seal is still checked like any
+ * A float is stored as its bits. "run" numbers the history that this checkpoint continues, and
+ * "job" one start of a launcher with all its restarts; 0 = unknown. The last member is the seal:
+ * the checksum of all bytes before its comma. A text with a correct seal is still checked like any
  * input.
  *
- * Names, dtypes and byte ranges stand in the headers of the data files as well, so that other
- * programs read those. They are repeated here, because a rank that loads then opens one manifest
- * and the files that it needs, not the files of all ranks. */
+ * What the files hold is said in their headers (state/safetensors.c) and nowhere else; "headers"
+ * has the checksums of those of all ranks, model-00000, state-00000, model-00001 and so on. In the
+ * metadata of its file, a piece is described by a text:
+ *
+ *     "piece:exp_avg.wte[0:16384]": "1 0 256 128 0 0 0 0 0 0 256 128 0 0 0 16384 8a9136aa wte"
+ *
+ * These are: kind of the tensor, 1 if every rank has its own, 4 numbers of the tensor's shape, the
+ * piece (first index of its box on each of 4 axes, 4 lengths, first element and length of its run),
+ * the checksum of each block of DTRAIN__BLOCK bytes, the name of the tensor. */
 
 #define DTRAIN__MANIFEST_FORMAT "dtrain checkpoint"
+#define DTRAIN__MANIFEST_VERSION 3
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
-
-/* ---- Seals ------------------------------------------------------------------------------------*/
-
-/* End an object with the checksum of what there is of it. */
-DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text)
-{
-    if (!text->failed)
-        dtrain__text_add(text, DTRAIN__SEAL_FORM, dtrain__crc32c(0, text->at, text->bytes));
-}
-
-/* Check the seal of a text, and close its object without it. */
-DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes)
-{
-    char expected[DTRAIN__SEAL_BYTES + 1];
-    if (*bytes > DTRAIN__SEAL_BYTES) {
-        const size_t rest = *bytes - DTRAIN__SEAL_BYTES;
-        snprintf(expected, sizeof expected, DTRAIN__SEAL_FORM, dtrain__crc32c(0, text, rest));
-        if (memcmp(text + rest, expected, DTRAIN__SEAL_BYTES) == 0) {
-            text[rest] = '}';
-            *bytes = rest + 1;
-            return DTRAIN_OK;
-        }
-    }
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s does not have the checksum (CRC-32C) that it ends with: it is damaged, "
-                       "or not all of it was written",
-                       path);
-}
-
-/* ---- Members ----------------------------------------------------------------------------------*/
-
-/* Reader and writer go through the same tables of members, which are in the order of writing. The
- * form of a member says what type holds it. */
-typedef enum dtrain__form {
-    DTRAIN__FORM_U64,
-    DTRAIN__FORM_I64,
-    DTRAIN__FORM_BOOL,
-    DTRAIN__FORM_TEXT,   /* const char * */
-    DTRAIN__FORM_KIND,   /* uint32_t */
-    DTRAIN__FORM_DTYPE,  /* uint32_t */
-    DTRAIN__FORM_SHAPE,  /* int64_t[4] */
-    DTRAIN__FORM_OBJECT, /* dtrain__object */
-    DTRAIN__FORM_LIST    /* of what `read` reads one of */
-} dtrain__form;
-
-typedef struct dtrain__member {
-    const char *name;
-    dtrain__form form;
-    size_t at; /* in the struct */
-    bool (*read)(dtrain__manifest *m, dtrain__json *json);
-} dtrain__member;
-
-/* ---- Reading ----------------------------------------------------------------------------------*/
-
-/* Make room for one more item of a list; otherwise the text has come to its end. */
-static bool dtrain__one_more(dtrain__manifest *m, dtrain__json *json, void **array, size_t count,
-                             size_t *room, size_t item_bytes)
-{
-    if (dtrain__grow(m->allocator, array, count, room, item_bytes, "a manifest's lists"))
-        return true;
-    json->result = DTRAIN_ERROR_MEMORY;
-    json->at = json->end;
-    return false;
-}
-
-/* Read a string that must be one of a list; *which is its place. */
-static bool dtrain__read_word(dtrain__json *json, const char *what,
-                              const char *(*word_of)(uint32_t), uint32_t count, uint32_t *which)
-{
-    char word[32];
-    if (!dtrain__json_string(json, word, sizeof word)) return false;
-    for (*which = 0; *which < count; ++*which)
-        if (strcmp(word, word_of(*which)) == 0) return true;
-    return dtrain__json_fail(json, "%s \"%s\" is unknown", what, word);
-}
-
-static bool dtrain__read_shape(dtrain__json *json, int64_t shape[4])
-{
-    int dims = 0;
-    if (!dtrain__json_enter(json, '[')) return false;
-    while (dtrain__json_item(json)) {
-        if (dims == 4) return dtrain__json_fail(json, "a shape has more than 4 dimensions");
-        if (!dtrain__json_count(json, &shape[dims])) return false;
-        if (shape[dims] < (dims > 0)) return dtrain__json_fail(json, "a dimension is too small");
-        dims++;
-    }
-    if (json->result == DTRAIN_OK && dims == 0) return dtrain__json_fail(json, "a shape is empty");
-    return json->result == DTRAIN_OK;
-}
-
-/* Check those members on which the reading of lists depends: they are written before the lists. */
-static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
-{
-    if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
-        return dtrain__json_fail(json, "the format is \"%.100s\", expected \"%s\"",
-                                 m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
-    if (m->version != DTRAIN__MANIFEST_VERSION)
-        return dtrain__json_fail(json,
-                                 "it has version %llu of the format, and this is dtrain %s, which "
-                                 "reads version %d",
-                                 (unsigned long long)m->version, DTRAIN_VERSION_STRING,
-                                 DTRAIN__MANIFEST_VERSION);
-    if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->step <= DTRAIN__STEP_MOST &&
-        m->ranks >= 1 && m->ranks <= INT32_MAX)
-        return true;
-    return dtrain__json_fail(json, "step %lld, %lld ranks or blocks of %llu bytes cannot be",
-                             (long long)m->step, (long long)m->ranks, (unsigned long long)m->block);
-}
-
-/* Read a member to its place in the struct. A string is decoded where it is in the text: it becomes
- * no longer by that. */
-static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json,
-                                const dtrain__member *member, void *at)
-{
-    dtrain__object object;
-    char *string;
-    switch (member->form) {
-    case DTRAIN__FORM_U64: return dtrain__json_u64(json, (uint64_t *)at);
-    case DTRAIN__FORM_I64: return dtrain__json_count(json, (int64_t *)at);
-    case DTRAIN__FORM_BOOL: return dtrain__json_bool(json, (bool *)at);
-    case DTRAIN__FORM_TEXT:
-        (void)dtrain__json_peek(json);
-        string = m->text + (json->at - json->text);
-        if (!dtrain__json_string(json, string, (size_t)(json->end - json->at))) return false;
-        *(const char **)at = string;
-        return true;
-    case DTRAIN__FORM_KIND:
-        return dtrain__read_word(json, "kind", dtrain__state_kind_name, DTRAIN_STATE_KINDS,
-                                 (uint32_t *)at);
-    case DTRAIN__FORM_DTYPE:
-        return dtrain__read_word(json, "dtype", dtrain__stored_name, DTRAIN_STATE_BYTES + 1,
-                                 (uint32_t *)at);
-    case DTRAIN__FORM_SHAPE: return dtrain__read_shape(json, (int64_t *)at);
-    case DTRAIN__FORM_OBJECT:
-        (void)dtrain__json_peek(json);
-        object.at = json->at;
-        if (!dtrain__json_skip(json)) return false;
-        object.bytes = (size_t)(json->at - object.at);
-        *(dtrain__object *)at = object;
-        return true;
-    case DTRAIN__FORM_LIST: break;
-    }
-    if (!dtrain__head_check(m, json) || !dtrain__json_enter(json, '[')) return false;
-    while (dtrain__json_item(json)) member->read(m, json);
-    return json->result == DTRAIN_OK;
-}
-
-/* Read an object by the table of its members, and skip others: people, or a later library, may have
- * added some. */
-static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json,
-                                 const dtrain__member *members, void *object)
-{
-    char name[32];
-    if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, name, sizeof name)) {
-        const dtrain__member *member = members;
-        while (member->name && strcmp(member->name, name) != 0) member++;
-        if (member->name) dtrain__read_member(m, json, member, (char *)object + member->at);
-        else dtrain__json_skip(json);
-    }
-    return json->result == DTRAIN_OK;
-}
-
-static const dtrain__member dtrain__scalar_members[] = {
-    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain__saved_scalar, name), NULL},
-    {"value", DTRAIN__FORM_U64, offsetof(dtrain__saved_scalar, bits), NULL},
-    {NULL, DTRAIN__FORM_U64, 0, NULL}};
-
-static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
-{
-    dtrain__saved_scalar *scalar = &m->scalars[m->scalar_count];
-    if (m->scalar_count + 1 == sizeof m->scalars / sizeof m->scalars[0])
-        return dtrain__json_fail(json, "there are more scalars than any version has");
-    if (!dtrain__read_members(m, json, dtrain__scalar_members, scalar)) return false;
-    m->scalar_count++;
-    return scalar->name || dtrain__json_fail(json, "a scalar has no name");
-}
-
-static const dtrain__member dtrain__tensor_members[] = {
-    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain_state_tensor, name), NULL},
-    {"kind", DTRAIN__FORM_KIND, offsetof(dtrain_state_tensor, kind), NULL},
-    {"dtype", DTRAIN__FORM_DTYPE, offsetof(dtrain_state_tensor, dtype), NULL},
-    {"shape", DTRAIN__FORM_SHAPE, offsetof(dtrain_state_tensor, shape), NULL},
-    {"own", DTRAIN__FORM_BOOL, offsetof(dtrain_state_tensor, own), NULL},
-    {NULL, DTRAIN__FORM_U64, 0, NULL}};
-
-/* Read a tensor, and multiply its shape out without overflow. */
-static bool dtrain__read_tensor(dtrain__manifest *m, dtrain__json *json)
-{
-    if (!dtrain__one_more(m, json, (void **)&m->tensors, m->tensor_count, &m->tensor_room,
-                          sizeof *m->tensors))
-        return false;
-    dtrain_state_tensor *tensor = &m->tensors[m->tensor_count].tensor;
-    memset(&m->tensors[m->tensor_count++], 0, sizeof *m->tensors);
-    tensor->shape[0] = -1;
-    tensor->total = 1;
-    if (!dtrain__read_members(m, json, dtrain__tensor_members, tensor)) return false;
-    if (!tensor->name || !tensor->name[0] || tensor->shape[0] < 0)
-        return dtrain__json_fail(json, "a tensor has no name or no shape");
-    for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
-        if (tensor->shape[d] && tensor->total > INT64_MAX / 8 / tensor->shape[d])
-            return dtrain__json_fail(json, "a shape is too large");
-        tensor->total *= tensor->shape[d];
-    }
-    return true;
-}
-
-/* Find the checksums of a piece, which stay in the text. */
-static bool dtrain__read_crc(dtrain__json *json, uint64_t bytes, const char **crc)
-{
-    const uint64_t blocks = bytes / DTRAIN__BLOCK + (bytes % DTRAIN__BLOCK != 0);
-    if (dtrain__json_peek(json) != '"') return dtrain__json_fail(json, "a piece has no checksums");
-    *crc = json->at + 1;
-    if (!dtrain__json_skip(json)) return false;
-    const size_t digits = (size_t)(json->at - 1 - *crc);
-    if (digits == blocks * DTRAIN__CRC_DIGITS && strspn(*crc, "0123456789abcdef") >= digits)
-        return true;
-    return dtrain__json_fail(json, "expected %llu checksums of 8 hexadecimal digits",
-                             (unsigned long long)blocks);
-}
-
-/* Read the numbers behind a piece's checksums: its box. */
-static bool dtrain__read_box(dtrain__json *json, dtrain_piece *piece)
-{
-    if (!dtrain__json_item(json)) return json->result == DTRAIN_OK; /* the whole tensor */
-    for (int d = 0; d < 4; d++)
-        if ((d && !dtrain__json_item(json)) || !dtrain__json_count(json, &piece->first[d]) ||
-            !dtrain__json_item(json) || !dtrain__json_count(json, &piece->length[d]))
-            return dtrain__json_fail(json, "a box is not eight numbers");
-    return !dtrain__json_item(json) || dtrain__json_fail(json, "a piece has too many items");
-}
-
-static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json)
-{
-    const dtrain__saved_file *file = &m->files[m->file_count];
-    dtrain__saved_piece piece;
-    uint64_t number[4] = {0, 0, 0, 0}; /* tensor, offset, count, at */
-    if (!dtrain__one_more(m, json, (void **)&m->pieces, m->piece_count, &m->piece_room,
-                          sizeof piece) ||
-        !dtrain__json_enter(json, '['))
-        return false;
-    for (int i = 0; i < 4; i++)
-        if (!dtrain__json_item(json) || !dtrain__json_u64(json, &number[i]))
-            return dtrain__json_fail(json, "a piece is not four numbers and checksums");
-    if (number[0] >= m->tensor_count || file->rank < 0)
-        return dtrain__json_fail(json, "there is no tensor %llu, or no rank that wrote it",
-                                 (unsigned long long)number[0]);
-    const dtrain_state_tensor *tensor = &m->tensors[number[0]].tensor;
-    const uint64_t each = dtrain__state_bytes(tensor->dtype), total = (uint64_t)tensor->total;
-    piece.tensor = (uint32_t)number[0];
-    piece.file = (uint32_t)m->file_count;
-    piece.rank = tensor->own ? file->rank : -1;
-    piece.piece = dtrain__piece_whole(tensor->shape);
-    piece.piece.offset = (int64_t)number[1];
-    piece.piece.count = (int64_t)number[2];
-    piece.at = number[3];
-    if (!dtrain__json_item(json) || number[2] > total ||
-        !dtrain__read_crc(json, number[2] * each, &piece.crc))
-        return dtrain__json_fail(json, "a piece is not four numbers and checksums");
-    if (!dtrain__read_box(json, &piece.piece)) return false;
-    if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) ||
-        number[3] > file->bytes || number[2] > (file->bytes - number[3]) / each)
-        return dtrain__json_fail(json, "a piece of \"%s\" is not in it, or not in its file",
-                                 dtrain__short(tensor->name));
-    m->pieces[m->piece_count++] = piece;
-    return json->result == DTRAIN_OK;
-}
-
-static const dtrain__member dtrain__file_members[] = {
-    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain__saved_file, name), NULL},
-    {"bytes", DTRAIN__FORM_U64, offsetof(dtrain__saved_file, bytes), NULL},
-    {"rank", DTRAIN__FORM_I64, offsetof(dtrain__saved_file, rank), NULL},
-    {"pieces", DTRAIN__FORM_LIST, 0, dtrain__read_piece},
-    {NULL, DTRAIN__FORM_U64, 0, NULL}};
-
-/* Read a file's entry. Its size and rank come before its pieces; its name must be one of the
- * directory's own. */
-static bool dtrain__read_file(dtrain__manifest *m, dtrain__json *json)
-{
-    if (!dtrain__one_more(m, json, (void **)&m->files, m->file_count, &m->file_room,
-                          sizeof *m->files))
-        return false;
-    dtrain__saved_file *file = &m->files[m->file_count];
-    memset(file, 0, sizeof *file);
-    file->rank = -1;
-    if (!dtrain__read_members(m, json, dtrain__file_members, file)) return false;
-    if (file->rank < 0 || file->rank >= m->ranks || file->bytes > INT64_MAX)
-        return dtrain__json_fail(json, "a file comes without the rank that wrote it");
-    if (!file->name || !file->name[0] || file->name[0] == '.' || strchr(file->name, '/') ||
-        strlen(file->name) >= 64)
-        return dtrain__json_fail(json, "a file has no name, or one that is not in the directory");
-    m->file_count++;
-    return true;
-}
-
-#define DTRAIN__HEAD(member) offsetof(dtrain__manifest, member)
-static const dtrain__member dtrain__head_members[] = {
-    {"format", DTRAIN__FORM_TEXT, DTRAIN__HEAD(format), NULL},
-    {"version", DTRAIN__FORM_U64, DTRAIN__HEAD(version), NULL},
-    {"library", DTRAIN__FORM_TEXT, DTRAIN__HEAD(library), NULL},
-    {"step", DTRAIN__FORM_I64, DTRAIN__HEAD(step), NULL},
-    {"ranks", DTRAIN__FORM_I64, DTRAIN__HEAD(ranks), NULL},
-    {"strategy", DTRAIN__FORM_TEXT, DTRAIN__HEAD(strategy), NULL},
-    {"hierarchical", DTRAIN__FORM_BOOL, DTRAIN__HEAD(hierarchical), NULL},
-    {"block", DTRAIN__FORM_U64, DTRAIN__HEAD(block), NULL},
-    {"metric_bits", DTRAIN__FORM_U64, DTRAIN__HEAD(metric_bits), NULL},
-    {"run", DTRAIN__FORM_U64, DTRAIN__HEAD(run), NULL},
-    {"job", DTRAIN__FORM_U64, DTRAIN__HEAD(job), NULL},
-    {"config", DTRAIN__FORM_TEXT, DTRAIN__HEAD(config), NULL},
-    {"model", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(model), NULL},
-    {"settings", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(settings), NULL},
-    {"scalars", DTRAIN__FORM_LIST, 0, dtrain__read_scalar},
-    {"tensors", DTRAIN__FORM_LIST, 0, dtrain__read_tensor},
-    {"files", DTRAIN__FORM_LIST, 0, dtrain__read_file},
-    {NULL, DTRAIN__FORM_U64, 0, NULL}};
+#define DTRAIN__HEX "0123456789abcdef"
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
-
-/* Write the beginning of an object: its members up to the first list or object, which the caller
- * writes, as it does the end. */
-static void dtrain__write_members(dtrain__text *text, const dtrain__member *member,
-                                  const void *object)
-{
-    const char *separator = "{";
-    for (; member->name && member->form < DTRAIN__FORM_OBJECT; member++, separator = ", ") {
-        const void *at = (const char *)object + member->at;
-        dtrain__text_add(text, "%s\"%s\": ", separator, member->name);
-        if (member->form == DTRAIN__FORM_U64)
-            dtrain__text_add(text, "%llu", (unsigned long long)*(const uint64_t *)at);
-        else if (member->form == DTRAIN__FORM_I64)
-            dtrain__text_add(text, "%lld", (long long)*(const int64_t *)at);
-        else if (member->form == DTRAIN__FORM_BOOL)
-            dtrain__text_add(text, "%s", *(const bool *)at ? "true" : "false");
-        else if (member->form == DTRAIN__FORM_TEXT)
-            dtrain__text_add_string(text, *(const char *const *)at);
-        else if (member->form == DTRAIN__FORM_KIND)
-            dtrain__text_add(text, "\"%s\"", dtrain__state_kind_name(*(const uint32_t *)at));
-        else if (member->form == DTRAIN__FORM_DTYPE)
-            dtrain__text_add(text, "\"%s\"", dtrain__stored_name(*(const uint32_t *)at));
-        else {
-            const int64_t *shape = (const int64_t *)at;
-            for (int d = 0; d < 4 && (d == 0 || shape[d]); d++)
-                dtrain__text_add(text, "%s%lld", d ? ", " : "[", (long long)shape[d]);
-            dtrain__text_add(text, "]");
-        }
-    }
-}
-
-/* Begin the entry of a file, up to its pieces. */
-DTRAIN__PRIVATE void dtrain__manifest_file(dtrain__text *text, const dtrain__saved_file *file)
-{
-    dtrain__text_add(text, "\n  ");
-    dtrain__write_members(text, dtrain__file_members, file);
-    dtrain__text_add(text, ", \"pieces\": [");
-}
 
 /* Write an object of strings. */
 static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
@@ -25511,122 +24753,152 @@ static void dtrain__write_settings(dtrain__text *text, const char *name, const c
     dtrain__text_add(text, "}");
 }
 
-/* Write a manifest up to its list of files. */
+/* Write a manifest up to the checksums of headers. */
 DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
 {
     const dtrain_state *state = c->desc.state;
-    dtrain__manifest m;
     dtrain_strategy_info info;
-    memset(&m, 0, sizeof m);
+    uint64_t bits;
     dtrain_strategy_query(state->desc.strategy, &info);
-    m.format = DTRAIN__MANIFEST_FORMAT;
-    m.version = DTRAIN__MANIFEST_VERSION;
-    m.library = DTRAIN_VERSION_STRING;
-    m.step = c->step;
-    m.ranks = c->ranks;
-    m.strategy = info.name;
-    m.hierarchical = dtrain__goes_by_nodes(state->desc.strategy);
-    m.block = DTRAIN__BLOCK;
-    memcpy(&m.metric_bits, &c->metric, sizeof m.metric_bits);
-    m.run = state->run;
-    m.job = state->world->job;
-    m.config = c->desc.config ? c->desc.config : "";
-    dtrain__write_members(text, dtrain__head_members, &m);
+    dtrain__text_add(text,
+                     "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld, "
+                     "\"ranks\": %d,\n \"strategy\": ",
+                     DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, DTRAIN_VERSION_STRING,
+                     (long long)c->step, c->ranks);
+    dtrain__text_add_string(text, info.name);
+    memcpy(&bits, &c->metric, sizeof bits);
+    dtrain__text_add(text, ", \"hierarchical\": %s, \"metric_bits\": %llu,\n",
+                     dtrain__goes_by_nodes(state->desc.strategy) ? "true" : "false",
+                     (unsigned long long)bits);
+    dtrain__text_add(text,
+                     " \"run\": %llu, \"job\": %llu, \"config\": ", (unsigned long long)state->run,
+                     (unsigned long long)state->world->job);
+    dtrain__text_add_string(text, c->desc.config ? c->desc.config : "");
     dtrain__write_settings(text, "model", state->desc.model);
     dtrain__write_settings(text, "settings", state->desc.settings);
-    dtrain__text_add(text, ",\n \"scalars\": [");
+    dtrain__text_add(text, ",\n \"scalars\": {");
     for (size_t i = 0; i < state->scalar_count; i++) {
-        dtrain__saved_scalar scalar = {state->scalars[i].name, 0};
-        memcpy(&scalar.bits, state->scalars[i].memory, state->scalars[i].bytes); /* little-endian */
-        dtrain__text_add(text, "%s\n  ", i ? "," : "");
-        dtrain__write_members(text, dtrain__scalar_members, &scalar);
-        dtrain__text_add(text, "}");
+        const dtrain__scalar *scalar = &state->scalars[i];
+        bits = 0;
+        memcpy(&bits, scalar->memory, scalar->bytes); /* little-endian */
+        dtrain__text_add(text, "%s\"%s\": %llu", i ? ", " : "", scalar->name,
+                         (unsigned long long)bits);
     }
-    dtrain__text_add(text, "],\n \"tensors\": [");
-    for (size_t i = 0; i < c->held_count; i++) {
-        if (i && c->held[i].number == c->held[i - 1].number) continue;
-        dtrain__text_add(text, "%s\n  ", i ? "," : "");
-        dtrain__write_members(text, dtrain__tensor_members, &c->held[i].tensor);
-        dtrain__text_add(text, "}");
-    }
-    dtrain__text_add(text, "],\n \"files\": [");
+    dtrain__text_add(text, "},\n \"headers\": \"");
 }
 
-/* ---- Sorting and checking ---------------------------------------------------------------------*/
-
-static int dtrain__by_kind_and_name(const void *left, const void *right)
+/* End the manifest, and its list of checksums, with the checksum of what there is of it. */
+DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 {
-    const dtrain_state_tensor *a = &(*(const dtrain__saved_tensor *const *)left)->tensor;
-    const dtrain_state_tensor *b = &(*(const dtrain__saved_tensor *const *)right)->tensor;
-    if (a->kind != b->kind) return a->kind < b->kind ? -1 : 1;
-    return strcmp(a->name, b->name);
+    dtrain__text_add(text, "\"");
+    if (!text->failed)
+        dtrain__text_add(text, DTRAIN__SEAL_FORM, dtrain__crc32c(0, text->at, text->bytes));
 }
 
-/* Pieces of a tensor that all ranks share, whose rank is -1, come in the order of its elements,
- * others rank by rank. */
-static int dtrain__by_place(const void *left, const void *right)
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* The form of a member says what type holds it. */
+typedef enum dtrain__form {
+    DTRAIN__FORM_U64,
+    DTRAIN__FORM_I64,
+    DTRAIN__FORM_BOOL,
+    DTRAIN__FORM_TEXT,  /* const char * */
+    DTRAIN__FORM_OBJECT /* dtrain__object */
+} dtrain__form;
+
+/* Read a member to its place in the struct. A string is decoded where it is in the text: it becomes
+ * no longer by that. */
+static void dtrain__read_member(dtrain__manifest *m, dtrain__json *json, dtrain__form form,
+                                void *at)
 {
-    const dtrain__saved_piece *a = (const dtrain__saved_piece *)left;
-    const dtrain__saved_piece *b = (const dtrain__saved_piece *)right;
-    if (a->tensor != b->tensor) return a->tensor < b->tensor ? -1 : 1;
-    if (a->rank != b->rank) return a->rank < b->rank ? -1 : 1;
-    return dtrain__piece_order(&a->piece, &b->piece);
+    (void)dtrain__json_peek(json);
+    char *here = m->text + (json->at - json->text);
+    dtrain__object object = {here, 0};
+    switch (form) {
+    case DTRAIN__FORM_U64: (void)dtrain__json_u64(json, (uint64_t *)at); break;
+    case DTRAIN__FORM_I64: (void)dtrain__json_count(json, (int64_t *)at); break;
+    case DTRAIN__FORM_BOOL: (void)dtrain__json_bool(json, (bool *)at); break;
+    case DTRAIN__FORM_TEXT:
+        if (dtrain__json_string(json, here, (size_t)(json->end - json->at)))
+            *(const char **)at = here;
+        break;
+    case DTRAIN__FORM_OBJECT:
+        if (!dtrain__json_skip(json)) break;
+        object.bytes = (size_t)(json->at - here);
+        *(dtrain__object *)at = object;
+    }
 }
 
-/* Sort pieces by their places and tensors by their names, and check both. */
-static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
-{
-    if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__by_place);
-    for (size_t i = 0; i < m->piece_count; i++) {
-        dtrain__saved_tensor *saved = &m->tensors[m->pieces[i].tensor];
-        if (saved->piece_count++ == 0) saved->first_piece = i;
-    }
-    m->by_name = (dtrain__saved_tensor **)dtrain__alloc(m->allocator, m->tensor_count,
-                                                        sizeof *m->by_name, "names of tensors");
-    if (!m->by_name) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < m->tensor_count; i++) m->by_name[i] = &m->tensors[i];
-    if (m->tensor_count)
-        qsort(m->by_name, m->tensor_count, sizeof *m->by_name, dtrain__by_kind_and_name);
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain__saved_tensor *saved = m->by_name[i];
-        if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%s\" is there twice", path,
-                               dtrain__state_kind_name(saved->tensor.kind),
-                               dtrain__short(saved->tensor.name));
-        const dtrain_piece *first = m->pieces ? &m->pieces[saved->first_piece].piece : NULL;
-        if (!saved->tensor.own)
-            DTRAIN__TRY(dtrain__pieces_check(path, &saved->tensor, first, sizeof *m->pieces,
-                                             saved->piece_count));
-    }
-    return DTRAIN_OK;
-}
-
-/* Read the text of a manifest. */
+/* Read the text of a manifest, the seal first. Members that are not in the table are skipped:
+ * people, or a later library, may have added some. */
 static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *path)
 {
-    size_t bytes = m->text_bytes;
-    m->step = -1;
-    m->metric_bits = (uint64_t)0x7ff8 << 48; /* NaN: none */
-    DTRAIN__TRY(dtrain__unseal(path, m->text, &bytes));
-    dtrain__json json = dtrain__json_begin(path, m->text, bytes);
-    if (dtrain__read_members(m, &json, dtrain__head_members, m)) dtrain__head_check(m, &json);
+    static const struct {
+        const char *name;
+        dtrain__form form;
+        size_t at;
+    } members[] = {{"format", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, format)},
+                   {"version", DTRAIN__FORM_U64, offsetof(dtrain__manifest, version)},
+                   {"step", DTRAIN__FORM_I64, offsetof(dtrain__manifest, step)},
+                   {"ranks", DTRAIN__FORM_I64, offsetof(dtrain__manifest, ranks)},
+                   {"strategy", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, strategy)},
+                   {"hierarchical", DTRAIN__FORM_BOOL, offsetof(dtrain__manifest, hierarchical)},
+                   {"metric_bits", DTRAIN__FORM_U64, offsetof(dtrain__manifest, metric_bits)},
+                   {"run", DTRAIN__FORM_U64, offsetof(dtrain__manifest, run)},
+                   {"job", DTRAIN__FORM_U64, offsetof(dtrain__manifest, job)},
+                   {"model", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, model)},
+                   {"settings", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, settings)},
+                   {"scalars", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, scalars)},
+                   {"headers", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, headers)}};
+    const size_t seal = (size_t)dtrain__max((int64_t)m->text_bytes - DTRAIN__SEAL_BYTES, 0);
+    char expected[DTRAIN__SEAL_BYTES + 1], name[32];
+    snprintf(expected, sizeof expected, DTRAIN__SEAL_FORM, dtrain__crc32c(0, m->text, seal));
+    if (strcmp(m->text + seal, expected) != 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s does not have the checksum (CRC-32C) that it ends with: it is "
+                           "damaged, or not all of it was written",
+                           path);
+    dtrain__json json = dtrain__json_begin(path, m->text, m->text_bytes);
+    (void)dtrain__json_enter(&json, '{');
+    while (dtrain__json_member(&json, name, sizeof name)) {
+        size_t i = 0;
+        while (i < sizeof members / sizeof *members && strcmp(name, members[i].name) != 0) i++;
+        if (i == sizeof members / sizeof *members) (void)dtrain__json_skip(&json);
+        else dtrain__read_member(m, &json, members[i].form, (char *)m + members[i].at);
+    }
     DTRAIN__TRY(dtrain__json_end(&json));
-    return dtrain__index(m, path);
+    if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the format is \"%.100s\", expected \"%s\"", path,
+                           m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
+    if (m->version != DTRAIN__MANIFEST_VERSION)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s: it has version %llu of the format, and this is dtrain %s, which "
+                           "reads version %d",
+                           path, (unsigned long long)m->version, DTRAIN_VERSION_STRING,
+                           DTRAIN__MANIFEST_VERSION);
+    const size_t digits = m->headers ? strlen(m->headers) : 0;
+    if (m->step >= 0 && m->step <= DTRAIN__STEP_MOST && m->ranks >= 1 && m->ranks <= INT32_MAX &&
+        digits == 2 * DTRAIN__CRC_DIGITS * (size_t)m->ranks &&
+        strspn(m->headers, DTRAIN__HEX) == digits)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s: step %lld, %lld ranks or their headers' checksums (%zu digits) cannot "
+                       "be",
+                       path, (long long)m->step, (long long)m->ranks, digits);
 }
 
-/* Read the manifest of a checkpoint. After an error nothing is left to free. */
+/* Read the manifest of a checkpoint, without the headers. After an error nothing is left to
+ * free. */
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out)
 {
     const dtrain__file_path path = dtrain__path_in(checkpoint, "manifest.json");
-    char *text;
-    size_t bytes;
     memset(out, 0, sizeof *out);
+    out->step = -1;
+    out->metric_bits = (uint64_t)0x7ff8 << 48; /* NaN: none */
     DTRAIN__TRY(dtrain__storage_get(folder->storage, folder->allocator, path.text,
-                                    DTRAIN__MANIFEST_MOST, &text, &bytes));
+                                    DTRAIN__MANIFEST_MOST, &out->text, &out->text_bytes));
     out->allocator = folder->allocator;
-    out->text = text;
-    out->text_bytes = bytes;
     const dtrain_result result = dtrain__manifest_parse(out, path.text);
     if (result != DTRAIN_OK) dtrain__manifest_free(out);
     return result;
@@ -25635,24 +24907,137 @@ DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder
 DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
 {
     if (!m->allocator) return;
-    dtrain__free(m->allocator, m->by_name, m->tensor_count, sizeof *m->by_name);
-    dtrain__free(m->allocator, m->tensors, m->tensor_room, sizeof *m->tensors);
+    for (size_t f = 0; f < m->file_count; f++) dtrain__safetensors_free(&m->files[f]);
+    dtrain__free(m->allocator, m->files, m->file_count, sizeof *m->files);
+    dtrain__free(m->allocator, m->tensors, m->piece_count, sizeof *m->tensors);
     dtrain__free(m->allocator, m->pieces, m->piece_room, sizeof *m->pieces);
-    dtrain__free(m->allocator, m->files, m->file_room, sizeof *m->files);
     dtrain__free(m->allocator, m->text, m->text_bytes + 1, 1);
     memset(m, 0, sizeof *m);
+}
+
+/* ---- Headers ----------------------------------------------------------------------------------*/
+
+/* Return the path of a rank's file: values (0) or all else (1). */
+DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
+                                                       int64_t rank)
+{
+    return dtrain__path_in(checkpoint, "%s-%05d.safetensors", which ? "state" : "model", (int)rank);
+}
+
+/* Read the description of a piece, the text that the metadata has for it. */
+static bool dtrain__piece_parse(dtrain__json *json, const dtrain__stored *stored, int which,
+                                dtrain__held *held)
+{
+    dtrain_state_tensor *tensor = &held->tensor;
+    int64_t numbers[16] = {0}; /* kind, own, shape, piece */
+    bool fits = true;
+    for (int i = 0; i < 16; i++) fits = dtrain__json_count(json, &numbers[i]);
+    if (!fits) return false;
+    tensor->kind = (uint32_t)numbers[0];
+    tensor->own = numbers[1] != 0;
+    tensor->dtype = stored->dtype;
+    tensor->total = 1;
+    memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
+    memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
+    for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
+        fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
+        if (fits) tensor->total *= tensor->shape[d];
+    }
+    if (!fits || numbers[0] >= DTRAIN_STATE_SCALAR ||
+        (numbers[0] == DTRAIN_STATE_VALUE) != (which == 0) || stored->dtype > DTRAIN_STATE_BYTES ||
+        !dtrain__piece_fits(&tensor->piece, tensor->shape))
+        return dtrain__json_fail(json, "this piece cannot be");
+    const uint64_t bytes = (uint64_t)tensor->piece.count * dtrain__state_bytes(stored->dtype);
+    const size_t digits =
+        (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS);
+    held->crc = json->at + 1;
+    if (bytes != stored->end - stored->begin || *json->at != ' ' ||
+        strspn(held->crc, DTRAIN__HEX) != digits || held->crc[digits] != ' ' ||
+        !held->crc[digits + 1])
+        return dtrain__json_fail(json, "expected %zu digits of checksums and a name, of %llu bytes",
+                                 digits, (unsigned long long)bytes);
+    tensor->name = held->crc + digits + 1;
+    return true;
+}
+
+/* List the pieces of a file, the number `f`, by the descriptions in its metadata. */
+static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
+{
+    const dtrain__tensor_file *file = &m->files[f];
+    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1, before = m->piece_count;
+    const char *value;
+    for (const char *key = file->metadata; key < file->metadata_end;
+         key = value + strlen(value) + 1) {
+        dtrain__held held;
+        value = key + strlen(key) + 1;
+        if (strncmp(key, DTRAIN__PIECE_KEY, prefix) != 0) continue;
+        dtrain__stored *stored = dtrain__safetensors_find(file, key + prefix);
+        dtrain__json json = dtrain__json_begin(path, value, strlen(value));
+        json.inside = key;
+        if (!stored || stored->user)
+            dtrain__json_fail(&json, "there is no such tensor, or it is described twice");
+        memset(&held, 0, sizeof held);
+        if (!stored || !dtrain__piece_parse(&json, stored, f % 2, &held)) return json.result;
+        held.rank = (int64_t)(f / 2);
+        held.at = (int64_t)(file->data + stored->begin);
+        stored->user = m;
+        if (!dtrain__grow(m->allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
+                          sizeof *m->pieces, "the pieces of a checkpoint"))
+            return DTRAIN_ERROR_MEMORY;
+        m->pieces[m->piece_count++] = held;
+    }
+    if (m->piece_count - before == file->count) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s describes %zu of its %zu tensors", path,
+                       m->piece_count - before, file->count);
+}
+
+/* Read the headers of all files, or of those with values, and list what they hold: pieces by
+ * tensor, rank of own ones and place; tensors by kind and name. */
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
+                                                       const dtrain__folder *folder,
+                                                       const char *checkpoint, bool values_only)
+{
+    const size_t count = 2 * (size_t)m->ranks;
+    m->files = (dtrain__tensor_file *)dtrain__alloc(m->allocator, count, sizeof *m->files,
+                                                    "the headers of a checkpoint");
+    if (!m->files) return DTRAIN_ERROR_MEMORY;
+    m->file_count = count;
+    for (size_t f = 0; f < count; f += values_only ? 2 : 1) {
+        const dtrain__file_path path = dtrain__tensors_path(checkpoint, f % 2, (int64_t)(f / 2));
+        DTRAIN__TRY(dtrain__safetensors_read(folder->storage, path.text,
+                                             m->headers + DTRAIN__CRC_DIGITS * f, m->allocator,
+                                             &m->files[f]));
+        DTRAIN__TRY(dtrain__pieces_list(m, path.text, f));
+    }
+    m->tensors = (dtrain__saved_tensor *)dtrain__alloc(m->allocator, m->piece_count,
+                                                       sizeof *m->tensors, "names of tensors");
+    if (!m->tensors) return DTRAIN_ERROR_MEMORY;
+    if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__held_order);
+    for (size_t i = 0; i < m->piece_count; i += m->tensors[m->tensor_count++].count) {
+        dtrain__saved_tensor *saved = &m->tensors[m->tensor_count];
+        saved->pieces = &m->pieces[i];
+        DTRAIN__TRY(
+            dtrain__pieces_check(checkpoint, saved->pieces, m->piece_count - i, &saved->count));
+    }
+    return DTRAIN_OK;
+}
+
+static int dtrain__by_kind_and_name(const void *left, const void *right)
+{
+    return dtrain__tensor_order(((const dtrain__saved_tensor *)left)->pieces,
+                                ((const dtrain__saved_tensor *)right)->pieces);
 }
 
 /* Find a tensor; NULL: there is none. */
 DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *m,
                                                                   uint32_t kind, const char *name)
 {
-    dtrain__saved_tensor wanted, *key = &wanted;
-    wanted.tensor.kind = kind;
-    wanted.tensor.name = name;
-    dtrain__saved_tensor **found = (dtrain__saved_tensor **)bsearch(
-        &key, m->by_name, m->tensor_count, sizeof key, dtrain__by_kind_and_name);
-    return found ? *found : NULL;
+    dtrain__held held;
+    const dtrain__saved_tensor key = {&held, 1};
+    held.tensor.kind = kind;
+    held.tensor.name = name;
+    return (const dtrain__saved_tensor *)bsearch(&key, m->tensors, m->tensor_count, sizeof key,
+                                                 dtrain__by_kind_and_name);
 }
 
 /* ==== src/state/safetensors.c ================================================================= */
@@ -25824,8 +25209,7 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
  * string is never longer than its text between quotes. */
 static dtrain_result dtrain__header_read(dtrain__json *json, dtrain__tensor_file *out)
 {
-    char *name = out->names;
-    bool metadata = false;
+    char *name = out->names, *const end = name + out->names_bytes;
     (void)dtrain__json_enter(json, '{');
     while (dtrain__json_member(json, name, DTRAIN__TENSOR_NAME)) {
         dtrain__stored *tensor = &out->tensors[out->count];
@@ -25834,10 +25218,15 @@ static dtrain_result dtrain__header_read(dtrain__json *json, dtrain__tensor_file
             if ((unsigned char)*c < 0x20 || *c == 0x7f)
                 dtrain__json_fail(json, "a name with control characters");
         if (strcmp(name, "__metadata__") == 0) { /* strings by name */
-            if (metadata) dtrain__json_fail(json, "a second \"__metadata__\"");
-            metadata = true;
+            json->inside = "__metadata__";
+            if (out->metadata) dtrain__json_fail(json, "a second \"__metadata__\"");
+            out->metadata = name;
             (void)dtrain__json_enter(json, '{');
-            while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_string(json, NULL, 0);
+            while (dtrain__json_member(json, name, (size_t)(end - name))) {
+                name += strlen(name) + 1;
+                if (dtrain__json_string(json, name, (size_t)(end - name))) name += strlen(name) + 1;
+            }
+            out->metadata_end = name;
         } else if (dtrain__header_tensor(json, tensor)) {
             tensor->name = name;
             name += strlen(name) + 1;
@@ -25914,30 +25303,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
     return result;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage, int file,
-                                                       const char *path,
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage,
+                                                       const char *path, const char *crc,
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out)
 {
     unsigned char head[32]; /* the length, and what a file of another kind begins with */
+    char digits[9], *header = NULL;
     uint64_t bytes = 0;
+    int file;
     memset(out, 0, sizeof *out);
+    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &file));
     const int64_t size = storage->size(storage->user, file);
-    if (size < 0) return dtrain__storage_fail(path, "read", size);
-    const size_t shown = (size_t)dtrain__min(size, (int64_t)sizeof head);
-    DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, shown, 0));
-    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES && i < shown; i++)
-        bytes |= (uint64_t)head[i] << (8 * i);
-    dtrain_result result = dtrain__header_fits(path, bytes, (uint64_t)size);
-    const char *mistaken = result == DTRAIN_OK ? NULL : dtrain__mistaken(head, shown);
-    if (mistaken) return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
-    if (result != DTRAIN_OK) return result;
-    char *header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
-    if (!header) return DTRAIN_ERROR_MEMORY;
-    result = dtrain__storage_read(storage, file, path, header, (size_t)bytes, DTRAIN__LENGTH_BYTES);
+    const size_t shown = (size_t)dtrain__max(0, dtrain__min(size, (int64_t)sizeof head));
+    dtrain_result result = size < 0 ? dtrain__storage_fail(path, "read", size)
+                                    : dtrain__storage_read(storage, file, path, head, shown, 0);
+    if (result == DTRAIN_OK) {
+        for (size_t i = 0; i < DTRAIN__LENGTH_BYTES && i < shown; i++)
+            bytes |= (uint64_t)head[i] << (8 * i);
+        result = dtrain__header_fits(path, bytes, (uint64_t)size);
+        const char *mistaken = result == DTRAIN_OK ? NULL : dtrain__mistaken(head, shown);
+        if (mistaken) result = dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
+    }
+    if (result == DTRAIN_OK) {
+        header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
+        result = header ? dtrain__storage_read(storage, file, path, header, (size_t)bytes,
+                                               DTRAIN__LENGTH_BYTES)
+                        : DTRAIN_ERROR_MEMORY;
+    }
+    (void)storage->close(storage->user, file);
+    const uint32_t found = result == DTRAIN_OK ? dtrain__crc32c(0, header, (size_t)bytes) : 0;
+    snprintf(digits, sizeof digits, "%08x", found);
+    if (result == DTRAIN_OK && crc && memcmp(digits, crc, 8) != 0)
+        result = dtrain_fail(DTRAIN_ERROR_DATA,
+                             "%s is damaged: its header does not have the checksum of the manifest",
+                             path);
     if (result == DTRAIN_OK)
         result =
             dtrain__safetensors_parse(path, header, (size_t)bytes, (uint64_t)size, allocator, out);
+    out->crc = found;
     dtrain__free(allocator, header, (size_t)bytes, 1);
     return result;
 }
@@ -26245,104 +25649,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 /* ---- Ring 3: models --------------------------------------------------------------------------*/
 
 #if DTRAIN__MODELS
-
-/* ==== src/parallel/exchange.c ================================================================= */
-
-/* Exchanges along the tensor axis
- *
- * Rows lie one after the other, so that a part is one piece of memory. Where the ranks divide the
- * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and nothing
- * goes on behind the host's back. */
-
-/* ==== src/parallel/exchange_internal.h ======================================================== */
-
-/* Exchanges along the tensor axis: of device memory, rows of n elements. */
-
-/* Rank r of t has rows n r / t to n (r + 1) / t of what is cut by rows. Each call is collective,
- * returns at once and leaves *work to dtrain_work_wait; with comm NULL, in a plan, it does
- * nothing. Sums are added up in fp32 in the order of the ranks and rounded once. */
-
-/* parallel/exchange.c */
-DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank);
-/* Add values (count) up over the axis, in place. */
-DTRAIN__PRIVATE dtrain_result dtrain__sum_values(dtrain_comm *comm, void *values, int64_t count,
-                                                 uint32_t dtype, dtrain_work **work);
-/* Put the parts of all ranks together: whole (rows, n). */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(dtrain_comm *comm, dtrain_device *device,
-                                                  const void *part, void *whole, int64_t rows,
-                                                  int64_t n, uint32_t dtype, dtrain_work **work);
-/* Add whole (rows, n) up over the axis, and keep this rank's rows in part, which may be the place
- * of those rows in whole. */
-DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void *whole, void *part,
-                                                   int64_t rows, int64_t n, uint32_t dtype,
-                                                   dtrain_work **work);
-
-DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank)
-{
-    const int64_t shape[4] = {rows, 0, 0, 0};
-    dtrain__share part;
-    dtrain_cut cut;
-    memset(&cut, 0, sizeof cut);
-    cut.axis = DTRAIN_CUT_ROWS;
-    dtrain__share_of(&cut, shape, ranks, rank, &part);
-    return part;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__sum_values(dtrain_comm *comm, void *values, int64_t count,
-                                                 uint32_t dtype, dtrain_work **work)
-{
-    *work = NULL;
-    if (!comm) return DTRAIN_OK;
-    return dtrain_all_reduce(comm, values, values, (size_t)count, (dtrain_dtype)dtype,
-                             DTRAIN_REDUCE_SUM, work);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(dtrain_comm *comm, dtrain_device *device,
-                                                  const void *part, void *whole, int64_t rows,
-                                                  int64_t n, uint32_t dtype, dtrain_work **work)
-{
-    const int ranks = dtrain_comm_size(comm), rank = dtrain_comm_rank(comm);
-    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
-    *work = NULL;
-    if (!comm) return DTRAIN_OK;
-    if (rows % ranks == 0)
-        return dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n), (dtrain_dtype)dtype,
-                                 work);
-    for (int r = 0; r < ranks; r++) {
-        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
-        char *place = (char *)whole + (size_t)of.first[0] * row;
-        if (r == rank)
-            DTRAIN__TRY(device->ops->copy(device, place, part, (size_t)of.count * row,
-                                          DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(
-            dtrain_broadcast(comm, place, (size_t)(of.count * n), (dtrain_dtype)dtype, r, work));
-        DTRAIN__TRY(dtrain_work_wait(*work));
-        *work = NULL;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void *whole, void *part,
-                                                   int64_t rows, int64_t n, uint32_t dtype,
-                                                   dtrain_work **work)
-{
-    const int ranks = dtrain_comm_size(comm);
-    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
-    *work = NULL;
-    if (!comm) return DTRAIN_OK;
-    if (rows % ranks == 0)
-        return dtrain_reduce_scatter(comm, whole, part, (size_t)(rows / ranks * n),
-                                     (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, work);
-    for (int r = 0; r < ranks; r++) {
-        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
-        DTRAIN__TRY(dtrain_reduce(comm, (const char *)whole + (size_t)of.first[0] * row, part,
-                                  (size_t)(of.count * n), (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, r,
-                                  work));
-        DTRAIN__TRY(dtrain_work_wait(*work));
-        *work = NULL;
-    }
-    return DTRAIN_OK;
-}
 
 /* ==== src/parallel/schedule.c ================================================================= */
 
@@ -27294,9 +26600,6 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
 /* Refuse input i, which does not lie as `expected`. */
 DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
                                                      const char *expected);
-/* Return the communicator of the tensor axis; NULL: an operation sends nothing, in a plan or on an
- * axis of one rank. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
 /* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up.
@@ -27306,12 +26609,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
  * under sequence parallelism cut (in prepare). */
 DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
                                                   uint32_t *placement, dtrain__share *part);
-/* Let forward borrow memory for `count` values (in prepare, once); return the memory (in forward).
- * It is of the gradient pool, where every layer finds the same. */
+/* Let forward borrow memory for `count` values, which it finds at its node's scratch (in prepare,
+ * once). It is of the gradient pool, where every layer finds the same. */
 DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
-DTRAIN__PRIVATE void *dtrain__op_scratch(const dtrain_op *op);
-DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
-DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
+DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *),
+                                              bool backward);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
@@ -27328,6 +26630,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
  * memory that a node keeps */
 DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops);
 DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype);
+
+/* tape/place.c: moves of device memory over the tensor axis, rows of n elements. Rank r of t has
+ * rows n r / t to n (r + 1) / t of what is cut by rows. Each is collective, and does nothing in a
+ * plan. With `work` it returns at once and leaves *work to dtrain_work_wait, if the strategy wants
+ * overlap; otherwise later work on the device comes behind it. Sums are added up in fp32 in the
+ * order of the ranks and rounded once. */
+DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank);
+/* Add values (count) up over the axis, in place. */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *values, int64_t count,
+                                                 uint32_t dtype, dtrain_work **work);
+/* Put the parts of all ranks together: whole (rows, n). */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const void *part,
+                                                  void *whole, int64_t rows, int64_t n,
+                                                  uint32_t dtype, dtrain_work **work);
+/* Add whole (rows, n) up over the axis, and keep this rank's rows in part, which may be the place
+ * of those rows in whole. */
+DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const void *whole,
+                                                   void *part, int64_t rows, int64_t n,
+                                                   uint32_t dtype, dtrain_work **work);
 
 /* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
@@ -27346,6 +26667,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 /* In `reads` of a built-in operation: its forward launches products and touches no memory itself,
  * so that a plan can run it and count them. */
 #define DTRAIN__OP_COUNTS (1u << 31)
+/* In `reads`, or added to a call's by its prepare: of a backward in halves the first one makes the
+ * gradient of parameter i as well. */
+#define DTRAIN__OP_FIRST_HALF(i) (1u << (8 + (i)))
 
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
@@ -27368,8 +26692,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
                                                     bool *accumulate);
 /* Refuse a loss that is not one number. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_tensor *loss);
-/* Let x have the gradient of y, which has none from here on. */
-DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
+/* Give zeros to a tensor that no operation has contributed a gradient to. */
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_zeros(dtrain_tape *tape, dtrain_tensor *x);
 /* Run the backward of a pass from its loss or, without one, from gradients that are there; the
  * nodes that made their tensors are marked as reached. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_tensor *loss,
@@ -28056,31 +27380,6 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
     if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
 }
 
-/* Let an output lie as an input does. One that is as wide as each of several equal components of
- * the input, as what comes of a packed q|k|v is, lies as such a component. */
-static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
-{
-    dtrain__share part = *dtrain__tensor_share(x);
-    const int64_t n = y->shape[y->ndim - 1];
-    bool each = x->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
-    for (uint32_t i = 0; i < part.runs && each; i++) each = part.length[i] == n;
-    if (each) {
-        part.shape[0] = part.count = n;
-        part.whole /= part.runs;
-        part.runs = 1;
-        memset(part.first + 1, 0, sizeof part.first - sizeof part.first[0]);
-        memset(part.length + 1, 0, sizeof part.length - sizeof part.length[0]);
-        part.cut.components = 0;
-        memset(part.cut.widths, 0, sizeof part.cut.widths);
-    }
-    dtrain__place_as(y, x->placement, &part);
-}
-
-DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op)
-{
-    return op->tape->groups.tensor;
-}
-
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i)
 {
     const dtrain_param *p = op->params[i];
@@ -28309,19 +27608,23 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* ---- Running ----------------------------------------------------------------------------------*/
 
-/* Open and close the span of an operation's kernels, named with its first parameter. */
-DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
+/* Call an operation's forward or backward (NULL: neither, in a plan) in a span named with its first
+ * parameter, and count what it costs. */
+DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *),
+                                              bool backward)
 {
+    dtrain_world *world = op->tape->world;
     const char *name = op->desc->name;
-    return dtrain__detail_begin(op->tape->world, strncmp(name, "dtrain_", 7) ? name : name + 7,
-                                op->param_count ? op->params[0]->name : NULL);
-}
-
-DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
-{
-    if (span == DTRAIN__NO_SPAN) return;
-    dtrain__span_end(op->tape->world, span);
-    op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
+    const double flops = op->tape->flops;
+    const uint32_t span = dtrain__detail_begin(world, strncmp(name, "dtrain_", 7) ? name : name + 7,
+                                               op->param_count ? op->params[0]->name : NULL);
+    const dtrain_result result = run ? run(op) : DTRAIN_OK;
+    if (span != DTRAIN__NO_SPAN) {
+        dtrain__span_end(world, span);
+        op->tape->unit_end_ns = world->timeline.since_ns;
+    }
+    dtrain__cost_add((const dtrain_node *)op, backward, op->tape->flops - flops);
+    return result ? result : op->tape->error;
 }
 
 DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype)
@@ -28336,44 +27639,28 @@ DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dt
                                        op->desc->name, (long long)count));
 }
 
-DTRAIN__PRIVATE void *dtrain__op_scratch(const dtrain_op *op)
-{
-    return ((const dtrain_node *)op)->scratch;
-}
-
-/* Round the inputs that autocast wants narrow, then run the forward. */
-static dtrain_result dtrain__op_forward(dtrain_node *node)
-{
-    dtrain_op *op = &node->op;
-    for (uint32_t i = 0; i < op->input_count; i++) {
-        const dtrain_tensor *x = op->inputs[i];
-        if (op->input_data[i] != node->source[i])
-            DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
-                                             (void *)op->input_data[i], op->cast));
-    }
-    const uint32_t span = dtrain__op_span(op);
-    const dtrain_result result = op->desc->forward(op);
-    dtrain__op_span_end(op, span);
-    return result;
-}
-
-/* Run the node's kernels, the first time or again, with the memory that they borrow. A plan takes
- * that memory and runs nothing, but for operations that count their products. */
+/* Run the node's kernels, the first time or again, with the memory that they borrow, on inputs in
+ * the type that autocast wants. A plan takes that memory and runs nothing, but for operations that
+ * count their products. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
+    const bool runs = !op->planning || (op->desc->reads & DTRAIN__OP_COUNTS);
     dtrain__chunk *scratch = NULL;
     if (node->scratch_bytes) {
         scratch = dtrain__scratch_take(op->tape, node->scratch_bytes);
         if (!scratch) return op->tape->error;
         node->scratch = scratch->memory;
     }
-    const double flops = op->tape->flops;
-    const bool runs = !op->planning || (op->desc->reads & DTRAIN__OP_COUNTS);
-    const dtrain_result result = runs ? dtrain__op_forward(node) : DTRAIN_OK;
-    dtrain__cost_add(node, op->tape->pass.state == DTRAIN__TAPE_DONE, op->tape->flops - flops);
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        const dtrain_tensor *x = op->inputs[i];
+        if (op->input_data[i] != node->source[i])
+            DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
+                                             (void *)op->input_data[i], op->cast));
+    }
+    const dtrain_result result = dtrain__op_call(op, runs ? op->desc->forward : NULL,
+                                                 op->tape->pass.state == DTRAIN__TAPE_DONE);
     dtrain__scratch_give(scratch);
-    node->scratch = NULL;
     return result;
 }
 
@@ -28414,7 +27701,22 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
     const dtrain_tensor *first = dtrain__first_float(op);
-    if (first) dtrain__place_like(op->outputs[i], first);
+    if (first) { /* it lies as that input, or as each of several components of an equal width */
+        dtrain__share part = *dtrain__tensor_share(first);
+        const int64_t n = op->outputs[i]->shape[ndim - 1];
+        bool each = first->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
+        for (uint32_t k = 0; k < part.runs && each; k++) each = part.length[k] == n;
+        if (each) {
+            part.shape[0] = part.count = n;
+            part.whole /= part.runs;
+            part.runs = 1;
+            memset(part.first + 1, 0, sizeof part.first - sizeof part.first[0]);
+            memset(part.length + 1, 0, sizeof part.length - sizeof part.length[0]);
+            part.cut.components = 0;
+            memset(part.cut.widths, 0, sizeof part.cut.widths);
+        }
+        dtrain__place_as(op->outputs[i], first->placement, &part);
+    }
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores no targets counts, because it has samples on every rank, or else one that has any. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
@@ -28507,49 +27809,6 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
  * back. A handful of buffers serves a model of any depth. */
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
-static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node);
-
-/* Tell whether a node's parameters get their gradients later. What activation checkpointing drops
- * would be gone by then. */
-static bool dtrain__is_halved(const dtrain_tape *tape, const dtrain_node *node)
-{
-    bool wanted = false;
-    for (uint32_t i = 0; i < node->op.param_count; i++) wanted = wanted || node->target[i];
-    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment && wanted;
-}
-
-/* Call an operation's backward, in a span. */
-static dtrain_result dtrain__backward_call(dtrain_tape *tape, dtrain_op *op)
-{
-    const uint32_t span = dtrain__op_span(op);
-    const double flops = tape->flops;
-    const dtrain_result passed = op->desc->backward(op);
-    dtrain__op_span_end(op, span);
-    dtrain__cost_add((const dtrain_node *)op, true, tape->flops - flops);
-    DTRAIN__TRY(passed);
-    return tape->error;
-}
-
-/* Pass the gradient through one operation: step 2 of the walk. */
-static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_op *op = &node->op;
-    dtrain_tensor *y = op->outputs[0];
-    bool accumulate;
-    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
-    DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
-    DTRAIN__TRY(dtrain__segment_again(tape, node));
-    if (!y->grad) { /* zeros: the loss does not depend on this output */
-        DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
-        DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
-    }
-    node->halved = dtrain__is_halved(tape, node);
-    op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
-    DTRAIN__TRY(dtrain__backward_call(tape, op));
-    for (uint32_t i = 0; i < op->input_count; i++)
-        DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
-    return node->halved ? DTRAIN_OK : dtrain__backward_done(tape, node);
-}
 
 /* Give the gradients of a node's outputs back, and tell the strategy about parameters that have had
  * their last contribution. */
@@ -28571,29 +27830,6 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
-/* Set the gradient of the loss to scale times its weight, and give the strategy the weight. A
- * recorded pass computes it on the device, from the number of samples there. */
-static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
-{
-    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    dtrain_strategy *strategy = tape->strategy;
-    dtrain_axpby_args seed;
-    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
-    seed.count = 1;
-    seed.a = scale;
-    seed.y = loss->grad;
-    seed.dtype = DTRAIN_DTYPE_F32;
-    const int64_t full = strategy ? dtrain__weigh_loss(strategy, samples) : 0;
-    if (full) {
-        const double each = (double)scale / (double)full;
-        if (samples->device_valid)
-            return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
-                                  DTRAIN_DTYPE_F32, 1, each, NULL);
-        seed.a = (float)(each * dtrain__samples_count(samples));
-    }
-    return tape->device->ops->axpby(tape->device, &seed);
-}
-
 /* Do both steps; the nodes that gradients come from are marked. */
 static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
 {
@@ -28605,8 +27841,26 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
                 op->inputs[i]->producer->reached = true;
         for (uint32_t i = 0; i < op->param_count; i++) op->params[i]->state.pending_uses++;
     }
-    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
-        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous) {
+        dtrain_op *op = &node->op;
+        if (!node->reached) continue;
+        DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+        DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
+        DTRAIN__TRY(dtrain__segment_again(tape, node));
+        /* zeros: the loss does not depend on this output */
+        DTRAIN__TRY(dtrain__gradient_zeros(tape, op->outputs[0]));
+        /* gradients of parameters come later if somebody wants them and nothing was dropped: that
+         * would be gone by then */
+        for (uint32_t i = 0; i < op->param_count; i++)
+            if (tape->pass.halves && (op->reads & DTRAIN_OP_SPLITS) && !node->segment &&
+                node->target[i])
+                node->halved = true;
+        op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
+        DTRAIN__TRY(dtrain__op_call(op, op->desc->backward, true));
+        for (uint32_t i = 0; i < op->input_count; i++)
+            DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
+        if (!node->halved) DTRAIN__TRY(dtrain__backward_done(tape, node));
+    }
     return dtrain__tape_enter(tape, -1);
 }
 
@@ -28618,10 +27872,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_
                        call, (long long)loss->count);
 }
 
-/* Check that the loss can have gradients, set its own, and walk. */
+/* Check that the loss can have gradients, give it scale times its weight, and walk. A recorded pass
+ * computes the weight on the device, from the number of samples there. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
+    dtrain_strategy *strategy = tape->strategy;
+    dtrain_axpby_args seed;
+    int64_t full = 0;
     bool accumulate;
     DTRAIN__TRY(dtrain__check_loss(call, loss));
     if (!loss->needs_grad)
@@ -28631,13 +27890,24 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            call);
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    if (tape->strategy) {
-        const int64_t terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
-        DTRAIN__TRY(dtrain__end_sums(tape->strategy, tape->pass.sums, false));
-        DTRAIN__TRY(dtrain__agree_full_batch(tape->strategy, terms));
+    if (strategy) {
+        DTRAIN__TRY(dtrain__end_sums(strategy, tape->pass.sums, false));
+        DTRAIN__TRY(dtrain__agree_full_batch(strategy, samples->terms));
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
+    if (strategy) full = dtrain__weigh_loss(strategy, samples);
+    const double each = full ? (double)scale / (double)full : 0;
+    if (full && samples->device_valid) {
+        DTRAIN__TRY(dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
+                                   DTRAIN_DTYPE_F32, 1, each, NULL));
+    } else {
+        memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
+        seed.count = 1;
+        seed.a = full ? (float)(each * dtrain__samples_count(samples)) : scale;
+        seed.y = loss->grad;
+        seed.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
+    }
     return dtrain__backward_walk(tape);
 }
 
@@ -28678,7 +27948,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
     for (dtrain_node *node = tape->pass.last; node && result == DTRAIN_OK; node = node->previous) {
         if (!node->halved) continue;
         node->op.half = DTRAIN_OP_HALF_PARAMS;
-        result = dtrain__backward_call(tape, &node->op);
+        result = dtrain__op_call(&node->op, node->op.desc->backward, true);
         if (result == DTRAIN_OK) result = dtrain__backward_done(tape, node);
         node->halved = false;
     }
@@ -28722,12 +27992,6 @@ static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
     x->grad = chunk ? chunk->memory : NULL;
 }
 
-DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y)
-{
-    dtrain__gradient_set(x, ((dtrain__tape_tensor *)y)->gradient);
-    dtrain__gradient_set(y, NULL);
-}
-
 /* Make x the only owner of its gradient, for one contribution that is written there; *accumulate
  * tells the kernel whether to add. Without a chunk it is memory that nobody shares. */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
@@ -28743,6 +28007,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
     shared->owners--;
     return tape->device->ops->copy(tape->device, chunk->memory, shared->memory,
                                    dtrain__tensor_bytes(x), DTRAIN_COPY_DEVICE_TO_DEVICE);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_zeros(dtrain_tape *tape, dtrain_tensor *x)
+{
+    bool accumulate;
+    if (x->grad) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    return tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x));
 }
 
 /* Add to x's gradient the contributions that were put aside for a kernel that overwrites. */
@@ -28799,37 +28071,29 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
-/* Tell whether another rank of the tensor axis counts this gradient. Under sequence parallelism the
- * gradients of whole parameters are sums over the rows of all ranks; of an operation on whole
- * tensors each rank has all of that sum, and the first one counts it. */
-static bool dtrain__counted_elsewhere(const dtrain_op *op, const dtrain_param *target)
-{
-    const dtrain__groups *groups = &op->tape->groups;
-    return groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
-           op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE;
-}
-
-/* Return memory for a gradient that does not count, and let the real one be zero or what it was. */
-static float *dtrain__uncounted(dtrain_op *op, const dtrain_param *target, bool *accumulate)
-{
-    const int64_t count = dtrain__share_here(target, &op->tape->groups).count;
-    if (!*accumulate)
-        dtrain__tape_stick(op->tape, op->device->ops->zero(op->device, target->grad,
-                                                           (size_t)count * sizeof(float)));
-    *accumulate = false;
-    return (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
-}
-
 /* An operation that asks must write: the gradient counts as written from here on. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;
+    const bool first = i < op->param_count && (op->reads & DTRAIN__OP_FIRST_HALF(i));
     *accumulate = false;
-    if (!target || op->half == DTRAIN_OP_HALF_INPUTS) return NULL;
+    if (!target || op->half == (uint32_t)(first ? DTRAIN_OP_HALF_PARAMS : DTRAIN_OP_HALF_INPUTS))
+        return NULL;
     *accumulate = target->state.grad_written;
-    float *const grad = dtrain__counted_elsewhere(op, target)
-                            ? dtrain__uncounted(op, target, accumulate)
-                            : target->grad;
+    float *grad = target->grad;
+    /* Under sequence parallelism the gradients of whole parameters are sums over the rows of all
+     * ranks. Of an operation on whole tensors each rank has all of that sum, and the first one
+     * counts it: others get memory that does not count, and their gradient is zero or what it was. */
+    const dtrain__groups *groups = &op->tape->groups;
+    if (groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
+        op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE) {
+        const int64_t count = dtrain__share_here(target, groups).count;
+        if (!*accumulate)
+            dtrain__tape_stick(
+                op->tape, op->device->ops->zero(op->device, grad, (size_t)count * sizeof(float)));
+        *accumulate = false;
+        grad = (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
+    }
     /* a plan writes nothing, and grad may be NULL there */
     if (op->planning) return (float *)DTRAIN__REMOTE;
     dtrain__set_grad_written(target, true);
@@ -28878,7 +28142,7 @@ typedef struct dtrain__linear {
     uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
     bool gathers;             /* x has a part of the m rows */
     bool scatters;            /* y has a part of them */
-    bool grad_is_inner;       /* y->grad is that of z, before the activation */
+    bool has_d_z;             /* y->grad is that of z, and with it d_bias is made */
 } dtrain__linear;
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
@@ -28889,68 +28153,54 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_g
 
 /* ---- How it is shared -------------------------------------------------------------------------*/
 
-/* Refuse a bias that is not there as the outputs of the weight are. */
-static dtrain_result dtrain__linear_bias_check(const dtrain_op *op, uint32_t cut,
-                                               const dtrain__share *weight)
-{
-    char weight_text[DTRAIN__SHARE_TEXT], bias_text[DTRAIN__SHARE_TEXT];
-    const dtrain__share bias = dtrain__param_share(op, 1);
-    const bool rows = cut == DTRAIN_CUT_ROWS;
-    if (rows ? dtrain__share_same(&bias, weight) : bias.axis < 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_linear: of bias %s this rank has %s outputs, of parameter %s %s%s; "
-                       "give the bias %s",
-                       dtrain__param_name(op->params[1]), dtrain__share_text(&bias, bias_text),
-                       dtrain__param_name(op->params[0]), rows ? "the rows " : "every output",
-                       rows ? dtrain__share_text(weight, weight_text) : "",
-                       rows ? "the same cut" : "no cut");
-}
-
-/* Check that x lies as the weight needs it. */
-static dtrain_result dtrain__linear_input_check(const dtrain_op *op, uint32_t cut,
-                                                const dtrain__share *weight)
+/* Check how inputs and parameters lie; find how y does, and its part. */
+static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
+                                          uint32_t *placement, dtrain__share *part)
 {
     static const char *const expected[3] = {
         "a whole one, or one cut by rows, for a weight that is not cut",
         "a whole one, or one cut by rows, for a weight that is cut by rows",
         "cut by columns (DTRAIN_PLACEMENT_COLUMNS) for a weight that is"};
-    const uint32_t placement = op->inputs[0]->placement;
-    char weight_text[DTRAIN__SHARE_TEXT], x_text[DTRAIN__SHARE_TEXT];
-    if ((placement == DTRAIN_PLACEMENT_COLUMNS) != (cut == DTRAIN_CUT_COLUMNS))
-        return dtrain__placement_fail(op, 0, expected[cut]);
-    if (placement != DTRAIN_PLACEMENT_COLUMNS ||
-        dtrain__share_same(dtrain__tensor_share(op->inputs[0]), weight))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_linear: of input 1 this rank has the columns %s, of parameter %s "
-                       "%s; cut what makes the input, and the parameter, into the same parts",
-                       dtrain__share_text(dtrain__tensor_share(op->inputs[0]), x_text),
-                       dtrain__param_name(op->params[0]), dtrain__share_text(weight, weight_text));
-}
-
-/* Check how inputs and parameters lie; find how y does, and its part. */
-static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
-                                          uint32_t *placement, dtrain__share *part)
-{
     const dtrain_tensor *x = op->inputs[0];
+    const dtrain__groups *groups = &op->tape->groups;
+    const char *name = dtrain__param_name(op->params[0]);
+    char weight_text[DTRAIN__SHARE_TEXT], text[DTRAIN__SHARE_TEXT];
     *placement = x->placement;
     *part = *dtrain__tensor_share(x);
-    if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
+    if (groups->tensor_ranks == 1) return DTRAIN_OK;
     const dtrain__share weight = dtrain__param_share(op, 0);
+    const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;
     layer->cut = (uint32_t)(weight.axis + 1);
-    DTRAIN__TRY(dtrain__linear_input_check(op, layer->cut, &weight));
-    if (op->param_count > 1) DTRAIN__TRY(dtrain__linear_bias_check(op, layer->cut, &weight));
+    if (columns != (layer->cut == DTRAIN_CUT_COLUMNS))
+        return dtrain__placement_fail(op, 0, expected[layer->cut]);
+    if (columns && !dtrain__share_same(part, &weight))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_linear: of input 1 this rank has the columns %s, of parameter "
+                           "%s %s; cut what makes the input, and the parameter, into the same "
+                           "parts",
+                           dtrain__share_text(part, text), name,
+                           dtrain__share_text(&weight, weight_text));
+    if (op->param_count > 1) { /* the bias is there as the outputs of the weight are */
+        const dtrain__share bias = dtrain__param_share(op, 1);
+        const bool rows = layer->cut == DTRAIN_CUT_ROWS;
+        if (rows ? !dtrain__share_same(&bias, &weight) : bias.axis >= 0)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_linear: of bias %s this rank has %s outputs, of parameter "
+                               "%s %s%s; give the bias %s",
+                               dtrain__param_name(op->params[1]), dtrain__share_text(&bias, text),
+                               name, rows ? "the rows " : "every output",
+                               rows ? dtrain__share_text(&weight, weight_text) : "",
+                               rows ? "the same cut" : "no cut");
+    }
+    if (layer->cut == DTRAIN_CUT_NONE) return dtrain__check_partial(op);
     if (layer->cut == DTRAIN_CUT_COLUMNS) {
         DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
         layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
-    } else if (layer->cut == DTRAIN_CUT_NONE) {
-        return dtrain__check_partial(op);
-    } else if (layer->cut == DTRAIN_CUT_ROWS) { /* a row of y is cut as the axis of the weight is */
+    } else { /* a row of y is cut as the axis of the weight is */
         const int64_t row[4] = {weight.whole, 0, 0, 0};
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
         *placement = DTRAIN_PLACEMENT_COLUMNS;
-        dtrain__share_of(&weight.cut, row, op->tape->groups.tensor_ranks,
-                         op->tape->groups.tensor_rank, part);
+        dtrain__share_of(&weight.cut, row, groups->tensor_ranks, groups->tensor_rank, part);
     }
     return DTRAIN_OK;
 }
@@ -28992,35 +28242,34 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
         args->aux = dtrain_op_save(op, op->cast, op->outputs[0]->count);
     if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
+    if (args->activation)
+        op->reads |= DTRAIN__OP_FIRST_HALF(1); /* the kernel that makes d_z adds
+                                                                    d_bias up */
     return DTRAIN_OK;
 }
 
-/* Put the rows of x together: all (m, in). They are gathered again in backward, not kept. */
-static dtrain_result dtrain__linear_gather(const dtrain_op *op, const dtrain_gemm_args *forward,
-                                           void *all, dtrain_work **work)
+static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
-    return dtrain__gather_rows(dtrain__axis_comm(op), op->device, forward->a, all, forward->m,
-                               forward->k, forward->a_dtype, work);
-}
-
-/* Add the products of all ranks up, then the bias and the activation to the sum. */
-static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *layer)
-{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    void *const scratch = ((const dtrain_node *)op)->scratch;
     dtrain_gemm_args gemm = layer->forward;
     dtrain_bias_args bias;
-    dtrain_work *work = NULL;
+    if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
+        DTRAIN__TRY(dtrain__gather_rows(op, gemm.a, scratch, gemm.m, gemm.k, gemm.a_dtype, NULL));
+        gemm.a = scratch;
+    }
+    if (layer->cut != DTRAIN_CUT_COLUMNS) return dtrain__counted_gemm(op, &gemm);
+
+    /* add the products of all ranks up, then the bias and the activation to the sum */
     gemm.bias = NULL;
     gemm.aux = NULL;
     gemm.activation = DTRAIN_ACTIVATION_NONE;
-    if (layer->scatters) gemm.c = dtrain__op_scratch(op);
+    if (layer->scatters) gemm.c = scratch;
     DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
     if (layer->scatters)
-        DTRAIN__TRY(dtrain__scatter_rows(dtrain__axis_comm(op), gemm.c, op->output_data[0], gemm.m,
-                                         gemm.n, gemm.c_dtype, &work));
-    else
-        DTRAIN__TRY(dtrain__sum_values(dtrain__axis_comm(op), gemm.c, gemm.m * gemm.n, gemm.c_dtype,
-                                       &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
+        DTRAIN__TRY(dtrain__scatter_rows(op, gemm.c, op->output_data[0], gemm.m, gemm.n,
+                                         gemm.c_dtype, NULL));
+    else DTRAIN__TRY(dtrain__sum_values(op, gemm.c, gemm.m * gemm.n, gemm.c_dtype, NULL));
     if (!layer->forward.bias && !layer->forward.activation) return DTRAIN_OK;
     memset(&bias, 0, sizeof bias);
     bias.rows = op->outputs[0]->count / gemm.n;
@@ -29033,21 +28282,6 @@ static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *lay
     return op->device->ops->bias(op->device, &bias);
 }
 
-static dtrain_result dtrain__linear_forward(dtrain_op *op)
-{
-    const dtrain__linear *layer = (const dtrain__linear *)op->args;
-    dtrain_gemm_args gemm = layer->forward;
-    if (layer->cut == DTRAIN_CUT_COLUMNS) return dtrain__linear_sum(op, layer);
-    if (layer->gathers) {
-        dtrain_work *work;
-        void *all = dtrain__op_scratch(op);
-        DTRAIN__TRY(dtrain__linear_gather(op, &gemm, all, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
-        gemm.a = all;
-    }
-    return dtrain__counted_gemm(op, &gemm);
-}
-
 /* ---- Backward
  *
  * d_x comes last: it is what the next backward reads, so it should be the freshest in the cache.
@@ -29057,20 +28291,6 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
  *
  * Where d_x is a sum over the axis it comes first, because the sum then goes on under the product
  * that makes d_weight; and nobody may multiply it by anything before it is complete. */
-
-/* Return the layer that made x, if the product that computes d_x may also finish the backward of
- * its activation. Both must belong to the same visit to a unit: in another visit gradients may not
- * be touched, and values may have been dropped. */
-static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
-{
-    const dtrain_tensor *x = op->inputs[0];
-    dtrain_node *inner = x->producer;
-    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
-        inner->mark != ((const dtrain_node *)op)->mark)
-        return NULL;
-    const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
-    return layer->forward.aux ? inner : NULL;
-}
 
 /* A gradient of parameters: where it goes, NULL if nobody wants it, and whether to add. */
 typedef struct dtrain__linear_target {
@@ -29126,47 +28346,9 @@ static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, v
         gemm.activation = before->forward.activation;
         gemm.aux = before->forward.aux;
         gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
-        before->grad_is_inner = true;
+        before->has_d_z = true;
     }
     return dtrain__counted_gemm(op, &gemm);
-}
-
-/* Make d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without
- * that product, or where it has the d_z of all rows and this rank's share of d_bias is of its own.
- */
-static dtrain_result dtrain__linear_activation(dtrain_op *op, bool weighs,
-                                               dtrain__linear_target *bias)
-{
-    const dtrain__linear *layer = (const dtrain__linear *)op->args;
-    const dtrain_gemm_args *forward = &layer->forward;
-    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
-    dtrain_tensor *y = op->outputs[0];
-    dtrain_activation_backward_args args;
-    bool there;
-    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &there)); /* written in place */
-    if (!activated && (!bias->grad || (weighs && !layer->scatters))) return DTRAIN_OK;
-    memset(&args, 0, sizeof args);
-    args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
-    args.accumulate = bias->add;
-    args.n = forward->n;
-    args.rows = y->count / args.n;
-    /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
-    args.x = forward->aux ? forward->aux : forward->c;
-    args.d_out = args.d_in = y->grad;
-    args.d_bias = bias->grad;
-    args.dtype = forward->c_dtype;
-    bias->grad = NULL;
-    return op->device->ops->activation_backward(op->device, &args);
-}
-
-/* Wait for a collective at once where the strategy wants no overlap: the bits are the same. */
-static dtrain_result dtrain__linear_started(const dtrain_op *op, dtrain_work **work)
-{
-    const dtrain_strategy *strategy = op->tape->strategy;
-    dtrain_work *started = *work;
-    if (!started || !strategy || !dtrain__settings_of(strategy)->no_overlap) return DTRAIN_OK;
-    *work = NULL;
-    return dtrain_work_wait(started);
 }
 
 /* Make both gradients where d_x is a sum over the axis:
@@ -29180,7 +28362,6 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
     const dtrain_gemm_args *forward = &layer->forward;
     const dtrain_tensor *x = op->inputs[0];
-    dtrain_comm *comm = dtrain__axis_comm(op);
     dtrain__chunk *all = NULL, *partial = NULL;
     dtrain_work *gathering = NULL, *summing = NULL;
     bool add = false;
@@ -29190,8 +28371,8 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
                                                  dtrain_dtype_bytes(forward->a_dtype));
         if (!all) return op->tape->error;
         rows = all->memory;
-        DTRAIN__TRY(dtrain__linear_gather(op, forward, all->memory, &gathering));
-        DTRAIN__TRY(dtrain__linear_started(op, &gathering));
+        DTRAIN__TRY(dtrain__gather_rows(op, forward->a, all->memory, forward->m, forward->k,
+                                        forward->a_dtype, &gathering));
     }
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add), *sum = d_x;
     DTRAIN__TRY(op->tape->error);
@@ -29207,10 +28388,9 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
         if (add && layer->gathers) sum += (size_t)dtrain__tensor_share(x)->first[0] * row;
         DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL));
         if (layer->gathers)
-            DTRAIN__TRY(dtrain__scatter_rows(comm, product, sum, forward->m, forward->k, x->dtype,
-                                             &summing));
-        else DTRAIN__TRY(dtrain__sum_values(comm, product, x->count, x->dtype, &summing));
-        DTRAIN__TRY(dtrain__linear_started(op, &summing));
+            DTRAIN__TRY(
+                dtrain__scatter_rows(op, product, sum, forward->m, forward->k, x->dtype, &summing));
+        else DTRAIN__TRY(dtrain__sum_values(op, product, x->count, x->dtype, &summing));
     }
     DTRAIN__TRY(dtrain_work_wait(gathering));
     DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, rows, weight, bias));
@@ -29221,46 +28401,60 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     return DTRAIN_OK;
 }
 
-/* Return where the gradient of the bias goes. In halves it goes with the activation, which adds it
- * up: to the first one. */
-static float *dtrain__linear_bias_grad(dtrain_op *op, bool *add)
-{
-    const uint32_t half = op->half;
-    const bool activated = ((const dtrain__linear *)op->args)->forward.activation != 0;
-    *add = false;
-    if (activated && half == DTRAIN_OP_HALF_PARAMS) return NULL;
-    if (activated) op->half = DTRAIN_OP_HALF_BOTH;
-    float *grad = dtrain_op_param_grad(op, 1, add);
-    op->half = half;
-    return grad;
-}
-
 static dtrain_result dtrain__linear_backward(dtrain_op *op)
 {
-    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    dtrain__linear *layer = (dtrain__linear *)op->args;
     const dtrain_gemm_args *forward = &layer->forward;
+    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->has_d_z;
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_tensor *y = op->outputs[0];
     dtrain__linear_target weight, bias = {NULL, false};
     dtrain__chunk *all = NULL;
     bool add;
     weight.grad = dtrain_op_param_grad(op, 0, &weight.add);
-    if (!layer->grad_is_inner) bias.grad = dtrain__linear_bias_grad(op, &bias.add);
-    if (op->half != DTRAIN_OP_HALF_PARAMS || !forward->activation)
-        DTRAIN__TRY(dtrain__linear_activation(op, weight.grad != NULL, &bias));
+    if (!layer->has_d_z) bias.grad = dtrain_op_param_grad(op, 1, &bias.add);
+
+    /* d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without that
+     * product, or where it has the d_z of all rows and this rank's share of d_bias is its own */
+    const bool weighs = weight.grad != NULL;
+    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add));
+    if (activated || (bias.grad && !(weighs && !layer->scatters))) {
+        dtrain_activation_backward_args args;
+        memset(&args, 0, sizeof args);
+        args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+        args.accumulate = bias.add;
+        args.n = forward->n;
+        args.rows = y->count / args.n;
+        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
+        args.x = forward->aux ? forward->aux : forward->c;
+        args.d_out = args.d_in = y->grad;
+        args.d_bias = bias.grad;
+        args.dtype = forward->c_dtype;
+        DTRAIN__TRY(op->device->ops->activation_backward(op->device, &args));
+        layer->has_d_z = activated;
+        bias.grad = NULL;
+    }
     if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight, &bias);
 
-    const void *d_z = op->outputs[0]->grad;
+    const void *d_z = y->grad;
     if (layer->scatters) {
-        dtrain_work *work;
         all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->n) *
                                                  dtrain_dtype_bytes(forward->c_dtype));
         if (!all) return op->tape->error;
-        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(op), op->device, d_z, all->memory,
-                                        forward->m, forward->n, forward->c_dtype, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
+        DTRAIN__TRY(dtrain__gather_rows(op, d_z, all->memory, forward->m, forward->n,
+                                        forward->c_dtype, NULL));
         d_z = all->memory;
     }
     DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
-    dtrain_node *inner = dtrain__inner_layer(op);
+
+    /* The layer that made x, if the product that makes d_x may also finish the backward of its
+     * activation. Both must belong to the same visit to a unit: in another visit gradients may not
+     * be touched, and values may have been dropped. */
+    dtrain_node *inner = x->producer;
+    if (inner && (inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
+                  inner->mark != ((const dtrain_node *)op)->mark ||
+                  !((const dtrain__linear *)inner->op.args)->forward.aux))
+        inner = NULL;
     void *d_x = dtrain_op_input_grad(op, 0, &add);
     if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner));
     dtrain__scratch_give(all);
@@ -29543,38 +28737,15 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
 static dtrain_result dtrain__embedding_forward(dtrain_op *op)
 {
     const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
-    dtrain_comm *axis = dtrain__axis_comm(op);
     dtrain_embedding_args args = layer->forward;
-    dtrain_work *work = NULL;
     if (!layer->cut) return op->device->ops->embedding(op->device, &args);
     const bool scatters = layer->rows < args.rows;
     if (op->tape->groups.tensor_rank > 0) args.wpe = NULL;
-    if (scatters) args.y = dtrain__op_scratch(op);
+    if (scatters) args.y = ((const dtrain_node *)op)->scratch;
     DTRAIN__TRY(op->device->ops->embedding(op->device, &args));
-    if (scatters)
-        DTRAIN__TRY(dtrain__scatter_rows(axis, args.y, op->output_data[0], args.rows, args.n,
-                                         DTRAIN_DTYPE_F32, &work));
-    else DTRAIN__TRY(dtrain__sum_values(axis, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, &work));
-    return dtrain_work_wait(work);
-}
-
-/* Add to the gradient of a cut table what the rows of all ranks have for it. */
-static dtrain_result dtrain__embedding_gathered(dtrain_op *op, float *d_table)
-{
-    const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
-    dtrain_embedding_args args = layer->forward;
-    dtrain_work *work = NULL;
-    dtrain__chunk *all =
-        dtrain__scratch_take(op->tape, (size_t)(args.rows * args.n) * sizeof(float));
-    if (!all) return op->tape->error;
-    DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(op), op->device, op->outputs[0]->grad,
-                                    all->memory, args.rows, args.n, DTRAIN_DTYPE_F32, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    args.d_y = all->memory;
-    args.d_wte = d_table;
-    DTRAIN__TRY(op->device->ops->embedding_backward(op->device, &args));
-    dtrain__scratch_give(all);
-    return DTRAIN_OK;
+    return scatters ? dtrain__scatter_rows(op, args.y, op->output_data[0], args.rows, args.n,
+                                           DTRAIN_DTYPE_F32, NULL)
+                    : dtrain__sum_values(op, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, NULL);
 }
 
 static dtrain_result dtrain__embedding_backward(dtrain_op *op)
@@ -29590,7 +28761,17 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
         DTRAIN__TRY(op->device->ops->zero(op->device, grad[i], count * sizeof(float)));
     }
     if (layer->cut && layer->rows < args.rows) {
-        if (grad[0]) DTRAIN__TRY(dtrain__embedding_gathered(op, grad[0]));
+        if (grad[0]) { /* the rows of all ranks have something for a cut table */
+            dtrain__chunk *all =
+                dtrain__scratch_take(op->tape, (size_t)(args.rows * args.n) * sizeof(float));
+            if (!all) return op->tape->error;
+            DTRAIN__TRY(dtrain__gather_rows(op, op->outputs[0]->grad, all->memory, args.rows,
+                                            args.n, DTRAIN_DTYPE_F32, NULL));
+            args.d_y = all->memory;
+            args.d_wte = grad[0];
+            DTRAIN__TRY(op->device->ops->embedding_backward(op->device, &args));
+            dtrain__scratch_give(all);
+        }
         if (!grad[1]) return DTRAIN_OK;
         grad[0] = NULL;
         dtrain__embedding_own_rows(layer, &args);
@@ -30338,9 +29519,13 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
 
 /* ==== src/tape/place.c ======================================================================== */
 
-/* Conversions between placements
+/* Moves along the tensor axis, and conversions between placements
  *
- * There are two moves, each the other's backward:
+ * Rows lie one after the other, so that a part is one piece of memory. Where the ranks divide the
+ * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and nothing
+ * goes on behind the host's back.
+ *
+ * There are two conversions, each the other's backward:
  *
  *     gather    columns or rows -> whole    all gather
  *     slice     whole -> columns or rows    a rank keeps its own
@@ -30348,9 +29533,8 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
  * Columns become rows, and rows columns, by both. The gradient of what is whole is whole on every
  * rank, and nothing is added up: the sums are in the operations that make them (tape/linear.c).
  *
- * Rows are one piece of memory, columns are not. A block is what one rank has, (rows, its columns);
- * blocks become rows of all columns by way of their transpose, where the columns of each run are
- * one piece:
+ * Columns are not one piece. A block is what one rank has, (rows, its columns); blocks become rows
+ * of all columns by way of their transpose, where the columns of each run are one piece:
  *
  *     block of rank 0   a a          T  a a a      <- column 0 of all rows
  *     (3 rows)          a a             a a a
@@ -30361,63 +29545,121 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
  *
  * Blocks of different sizes travel in slots of the largest. */
 
-typedef struct dtrain__place {
-    uint32_t from, to;     /* dtrain_placement */
-    int64_t rows, columns; /* of the whole */
-    dtrain_cut cut;        /* of its columns */
-} dtrain__place;
+/* ---- Sums, and rows ---------------------------------------------------------------------------*/
 
-/* A conversion under way. */
-typedef struct dtrain__moving {
-    const dtrain_op *op;
-    const dtrain__place *place;
-    int ranks, rank;
-    dtrain_dtype dtype;
-    size_t element;                        /* bytes */
-    int64_t slot;                          /* elements of the largest block */
-    char *send, *receive, *turned, *whole; /* a slot, those of all ranks, the transpose; and what
-                                              is between rows and columns */
-} dtrain__moving;
-
-static dtrain__share dtrain__columns_of(const dtrain__moving *m, int rank)
+DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank)
 {
-    const int64_t shape[4] = {m->place->columns, 0, 0, 0};
+    const int64_t shape[4] = {rows, 0, 0, 0};
     dtrain__share part;
-    dtrain__share_of(&m->place->cut, shape, m->ranks, rank, &part);
+    dtrain_cut cut;
+    memset(&cut, 0, sizeof cut);
+    cut.axis = DTRAIN_CUT_ROWS;
+    dtrain__share_of(&cut, shape, ranks, rank, &part);
     return part;
 }
 
-/* Describe a conversion and the elements of memory that it borrows: either way, so that forward and
- * backward find the same. */
-static int64_t dtrain__moving_describe(const dtrain_op *op, dtrain__moving *m)
+/* Leave a collective to the caller, or wait for it: without `work`, or where the strategy wants no
+ * overlap. The bits are the same. */
+static dtrain_result dtrain__move_started(const dtrain_op *op, dtrain_work *started,
+                                          dtrain_work **work)
 {
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    memset(m, 0, sizeof *m);
-    m->op = op;
-    m->place = place;
-    m->ranks = op->tape->groups.tensor_ranks;
-    m->rank = op->tape->groups.tensor_rank;
-    m->dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    m->element = dtrain_dtype_bytes(m->dtype);
-    if (place->from != DTRAIN_PLACEMENT_COLUMNS && place->to != DTRAIN_PLACEMENT_COLUMNS) return 0;
-    for (int r = 0; r < m->ranks; r++)
-        m->slot = dtrain__max(m->slot, place->rows * dtrain__columns_of(m, r).count);
-    const bool both = place->from == DTRAIN_PLACEMENT_ROWS || place->to == DTRAIN_PLACEMENT_ROWS;
-    return (1 + m->ranks) * m->slot + (both ? 2 : 1) * place->rows * place->columns;
+    const dtrain_strategy *strategy = op->tape->strategy;
+    if (work) *work = NULL;
+    if (!work || (strategy && dtrain__settings_of(strategy)->no_overlap))
+        return dtrain_work_wait(started);
+    *work = started;
+    return DTRAIN_OK;
 }
 
-/* Lay the borrowed memory out; NULL: nothing was borrowed. */
-static void dtrain__moving_borrow(dtrain__moving *m, void *memory)
+DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *values, int64_t count,
+                                                 uint32_t dtype, dtrain_work **work)
 {
-    if (!memory) return;
-    m->send = (char *)memory;
-    m->receive = m->send + (size_t)m->slot * m->element;
-    m->turned = m->receive + (size_t)(m->ranks * m->slot) * m->element;
-    m->whole = m->turned + (size_t)(m->place->rows * m->place->columns) * m->element;
+    dtrain_comm *comm = op->tape->groups.tensor;
+    dtrain_work *started = NULL;
+    if (comm)
+        DTRAIN__TRY(dtrain_all_reduce(comm, values, values, (size_t)count, (dtrain_dtype)dtype,
+                                      DTRAIN_REDUCE_SUM, &started));
+    return dtrain__move_started(op, started, work);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const void *part,
+                                                  void *whole, int64_t rows, int64_t n,
+                                                  uint32_t dtype, dtrain_work **work)
+{
+    const dtrain__groups *groups = &op->tape->groups;
+    dtrain_comm *comm = groups->tensor;
+    const int ranks = groups->tensor_ranks;
+    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    dtrain_work *started = NULL;
+    if (comm && rows % ranks == 0)
+        DTRAIN__TRY(dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n),
+                                      (dtrain_dtype)dtype, &started));
+    for (int r = 0; comm && rows % ranks && r < ranks; r++) {
+        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        char *place = (char *)whole + (size_t)of.first[0] * row;
+        if (r == groups->tensor_rank)
+            DTRAIN__TRY(op->device->ops->copy(op->device, place, part, (size_t)of.count * row,
+                                              DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain_broadcast(comm, place, (size_t)(of.count * n), (dtrain_dtype)dtype, r,
+                                     &started));
+        DTRAIN__TRY(dtrain_work_wait(started));
+        started = NULL;
+    }
+    return dtrain__move_started(op, started, work);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const void *whole,
+                                                   void *part, int64_t rows, int64_t n,
+                                                   uint32_t dtype, dtrain_work **work)
+{
+    dtrain_comm *comm = op->tape->groups.tensor;
+    const int ranks = op->tape->groups.tensor_ranks;
+    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    dtrain_work *started = NULL;
+    if (comm && rows % ranks == 0)
+        DTRAIN__TRY(dtrain_reduce_scatter(comm, whole, part, (size_t)(rows / ranks * n),
+                                          (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, &started));
+    for (int r = 0; comm && rows % ranks && r < ranks; r++) {
+        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        DTRAIN__TRY(dtrain_reduce(comm, (const char *)whole + (size_t)of.first[0] * row, part,
+                                  (size_t)(of.count * n), (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, r,
+                                  &started));
+        DTRAIN__TRY(dtrain_work_wait(started));
+        started = NULL;
+    }
+    return dtrain__move_started(op, started, work);
+}
+
+/* ---- Columns ----------------------------------------------------------------------------------*/
+
+typedef struct dtrain__place {
+    uint32_t to;           /* dtrain_placement */
+    bool gathers;          /* y is whole; false: x is */
+    bool by_columns;       /* the other one is cut by columns; false: by rows */
+    int64_t rows, columns; /* of the whole */
+    int64_t slot;          /* elements of the largest block */
+    dtrain_cut cut;        /* of the columns */
+} dtrain__place;
+
+static dtrain__share dtrain__columns_of(const dtrain_op *op, int rank)
+{
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    const int64_t shape[4] = {place->columns, 0, 0, 0};
+    dtrain__share part;
+    dtrain__share_of(&place->cut, shape, op->tape->groups.tensor_ranks, rank, &part);
+    return part;
+}
+
+/* Count the elements that a conversion borrows: a slot, those of all ranks, the transpose. */
+static int64_t dtrain__place_scratch(const dtrain_op *op)
+{
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    if (!place->by_columns) return 0;
+    return (1 + op->tape->groups.tensor_ranks) * place->slot + place->rows * place->columns;
 }
 
 /* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
-static dtrain_result dtrain__turn(const dtrain__moving *m, const char *x, int64_t rows, int64_t n,
+static dtrain_result dtrain__turn(const dtrain_op *op, const char *x, int64_t rows, int64_t n,
                                   int64_t stride, char *y)
 {
     dtrain_permute_args args;
@@ -30427,95 +29669,74 @@ static dtrain_result dtrain__turn(const dtrain__moving *m, const char *x, int64_
     args.shape[3] = rows, args.step[3] = stride;
     args.x = x;
     args.y = y;
-    args.dtype = m->dtype;
-    return m->op->device->ops->permute(m->op->device, &args);
+    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    return op->device->ops->permute(op->device, &args);
 }
 
-static dtrain_result dtrain__move_bytes(const dtrain__moving *m, char *to, const char *from,
-                                        int64_t count)
+static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, char *whole,
+                                            char *scratch)
 {
-    return m->op->device->ops->copy(m->op->device, to, from, (size_t)count * m->element,
-                                    DTRAIN_COPY_DEVICE_TO_DEVICE);
-}
-
-static dtrain_result dtrain__gather_columns(const dtrain__moving *m, const char *x, char *whole)
-{
-    const int64_t rows = m->place->rows, count = rows * dtrain__columns_of(m, m->rank).count;
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    const dtrain__groups *groups = &op->tape->groups;
+    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    const size_t element = dtrain_dtype_bytes(dtype), slot = (size_t)place->slot;
+    const int64_t rows = place->rows;
+    const int64_t count = rows * dtrain__columns_of(op, groups->tensor_rank).count;
+    char *const blocks = scratch + slot * element;
+    char *const turned = blocks + (size_t)groups->tensor_ranks * slot * element;
     dtrain_work *work = NULL;
-    if (count < m->slot) {
-        DTRAIN__TRY(dtrain__move_bytes(m, m->send, x, count));
-        x = m->send;
+    if (count < place->slot) {
+        DTRAIN__TRY(op->device->ops->copy(op->device, scratch, x, (size_t)count * element,
+                                          DTRAIN_COPY_DEVICE_TO_DEVICE));
+        x = scratch;
     }
-    DTRAIN__TRY(dtrain_all_gather(dtrain__axis_comm(m->op), x, m->receive, (size_t)m->slot,
-                                  m->dtype, &work));
+    DTRAIN__TRY(dtrain_all_gather(groups->tensor, x, blocks, slot, dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
-    for (int r = 0; r < m->ranks; r++) {
-        const dtrain__share part = dtrain__columns_of(m, r);
-        const char *run = m->receive + (size_t)(r * m->slot) * m->element;
+    for (int r = 0; r < groups->tensor_ranks; r++) {
+        const dtrain__share part = dtrain__columns_of(op, r);
+        const char *run = blocks + (size_t)r * slot * element;
         for (uint32_t i = 0; i < part.runs; i++) {
-            DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
-                                     m->turned + (size_t)(part.first[i] * rows) * m->element));
-            run += (size_t)part.length[i] * m->element;
+            DTRAIN__TRY(dtrain__turn(op, run, rows, part.length[i], part.count,
+                                     turned + (size_t)(part.first[i] * rows) * element));
+            run += (size_t)part.length[i] * element;
         }
     }
-    return dtrain__turn(m, m->turned, m->place->columns, rows, rows, whole);
+    return dtrain__turn(op, turned, place->columns, rows, rows, whole);
 }
 
-static dtrain_result dtrain__slice_columns(const dtrain__moving *m, const char *whole, char *y)
+static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whole, char *y,
+                                           char *turned)
 {
-    const int64_t rows = m->place->rows;
-    const dtrain__share part = dtrain__columns_of(m, m->rank);
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    const dtrain__share part = dtrain__columns_of(op, op->tape->groups.tensor_rank);
+    const size_t element = dtrain_dtype_bytes((dtrain_dtype)op->inputs[0]->dtype);
     int64_t at = 0;
     for (uint32_t i = 0; i < part.runs; at += part.length[i++])
-        DTRAIN__TRY(dtrain__turn(m, whole + (size_t)part.first[i] * m->element, rows,
-                                 part.length[i], m->place->columns,
-                                 m->turned + (size_t)(at * rows) * m->element));
-    return dtrain__turn(m, m->turned, part.count, rows, rows, y);
-}
-
-/* Convert x, which lies as `from`, to y. In a plan nothing is sent. */
-static dtrain_result dtrain__place_move(const dtrain__moving *m, uint32_t from, uint32_t to,
-                                        const void *x, void *y)
-{
-    const dtrain__share rows = dtrain__rows_share(m->place->rows, m->ranks, m->rank);
-    const int64_t columns = m->place->columns;
-    const char *whole = (const char *)x;
-    char *const gathered = to == DTRAIN_PLACEMENT_WHOLE ? (char *)y : m->whole;
-    dtrain_work *work = NULL;
-    if (!dtrain__axis_comm(m->op)) return DTRAIN_OK;
-    if (from != DTRAIN_PLACEMENT_WHOLE) whole = gathered;
-    if (from == DTRAIN_PLACEMENT_COLUMNS)
-        DTRAIN__TRY(dtrain__gather_columns(m, (const char *)x, gathered));
-    if (from == DTRAIN_PLACEMENT_ROWS)
-        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(m->op), m->op->device, x, gathered,
-                                        m->place->rows, columns, m->dtype, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    if (to == DTRAIN_PLACEMENT_COLUMNS) return dtrain__slice_columns(m, whole, (char *)y);
-    if (to == DTRAIN_PLACEMENT_WHOLE) return DTRAIN_OK;
-    return dtrain__move_bytes(m, (char *)y, whole + (size_t)(rows.first[0] * columns) * m->element,
-                              rows.count * columns);
+        DTRAIN__TRY(dtrain__turn(op, whole + (size_t)part.first[i] * element, place->rows,
+                                 part.length[i], place->columns,
+                                 turned + (size_t)(at * place->rows) * element));
+    return dtrain__turn(op, turned, part.count, place->rows, place->rows, y);
 }
 
 /* ---- The operation ----------------------------------------------------------------------------*/
 
-/* Find the cut that the columns of x have; those that some operation has placed without one are cut
- * evenly, or cannot be told. */
-static dtrain_result dtrain__place_cut(const dtrain_op *op, dtrain__place *place)
+/* Convert x to y, either way. In a plan nothing is sent. */
+static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const void *x, void *y,
+                                        void *scratch)
 {
+    const dtrain__place *place = (const dtrain__place *)op->args;
     const dtrain__groups *groups = &op->tape->groups;
-    const dtrain__share *part = dtrain__tensor_share(op->inputs[0]);
-    const int64_t shape[4] = {place->columns, 0, 0, 0};
-    char text[DTRAIN__SHARE_TEXT];
-    dtrain__share even;
-    place->cut.axis = DTRAIN_CUT_ROWS; /* of one axis: a row */
-    if (place->from != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
-    if (part->cut.axis) place->cut = part->cut;
-    dtrain__share_of(&place->cut, shape, groups->tensor_ranks, groups->tensor_rank, &even);
-    if (dtrain__share_same(&even, part)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_place: of the input this rank has the columns %s, and those of "
-                       "other ranks are not known; convert what it was made of",
-                       dtrain__share_text(part, text));
+    const uint32_t dtype = op->inputs[0]->dtype;
+    const size_t row = (size_t)place->columns * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    if (!groups->tensor) return DTRAIN_OK;
+    if (place->by_columns)
+        return (gathers ? dtrain__gather_columns
+                        : dtrain__slice_columns)(op, (const char *)x, (char *)y, (char *)scratch);
+    if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
+    const dtrain__share rows =
+        dtrain__rows_share(place->rows, groups->tensor_ranks, groups->tensor_rank);
+    return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
+                                 (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
 static dtrain_result dtrain__place_prepare(dtrain_op *op)
@@ -30525,63 +29746,72 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const dtrain__share *part = dtrain__tensor_share(x);
     const int64_t n = x->shape[x->ndim - 1];
-    dtrain__moving m;
     dtrain__share kept;
+    char text[DTRAIN__SHARE_TEXT];
     if (place->to > DTRAIN_PLACEMENT_ROWS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_place: placement is %u, which is not a dtrain_placement",
                            place->to);
-    place->from = x->placement;
-    place->columns = place->from == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
-    place->rows = place->from == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
-    DTRAIN__TRY(dtrain__place_cut(op, place));
-    const bool columns = place->to == DTRAIN_PLACEMENT_COLUMNS;
-    const int64_t length = columns ? place->columns : place->rows;
-    if (place->to != DTRAIN_PLACEMENT_WHOLE && length < groups->tensor_ranks)
+    place->gathers = place->to == DTRAIN_PLACEMENT_WHOLE;
+    place->by_columns =
+        (place->gathers ? x->placement : place->to) == (uint32_t)DTRAIN_PLACEMENT_COLUMNS;
+    place->columns = x->placement == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
+    place->rows = x->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
+    const int64_t length = place->by_columns ? place->columns : place->rows;
+    kept = dtrain__rows_share(length, groups->tensor_ranks, groups->tensor_rank);
+    if (!place->gathers && length < groups->tensor_ranks)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_place: %lld %s to share, and the tensor axis has %d ranks: each "
                            "needs one",
-                           (long long)length, columns ? "columns" : "rows", groups->tensor_ranks);
-    kept = dtrain__rows_share(length, groups->tensor_ranks, groups->tensor_rank);
-    if (place->to == DTRAIN_PLACEMENT_ROWS || place->from == DTRAIN_PLACEMENT_ROWS) {
-        const int64_t shape[2] = {place->to == DTRAIN_PLACEMENT_ROWS ? kept.count : place->rows,
-                                  columns ? kept.count : place->columns};
-        dtrain_op_output(op, (dtrain_dtype)x->dtype, 2, shape);
+                           (long long)length, place->by_columns ? "columns" : "rows",
+                           groups->tensor_ranks);
+
+    /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
+    place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
+    const dtrain__share here = dtrain__columns_of(op, groups->tensor_rank);
+    if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_place: of the input this rank has the columns %s, and those of "
+                           "other ranks are not known; convert what it was made of",
+                           dtrain__share_text(part, text));
+    for (int r = 0; r < groups->tensor_ranks; r++)
+        place->slot = dtrain__max(place->slot, place->rows * dtrain__columns_of(op, r).count);
+
+    if (place->by_columns) {
+        dtrain__output_like(op, x, place->gathers ? place->columns : kept.count,
+                            (dtrain_dtype)x->dtype);
     } else {
-        dtrain__output_like(op, x, columns ? kept.count : place->columns, (dtrain_dtype)x->dtype);
+        const int64_t shape[2] = {place->gathers ? place->rows : kept.count, place->columns};
+        dtrain_op_output(op, (dtrain_dtype)x->dtype, 2, shape);
     }
     DTRAIN__TRY(op->tape->error);
     dtrain__place_as(op->outputs[0], place->to, &kept);
-    dtrain__op_borrow(op, dtrain__moving_describe(op, &m), x->dtype);
+    dtrain__op_borrow(op, dtrain__place_scratch(op), x->dtype);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__place_forward(dtrain_op *op)
 {
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    dtrain__moving m;
-    (void)dtrain__moving_describe(op, &m);
-    dtrain__moving_borrow(&m, dtrain__op_scratch(op));
-    return dtrain__place_move(&m, place->from, place->to, op->input_data[0], op->output_data[0]);
+    return dtrain__place_move(op, ((const dtrain__place *)op->args)->gathers, op->input_data[0],
+                              op->output_data[0], ((const dtrain_node *)op)->scratch);
 }
 
 /* Convert the gradient back; where there is one already, beside it, and add. */
 static dtrain_result dtrain__place_backward(dtrain_op *op)
 {
-    const dtrain__place *place = (const dtrain__place *)op->args;
     const dtrain_tensor *x = op->inputs[0];
+    const size_t bytes =
+        (size_t)dtrain__place_scratch(op) * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
     dtrain__chunk *scratch = NULL, *beside = NULL;
-    dtrain__moving m;
     bool add;
-    const size_t bytes = (size_t)dtrain__moving_describe(op, &m) * m.element;
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add);
     if (!d_x) return op->tape->error;
     if (bytes) scratch = dtrain__scratch_take(op->tape, bytes);
     if (add) beside = dtrain__scratch_take(op->tape, dtrain__tensor_bytes(x));
     DTRAIN__TRY(op->tape->error);
-    dtrain__moving_borrow(&m, scratch ? scratch->memory : NULL);
-    DTRAIN__TRY(dtrain__place_move(&m, place->to, place->from, op->outputs[0]->grad,
-                                   beside ? beside->memory : d_x));
+    DTRAIN__TRY(dtrain__place_move(op, !((const dtrain__place *)op->args)->gathers,
+                                   op->outputs[0]->grad, beside ? beside->memory : d_x,
+                                   scratch ? scratch->memory : NULL));
     if (beside)
         DTRAIN__TRY(
             dtrain__tape_add(op->device, x->count, d_x, x->dtype, beside->memory, x->dtype, d_x));
@@ -30596,11 +29826,13 @@ DTRAIN_API dtrain_tensor *dtrain_place(dtrain_tape *tape, dtrain_tensor *x,
                                        dtrain_placement placement)
 {
     dtrain__place args;
-    if (tape && x && dtrain__is_float(x) && (uint32_t)placement <= DTRAIN_PLACEMENT_ROWS &&
-        (tape->groups.tensor_ranks == 1 || x->placement == (uint32_t)placement))
-        return x;
+    const uint32_t whole = DTRAIN_PLACEMENT_WHOLE, to = (uint32_t)placement;
+    if (tape && x && dtrain__is_float(x) && to <= DTRAIN_PLACEMENT_ROWS) {
+        if (tape->groups.tensor_ranks == 1 || x->placement == to) return x;
+        if (x->placement != whole && to != whole) x = dtrain_place(tape, x, DTRAIN_PLACEMENT_WHOLE);
+    }
     memset(&args, 0, sizeof args);
-    args.to = placement;
+    args.to = to;
     return dtrain_tape_apply(tape, &dtrain__place_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
@@ -31252,46 +30484,33 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Reduce floats over the tensor axis; later work on the device comes behind. */
-static dtrain_result dtrain__cross_entropy_reduce(const dtrain_op *op, const float *from, float *to,
-                                                  int64_t count, dtrain_reduce_op how)
-{
-    dtrain_work *work = NULL;
-    DTRAIN__TRY(dtrain_all_reduce(dtrain__axis_comm(op), from, to, (size_t)count, DTRAIN_DTYPE_F32,
-                                  how, &work));
-    return dtrain_work_wait(work);
-}
-
-/* Compute the loss of each row whose columns are cut: steps 1 to 4 above. */
-static dtrain_result dtrain__cross_entropy_columns(const dtrain_op *op,
-                                                   const dtrain__cross_entropy *loss)
-{
-    const dtrain_device_ops *ops = op->device->ops;
-    dtrain_cross_entropy_args args = loss->forward;
-    const int64_t rows = args.rows;
-    args.loss = NULL;
-    args.whole_max = loss->whole_max;
-    DTRAIN__TRY(ops->cross_entropy(op->device, &args));
-    DTRAIN__TRY(
-        dtrain__cross_entropy_reduce(op, args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX));
-    DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
-    DTRAIN__TRY(dtrain__cross_entropy_reduce(op, args.parts + rows, args.parts + rows,
-                                             (args.smoothing > 0 ? 3 : 2) * rows,
-                                             DTRAIN_REDUCE_SUM));
-    args.loss = loss->forward.loss;
-    return ops->cross_entropy_finish(op->device, &args);
-}
-
 static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_cross_entropy_args args = loss->forward;
+    const int64_t rows = args.rows;
     float *mean = (float *)op->output_data[0];
-    if (loss->forward.parts) DTRAIN__TRY(dtrain__cross_entropy_columns(op, loss));
-    else DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    DTRAIN__TRY(dtrain__sum_to(op->device, mean, loss->forward.loss, DTRAIN_DTYPE_F32,
-                               loss->forward.rows, (double)loss->factor, loss->device_factor));
+    if (!args.parts) {
+        DTRAIN__TRY(ops->cross_entropy(op->device, &args));
+    } else { /* steps 1 to 4 above */
+        dtrain_work *work = NULL;
+        args.loss = NULL;
+        args.whole_max = loss->whole_max;
+        DTRAIN__TRY(ops->cross_entropy(op->device, &args));
+        DTRAIN__TRY(dtrain_all_reduce(op->tape->groups.tensor, args.parts, loss->whole_max,
+                                      (size_t)rows, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+        DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
+        DTRAIN__TRY(dtrain__sum_values(op, args.parts + rows, (args.smoothing > 0 ? 3 : 2) * rows,
+                                       DTRAIN_DTYPE_F32, NULL));
+        args.loss = loss->forward.loss;
+        DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
+    }
+    DTRAIN__TRY(dtrain__sum_to(op->device, mean, args.loss, DTRAIN_DTYPE_F32, rows,
+                               (double)loss->factor, loss->device_factor));
     if (op->inputs[0]->placement != DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;
-    return dtrain__cross_entropy_reduce(op, mean, mean, 1, DTRAIN_REDUCE_SUM);
+    return dtrain__sum_values(op, mean, 1, DTRAIN_DTYPE_F32, NULL);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
@@ -31750,8 +30969,8 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  * other stages are remote: they have shapes and no memory. Passes of several micro-batches are
  * under way at once, each in a slot.
  *
- *     survey_begin      for each step: run the model with all stages remote, and note what crosses
  *     stage_reset       in each step
+ *     stage_begin       of DTRAIN__SURVEY: all stages are remote, and stage_end notes what crosses
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
  *     stage_end         behind it
@@ -31783,7 +31002,7 @@ typedef struct dtrain__pass_slot {
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
     int32_t stage;
     struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *inputs;     /* the latest first */
+    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
     dtrain__crossed *crossed;        /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
@@ -31804,19 +31023,16 @@ typedef struct dtrain__stages {
     int32_t count, at;          /* stages; the one whose unit the pass is in */
     const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
     size_t unit_count;
-    const bool *here; /* (count) this rank has the stage */
-    bool surveying;
+    const bool *here;                /* (count) this rank has the stage */
     dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
     dtrain__inbox *inboxes;          /* (inbox_count) */
     uint32_t slot_count, inbox_count;
-    dtrain__bump zeros;        /* as many as the longest tensor that crosses has */
-    dtrain__tape_tensor *made; /* by a survey, the latest first */
-    dtrain__crossing *crossings;
-    size_t crossing_count;
-    dtrain__crossed *crossed; /* (slot_count, crossing_count) */
-    void **received;          /* (inbox_count, crossing_count) */
-    bool *reads;              /* (input_count) a stage here reads the input */
-    size_t input_count;
+    dtrain__bump zeros; /* as many as the longest tensor that crosses has */
+    void *lists;        /* (list_bytes) memory of the lists whose length a survey finds */
+    size_t list_bytes;
+    dtrain__crossing *crossings; /* (crossing_count) */
+    bool *reads;                 /* (input_count) a stage here reads the input */
+    size_t crossing_count, input_count;
 } dtrain__stages;
 
 /* Let a tape run stages: stage_units and here stay the caller's. */
@@ -31824,9 +31040,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t s
                                                     const bool *here, const int32_t *stage_units,
                                                     size_t unit_count, uint32_t slot_count,
                                                     uint32_t inbox_count);
-/* Begin to run the model with all stages remote; stage_end notes what crosses. */
-DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
-
 /* Forget what an earlier step, or one that failed, has left. */
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
 /* Return item i of a message between `stage` and the next one: the tensor's place among all that
@@ -31836,7 +31049,10 @@ DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, 
 /* Find addresses in an inbox for what the stage before `stage` sends. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t inbox,
                                                     int32_t stage);
-/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. */
+/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
+ * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
+ * what crosses. */
+#define DTRAIN__SURVEY -1
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
                                                   int32_t stage, dtrain__stage_source source,
                                                   uint32_t flags, uint64_t seed);
@@ -31909,28 +31125,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     return DTRAIN_OK;
 }
 
-/* Free what the survey found, and the lists that go with it. */
-static void dtrain__crossings_free(dtrain_tape *tape)
-{
-    const dtrain_allocator *a = &tape->allocator;
-    dtrain__stages *stages = tape->stages;
-    const size_t count = stages->crossing_count;
-    dtrain__free(a, stages->crossed, stages->slot_count * count, sizeof *stages->crossed);
-    dtrain__free(a, stages->received, stages->inbox_count * count, sizeof *stages->received);
-    dtrain__free(a, stages->crossings, count, sizeof *stages->crossings);
-    dtrain__free(a, stages->reads, stages->input_count, sizeof *stages->reads);
-    stages->crossed = NULL;
-    stages->received = NULL;
-    stages->crossings = NULL;
-    stages->reads = NULL;
-    stages->crossing_count = stages->input_count = 0;
-}
-
 DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
     if (!stages) return;
-    dtrain__crossings_free(tape);
+    dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
     for (uint32_t s = 0; s < stages->slot_count; s++)
         for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
             dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
@@ -31957,13 +31156,12 @@ DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_i
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 {
-    return tape->stages && tape->stages->surveying;
+    return tape->stages && tape->stages->slot->stage == DTRAIN__SURVEY;
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 {
-    return dtrain__is_surveying(tape) ||
-           (tape->stages && tape->stages->at != tape->stages->slot->stage);
+    return tape->stages && tape->stages->at != tape->stages->slot->stage;
 }
 
 /* Note which stage the pass has come to. */
@@ -31990,34 +31188,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t uni
     return DTRAIN_OK;
 }
 
-/* Return the place of a tensor that has just been made among those that cross; NULL: it does not.
- */
-static const dtrain__crossing *dtrain__crossing_of(dtrain_tape *tape)
-{
-    dtrain__stages *stages = tape->stages;
-    const size_t next = stages->slot->next_crossing;
-    if (next == stages->crossing_count) return NULL;
-    if (stages->crossings[next].number != tape->pass.tensor_count) return NULL;
-    stages->slot->next_crossing++;
-    return &stages->crossings[next];
-}
-
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node)
 {
-    dtrain__stages *stages = tape->stages;
+    const dtrain__stages *stages = tape->stages;
+    dtrain__pass_slot *slot = stages->slot;
     dtrain_tensor *x = &made->tensor;
     made->stage = made->last_stage = node ? stages->at : -1;
     made->remote = x->data == (void *)DTRAIN__REMOTE;
-    if (stages->surveying || !node) {
-        dtrain__tape_tensor **list = stages->surveying ? &stages->made : &stages->slot->inputs;
-        made->next = *list;
-        *list = made;
+    if (slot->stage == DTRAIN__SURVEY || !node) {
+        made->next = slot->listed;
+        slot->listed = made;
         return;
     }
-    const dtrain__crossing *crossing = dtrain__crossing_of(tape);
-    if (!crossing) return;
-    const size_t at = (size_t)(crossing - stages->crossings);
+    if (slot->next_crossing == stages->crossing_count) return;
+    const dtrain__crossing *crossing = &stages->crossings[slot->next_crossing];
+    if (crossing->number != tape->pass.tensor_count) return;
+    dtrain__crossed *crossed = &slot->crossed[slot->next_crossing++];
     if (crossing->stage != made->stage || crossing->count != x->count ||
         crossing->dtype != x->dtype) {
         dtrain__tape_stick(
@@ -32033,7 +31220,6 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
                         dtrain_dtype_name((dtrain_dtype)crossing->dtype), (int)crossing->stage));
         return;
     }
-    dtrain__crossed *crossed = &stages->slot->crossed[at];
     crossed->tensor = made;
     if (!made->remote || !crossed->received) return;
     made->remote = false;
@@ -32046,8 +31232,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tens
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
     if (!stages) return DTRAIN_OK;
     if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (stages->surveying) made->wanted = made->wanted || stages->here[stages->at];
-    if (stages->surveying || stages->at != stages->slot->stage || !made->remote) return DTRAIN_OK;
+    if (dtrain__is_surveying(tape)) made->wanted = made->wanted || stages->here[stages->at];
+    if (dtrain__stage_is_remote(tape) || !made->remote) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "stage %d reads a tensor of stage %d, which it did not do in the first "
                        "micro-batch; which operations the loss calls must not depend on values",
@@ -32060,18 +31246,8 @@ DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
     const dtrain__stages *stages = tape->stages;
     if (!stages) return true;
     const size_t number = stages->slot->input_count;
-    return !stages->surveying && stages->slot->batch == stages->slot &&
+    return !dtrain__is_surveying(tape) && stages->slot->batch == stages->slot &&
            number < stages->input_count && stages->reads[number];
-}
-
-/* Return the same input of this rank's first pass of the micro-batch; NULL: this is that pass. */
-static const dtrain__tape_tensor *dtrain__input_before(const dtrain__stages *stages)
-{
-    const dtrain__pass_slot *batch = stages->slot->batch;
-    if (stages->surveying || batch == stages->slot) return NULL;
-    const dtrain__tape_tensor *x = batch->inputs;
-    for (size_t i = batch->input_count; x && i > stages->slot->input_count + 1; i--) x = x->next;
-    return x;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x, bool *shared)
@@ -32079,20 +31255,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
     dtrain__stages *stages = tape->stages;
     *shared = false;
     if (!stages) return DTRAIN_OK;
-    const dtrain__tape_tensor *before = dtrain__input_before(stages);
-    stages->slot->input_count++;
+    dtrain__pass_slot *slot = stages->slot;
+    const size_t number = slot->input_count++;
     if (x->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pipeline has no gradients of inputs; leave "
                            "requires_grad false");
+    if (slot->batch == slot) return DTRAIN_OK;
+    const dtrain__tape_tensor *before = slot->batch->listed; /* of the micro-batch's first pass */
+    for (size_t i = slot->batch->input_count; before && i > number + 1; i--) before = before->next;
     if (!before) return DTRAIN_OK;
     if (before->tensor.count != x->count || before->tensor.dtype != x->dtype)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "dtrain_tape_input: input %zu has %lld elements, and %lld in this "
                            "micro-batch's first pass on this rank; every pass of a pipeline makes "
                            "the same inputs",
-                           stages->slot->input_count, (long long)x->count,
-                           (long long)before->tensor.count);
+                           number + 1, (long long)x->count, (long long)before->tensor.count);
     x->data = before->tensor.data;
     ((dtrain__tape_tensor *)x)->remote = before->remote;
     ((dtrain__tape_tensor *)x)->samples = before->samples;
@@ -32102,59 +31280,40 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
 
 /* ---- The survey -------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags)
-{
-    dtrain__stages *stages = tape->stages;
-    dtrain__stage_reset(tape);
-    stages->surveying = true;
-    stages->made = NULL;
-    stages->at = 0;
-    return dtrain__pass_begin(tape, flags, 0);
-}
-
-/* Make the lists that the survey fills, of `crossings` and `inputs`, and those of slots and
- * inboxes. */
-static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings, size_t inputs)
-{
-    const dtrain_allocator *a = &tape->allocator;
-    const char *const what = "what crosses stages";
-    dtrain__stages *stages = tape->stages;
-    const size_t all = stages->slot_count * crossings, inboxes = stages->inbox_count * crossings;
-    if (stages->crossings && crossings == stages->crossing_count && inputs == stages->input_count)
-        return DTRAIN_OK; /* other shapes need no other lists */
-    dtrain__crossings_free(tape);
-    stages->crossing_count = crossings;
-    stages->input_count = inputs;
-    stages->crossings =
-        (dtrain__crossing *)dtrain__alloc(a, crossings, sizeof *stages->crossings, what);
-    stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, what);
-    stages->crossed = (dtrain__crossed *)dtrain__alloc(a, all, sizeof *stages->crossed, what);
-    stages->received = (void **)dtrain__alloc(a, inboxes, sizeof *stages->received, what);
-    if (!stages->crossings || !stages->reads || !stages->crossed || !stages->received)
-        return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < stages->slot_count; i++)
-        stages->slots[i].crossed = stages->crossed + i * crossings;
-    for (size_t i = 0; i < stages->inbox_count; i++)
-        stages->inboxes[i].received = stages->received + i * crossings;
-    return DTRAIN_OK;
-}
-
-/* Note what the model, run with all stages remote, has shown. */
+/* Note what the model, run with all stages remote, has shown: first how much, for one piece of
+ * memory with all lists. */
 static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
-    size_t crossings = 0, inputs = 0, number = tape->pass.tensor_count;
-    stages->surveying = false;
-    DTRAIN__TRY(tape->error);
-    for (const dtrain__tape_tensor *x = stages->made; x; x = x->next) {
+    const dtrain__tape_tensor *made = stages->slot->listed;
+    size_t count = 0, inputs = 0, number = tape->pass.tensor_count;
+    for (const dtrain__tape_tensor *x = made; x; x = x->next) {
         inputs += x->stage < 0;
-        crossings += x->last_stage > x->stage;
+        count += x->last_stage > x->stage;
     }
-    DTRAIN__TRY(dtrain__crossings_alloc(tape, crossings, inputs));
-    for (const dtrain__tape_tensor *x = stages->made; x; x = x->next, number--) {
+    if (!stages->lists || count != stages->crossing_count || inputs != stages->input_count) {
+        const size_t crossed = stages->slot_count * count, received = stages->inbox_count * count;
+        dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
+        stages->crossing_count = stages->input_count = 0;
+        stages->list_bytes = count * sizeof *stages->crossings + received * sizeof(void *) +
+                             crossed * sizeof(dtrain__crossed) + inputs * sizeof *stages->reads;
+        stages->lists =
+            dtrain__alloc(&tape->allocator, stages->list_bytes, 1, "what crosses stages");
+        if (!stages->lists) return DTRAIN_ERROR_MEMORY;
+        stages->crossing_count = count;
+        stages->input_count = inputs;
+        stages->crossings = (dtrain__crossing *)stages->lists;
+        for (size_t i = 0; i < stages->slot_count; i++)
+            stages->slots[i].crossed = (dtrain__crossed *)(stages->crossings + count) + i * count;
+        void **const inbox = (void **)(stages->slots[0].crossed + crossed);
+        for (size_t i = 0; i < stages->inbox_count; i++)
+            stages->inboxes[i].received = inbox + i * count;
+        stages->reads = (bool *)(inbox + received);
+    }
+    for (const dtrain__tape_tensor *x = made; x; x = x->next, number--) {
         if (x->stage < 0) stages->reads[--inputs] = x->wanted;
         if (x->last_stage <= x->stage) continue;
-        dtrain__crossing *crossing = &stages->crossings[--crossings];
+        dtrain__crossing *crossing = &stages->crossings[--count];
         crossing->number = number;
         crossing->stage = x->stage;
         crossing->last_stage = x->last_stage;
@@ -32172,7 +31331,7 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     const size_t count = stages->slot_count * stages->crossing_count;
     dtrain__tape_reset(tape);
-    if (count) memset(stages->crossed, 0, count * sizeof *stages->crossed);
+    if (count) memset(stages->slots[0].crossed, 0, count * sizeof(dtrain__crossed));
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
@@ -32202,18 +31361,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
     return DTRAIN_OK;
 }
 
-/* Leave a slot's last pass, and keep the gradients of what it received: they may still be under
- * way. */
-static void dtrain__slot_leave(const dtrain__stages *stages, dtrain__pass_slot *slot)
-{
-    for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__crossed *crossed = &slot->crossed[k];
-        if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
-        crossed->tensor = NULL;
-        crossed->received = NULL;
-    }
-}
-
 DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t number)
 {
     const dtrain__stages *stages = tape->stages;
@@ -32232,10 +31379,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &stages->slots[number];
     dtrain__slot_select(tape, slot);
-    dtrain__slot_leave(stages, slot);
+    for (size_t k = 0; k < stages->crossing_count; k++) {
+        dtrain__crossed *crossed = &slot->crossed[k];
+        if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
+        crossed->tensor = NULL; /* a gradient of the slot's last pass may be under way */
+        crossed->received = NULL;
+    }
     slot->stage = stage;
     slot->batch = &stages->slots[batch];
-    slot->inputs = NULL;
+    slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
     for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
@@ -32249,8 +31401,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
     const dtrain__pass_slot *slot = stages->slot;
-    if (stages->surveying) return dtrain__survey_end(tape);
     DTRAIN__TRY(tape->error);
+    if (slot->stage == DTRAIN__SURVEY) return dtrain__survey_end(tape);
     if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
         return DTRAIN_OK;
     return dtrain__tape_stick(
@@ -32267,23 +31419,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &stages->slots[number];
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
+        dtrain__tape_tensor *x = slot->crossed[k].tensor;
         bool accumulate;
-        if (from) dtrain__gradient_take(x, &stages->slots[*from].crossed[k].tensor->tensor);
-        else DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    }
-    return DTRAIN_OK;
-}
-
-/* Give zeros to those of the gradients to be sent that no operation has contributed to. */
-static dtrain_result dtrain__stage_zeros(dtrain_tape *tape, const dtrain__pass_slot *slot)
-{
-    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
-        dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
-        bool accumulate;
-        if (x->grad) continue;
-        DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-        DTRAIN__TRY(tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x)));
+        if (from) {
+            dtrain__tape_tensor *y = stages->slots[*from].crossed[k].tensor;
+            x->gradient = y->gradient;
+            x->tensor.grad = y->tensor.grad;
+            y->gradient = NULL;
+            y->tensor.grad = NULL;
+        } else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
     }
     return DTRAIN_OK;
 }
@@ -32305,7 +31449,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         x->tensor.grad = NULL;
     }
     DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
-    return dtrain__tape_stick(tape, dtrain__stage_zeros(tape, slot));
+    dtrain_result result = DTRAIN_OK; /* what is sent and has no contribution is zero */
+    for (size_t i = 0, k; !result && dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++)
+        result = dtrain__gradient_zeros(tape, &slot->crossed[k].tensor->tensor);
+    return dtrain__tape_stick(tape, result);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t number)
@@ -32345,24 +31492,6 @@ DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot,
  * kernel takes as long as its products or as long as its bytes, whichever is longer; both are
  * counted in floating-point operations, a byte as so many as the device does while it moves one. */
 
-/* Count the bytes that one pass over an operation's tensors moves, and over its parameters where it
- * multiplies by them: an embedding reads a few rows of its table. */
-static double dtrain__cost_bytes(const dtrain_op *op, bool multiplies)
-{
-    double bytes = 0;
-    for (uint32_t i = 0; i < op->input_count; i++)
-        bytes += (double)dtrain__tensor_bytes(op->inputs[i]);
-    for (uint32_t i = 0; i < op->output_count; i++)
-        bytes += (double)dtrain__tensor_bytes(op->outputs[i]);
-    for (uint32_t i = 0; i < op->param_count && multiplies; i++) {
-        double count = 1;
-        for (int axis = 0; axis < 4 && op->param_shape[i][axis]; axis++)
-            count *= (double)op->param_shape[i][axis];
-        bytes += count * (double)sizeof(float);
-    }
-    return bytes;
-}
-
 /* Return the place of a unit; what runs before the first mark belongs to the first one. */
 static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
 {
@@ -32371,22 +31500,30 @@ static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
     return u < costs->count ? u : 0;
 }
 
-/* Tell whether a call is the half of gradients that nobody wants. */
-static bool dtrain__cost_is_none(const dtrain_op *op)
-{
-    bool wanted = op->half != DTRAIN_OP_HALF_INPUTS;
-    for (uint32_t i = 0; i < op->input_count; i++) wanted = wanted || op->inputs[i]->needs_grad;
-    return !wanted;
-}
-
 DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops)
 {
     const dtrain_op *op = &node->op;
     const dtrain__unit_costs *costs = op->tape->costs;
-    if (!costs || (backward && dtrain__cost_is_none(op))) return;
+    bool wanted = !backward || op->half != DTRAIN_OP_HALF_INPUTS; /* or the gradient of an input */
+    double bytes = 0;
+    if (!costs) return;
+    /* the bytes that one pass over the tensors moves, and over parameters where they are multiplied
+     * by: an embedding reads a few rows of its table */
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        wanted = wanted || op->inputs[i]->needs_grad;
+        bytes += (double)dtrain__tensor_bytes(op->inputs[i]);
+    }
+    for (uint32_t i = 0; i < op->output_count; i++)
+        bytes += (double)dtrain__tensor_bytes(op->outputs[i]);
+    for (uint32_t i = 0; i < op->param_count && flops > 0; i++) {
+        double count = sizeof(float);
+        for (int axis = 0; axis < 4 && op->param_shape[i][axis]; axis++)
+            count *= (double)op->param_shape[i][axis];
+        bytes += count;
+    }
+    if (!wanted) return;
+    if (backward && op->half == DTRAIN_OP_HALF_BOTH) bytes *= 2;
     dtrain_pipeline_costs *unit = &costs->costs[dtrain__cost_place(costs, node->unit)];
-    const bool both = backward && op->half == DTRAIN_OP_HALF_BOTH;
-    const double bytes = dtrain__cost_bytes(op, flops > 0) * (both ? 2 : 1);
     double *const sum = !backward                           ? &unit->forward
                         : op->half == DTRAIN_OP_HALF_PARAMS ? &unit->weight
                                                             : &unit->backward;
@@ -34210,8 +33347,10 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
 
 /* ==== src/train/trainer_internal.h ============================================================ */
 
-/* The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
- * the middle (trainer.c) and the queued step (queued_step.c). */
+/* The trainer's structure
+ *
+ * Its files call each other in one direction: trainer.c the three kinds of steps and the plan,
+ * these (queued_step.c, pipeline_step.c, plan.c) what is in micro_batch.c. */
 
 /* The words that a rank sends the others each step: its figures, and behind them */
 enum {
@@ -34238,6 +33377,17 @@ enum {
 #define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
 #define DTRAIN__SLOW_STEPS 10  /* ... in this many steps in a row */
 
+/* What a step knows of one of its micro-batches. */
+typedef struct dtrain__micro {
+    float loss;              /* with a pipeline on the rank of the last stage */
+    float weight;            /* in the step's mean */
+    bool joined;             /* this rank's data had ended */
+    bool fetched;            /* with a pipeline: next_batch was called for it */
+    int32_t slot;            /* likewise, of its first pass here, with its inputs; -1: none yet */
+    dtrain__samples samples; /* that the loss is a mean over ... */
+    float valid[2];          /* ... and, with a pipeline, what they point to */
+} dtrain__micro;
+
 struct dtrain_trainer {
     dtrain__trainer_view view;
     dtrain_allocator allocator;
@@ -34256,11 +33406,9 @@ struct dtrain_trainer {
     uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling */
     uint32_t in_a_row; /* how many of the last steps were */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
-    double loss;       /* their sum, each times its weight ... */
-    double weight;     /* ... and the sum of their weights */
-    bool ended;        /* this rank's data has ended */
-    uint32_t joined;   /* micro-batches of this step that had no data */
-    double saving;     /* seconds in checkpoints until the end of the last step */
+    dtrain__micro *micros; /* (micro_batches) */
+    bool ended;            /* this rank's data has ended */
+    double saving;         /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
@@ -34271,20 +33419,12 @@ struct dtrain_trainer {
     struct dtrain__queue *queue;       /* NULL: the host waits in the middle of a step */
 };
 
-/* A micro-batch of a queued step: its inputs, and the samples that its loss is a mean
- * over, or its weight where samples are not counted. */
-typedef struct dtrain__queued {
-    dtrain__feed feed;
-    dtrain__samples samples;
-    float weight;
-} dtrain__queued;
-
 typedef struct dtrain__queue {
     dtrain_device *device;
     dtrain_step_scalars *scalars; /* device memory: a step's numbers, then the norm (1) */
     dtrain_step_scalars *now;     /* page-locked: the next step's numbers */
     float *results;               /* behind `now` (micro_batches + 2): losses, norm, weights */
-    dtrain__queued *micros;       /* (micro_batches) */
+    dtrain__feed *feeds;          /* (micro_batches) their inputs */
     size_t pinned_bytes;          /* of now and results */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* that were queued or replayed */
@@ -34293,50 +33433,41 @@ typedef struct dtrain__queue {
 
 /* train/micro_batch.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
+DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32_t micro);
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__micro_batch(dtrain_trainer *trainer, uint64_t seed,
-                                                  dtrain_tensor **loss, float *weight);
-DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
-                                         float weight);
-
-/* train/pipeline_step.c */
-typedef struct dtrain__pipeline dtrain__pipeline;
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
-DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
-/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_fetches(const dtrain_trainer *trainer,
-                                                       const char *call,
-                                                       dtrain_batch_fn next_batch);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
-/* Return the result of a step, and add to an error of a wait that this rank's data had ended in it:
- * where the others of its pipeline have more, they wait for messages that do not come, until the
- * deadline. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
-                                                      dtrain_result result);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
-                                                    const dtrain__strategy_plan *plan,
-                                                    dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
-                                                        float *loss, dtrain__samples *samples);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
-                                                       dtrain_loss_fn function, void *user,
-                                                       float *values, int64_t count);
-
-/* train/trainer.c */
-/* Check that what the host's forward has made has so many elements. */
-DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count);
-
-/* train/plan.c */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
-                                                     dtrain_memory *held, dtrain_memory *planned);
+DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer);
+/* Check that the loss (count 1), or a function of the host's own, has made so many elements. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
+                                                 dtrain_loss_fn function, const dtrain_tensor *made,
+                                                 int64_t count);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record);
+
+/* train/pipeline_step.c */
+/* Make a trainer's schedule and tables, and let its tape run stages. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
+                                                      const dtrain__stage_map *map,
+                                                      const dtrain_pipeline_desc *desc);
+DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
+                                                      dtrain_result result);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
+                                                       dtrain_loss_fn function, void *user,
+                                                       float *values, int64_t count,
+                                                       dtrain__samples *samples);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    const dtrain__strategy_plan *plan,
+                                                    dtrain_tape *tape);
+
+/* train/plan.c */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
+                                                     dtrain_memory *held, dtrain_memory *planned);
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
 #define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
@@ -34353,7 +33484,11 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     return (uint64_t)random[1] << 32 | random[0];
 }
 
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro) { return DTRAIN__MICRO_SEED * micro; }
+/* Return the seed of a micro-batch's pass. To that of a queued step the device adds the step's. */
+DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32_t micro)
+{
+    return (trainer->queue ? 0 : dtrain__step_seed(trainer)) + DTRAIN__MICRO_SEED * micro;
+}
 
 /* Return what a micro-batch's loss is multiplied with before its backward. */
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer)
@@ -34381,73 +33516,990 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
                     "steps that have data; use graph = false, or give all ranks as many batches"));
 }
 
-/* Run forward to the loss and backward from it. An error inside of the loss, a NULL tensor too, is
- * on the tape and comes out of backward. */
-static dtrain_result dtrain__micro_passes(dtrain_trainer *trainer, uint64_t seed,
-                                          dtrain_tensor **loss)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain_tape *tape = trainer->tape;
-    DTRAIN__TRY(
-        dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(trainer->micro)));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", trainer->micro);
-    *loss = desc->loss(tape, desc->user);
-    dtrain__span_end(trainer->world, span);
-    return dtrain_tape_backward(tape, *loss, dtrain__micro_scale(trainer));
-}
-
-/* Fetch the next micro-batch of the step, unless the tape's feed holds it already, run it and let
- * the strategy reduce the gradients: behind the last one they are the step's mean. Set the loss,
- * which is not read, so that a device with a queue works through all of this before the host waits,
- * and its weight. A rank whose data has ended takes part in what the others do, and has no loss.
+/* Run the micro-batches of a step, from the first that is not done: fetch, unless the queue holds
+ * its inputs already, pass forwards and backwards, and let the strategy reduce the gradients: after
+ * the last one they are the step's mean. The loss is read last, or its copy queued, so that a
+ * device with a queue works through all of this before the host waits. A rank whose data has ended
+ * takes part in what the others do, and has no loss.
  *
  * An error of next_batch leaves the step where it is, to be repeated from here. A gradient that is
- * missing ends the step. After any other error this rank cannot take part in what the others do:
- * the strategy fails on all of them. */
-DTRAIN__PRIVATE dtrain_result dtrain__micro_batch(dtrain_trainer *trainer, uint64_t seed,
-                                                  dtrain_tensor **loss, float *weight)
+ * missing ends the step. After any other error (one inside of the loss comes out of backward) this
+ * rank cannot take part in what the others do: the strategy fails on all of them. */
+DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
 {
-    dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain__feed *feed = trainer->tape->feed;
-    const uint32_t micro = trainer->micro;
-    dtrain_result result;
-    bool over;
-    *loss = NULL;
-    *weight = 0;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    if (micro == 0) trainer->joined = 0;
-    if (!feed || !feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro + 1 < trainer->desc.micro_batches));
-    if (trainer->ended) {
-        trainer->joined++;
-        result = dtrain_strategy_join(strategy, &over);
-    } else {
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__micro_passes(trainer, seed, loss)));
-        *weight = dtrain__micro_weight(strategy);
-        result = dtrain_strategy_finish(strategy);
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain_strategy *strategy = desc->strategy;
+    dtrain_tape *tape = trainer->tape;
+    dtrain_device *device = tape->device;
+    dtrain__queue *queue = trainer->queue;
+    for (; trainer->micro < desc->micro_batches; trainer->micro++) {
+        const uint32_t number = trainer->micro;
+        dtrain__micro *micro = &trainer->micros[number];
+        dtrain_tensor *loss = NULL;
+        dtrain_result result;
+        bool over;
+        DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
+        if (queue) {
+            tape->feed = &queue->feeds[number];
+            tape->feed->next = 0;
+        }
+        if (!queue || !tape->feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+        DTRAIN__TRY(dtrain_strategy_accumulate(strategy, number + 1 < desc->micro_batches));
+        memset(micro, 0, sizeof *micro);
+        micro->joined = trainer->ended;
+        if (micro->joined) result = dtrain_strategy_join(strategy, &over);
+        else {
+            const uint64_t seed = dtrain__pass_seed(trainer, number);
+            DTRAIN__TRY(
+                dtrain__strategy_keep(strategy, dtrain_tape_begin(tape, desc->tape_flags, seed)));
+            const uint32_t span =
+                dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", number);
+            loss = desc->loss(tape, desc->user);
+            dtrain__span_end(trainer->world, span);
+            DTRAIN__TRY(dtrain__strategy_keep(
+                strategy, dtrain_tape_backward(tape, loss, dtrain__micro_scale(trainer))));
+            micro->weight = dtrain__micro_weight(strategy);
+            result = dtrain_strategy_finish(strategy);
+        }
+        if (result != DTRAIN_OK) trainer->micro = 0;
+        DTRAIN__TRY(result);
+        if (!loss) continue;
+        micro->samples = ((const dtrain__tape_tensor *)loss)->samples;
+        result = queue ? device->ops->copy_async(device, queue->results + number, loss->data,
+                                                 sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL)
+                       : dtrain_tensor_read(tape, loss, &micro->loss, NULL);
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     }
-    trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
+    trainer->micro = 0;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
+                                                 dtrain_loss_fn function, const dtrain_tensor *made,
+                                                 int64_t count)
+{
+    const bool loss = function == trainer->desc.loss;
+    const char *const call = !loss ? "dtrain_trainer_forward"
+                             : trainer->tape->pass.flags & DTRAIN_TAPE_NO_GRAD
+                                 ? "dtrain_trainer_evaluate"
+                                 : "dtrain_trainer";
+    if (!made)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", call,
+                           loss ? "loss" : "forward");
+    if (loss) return dtrain__check_loss(call, made);
+    if (made->count == count) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_trainer_forward: forward returned a tensor of %lld elements, and "
+                       "values has room for %lld; give count that number",
+                       (long long)made->count, (long long)count);
+}
+
+/* ==== src/train/queued_step.c ================================================================= */
+
+/* A step without the host: recorded and replayed
+ *
+ * A whole step is queued on the device before the host looks at any of its results. That is what
+ * a graph can record:
+ *
+ *     pinned            device                                                      pinned
+ *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
+ *
+ * Every number that changes from step to step is in `scalars`; every input comes through a feed,
+ * and a feed of targets carries the count that their loss is divided by. So a step is recorded
+ * once, in the same step on all ranks: recording a collective is something that all of them must do
+ * together. The micro-batches are those of every step (micro_batch.c), which queues the copies of
+ * their losses instead of waiting for them. */
+
+/* Return the weight of a micro-batch: where samples are counted, by the inputs that are filled in
+ * now; otherwise the one that its backward had when it was queued. */
+static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
+{
+    const dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain__micro *queued = &trainer->micros[micro];
+    if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
+        return queued->weight;
+    if (trainer->data_ranks == 1 && trainer->desc.micro_batches == 1)
+        return dtrain__samples_count(&queued->samples) > 0;
+    return dtrain__weight_of(strategy, &queued->samples);
+}
+
+/* Queue a whole step, by the same calls in the same order whether the device runs or records
+ * them. */
+static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    dtrain_tape *tape = trainer->tape;
+    float *norm = queue->results + desc->micro_batches;
+    bool empty;
+    dtrain_clip_args clip;
+    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    tape->scalars = queue->scalars;
+    const dtrain_result passes = dtrain__micro_batches(trainer);
+    tape->scalars = NULL;
+    tape->feed = NULL;
+    DTRAIN__TRY(passes);
+    memset(&clip, 0, sizeof clip);
+    clip.max_norm = desc->clip;
+    clip.scalars = queue->scalars;
+    clip.norm = (float *)(void *)(queue->scalars + 1);
+    clip.weight = dtrain__step_weight(desc->strategy);
+    dtrain_result result =
+        dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count);
+    if (result == DTRAIN_OK) result = device->ops->clip(device, &clip);
+    if (result == DTRAIN_OK) result = dtrain__counts_settle(desc->strategy, &empty);
+    if (result == DTRAIN_OK)
+        result = dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars);
+    if (result == DTRAIN_OK)
+        result = device->ops->copy_async(device, norm + 1, clip.weight, sizeof *norm,
+                                         DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+    if (result == DTRAIN_OK)
+        result = device->ops->copy_async(device, norm, clip.norm, sizeof *norm,
+                                         DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+    return dtrain__strategy_keep(desc->strategy, result);
+}
+
+/* Record a whole step. After an error the recording is thrown away, and the error stays the last
+ * one. */
+static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
+{
+    dtrain_device *device = trainer->queue->device;
+    dtrain_graph *unfinished;
+    char text[DTRAIN__ERROR_BYTES];
+    const double flops = trainer->tape->flops;
+    DTRAIN__TRY(device->ops->graph_begin(device));
+    dtrain__weigh_on_device(trainer->desc.strategy, &trainer->queue->scalars->weight);
+    const dtrain_result result = dtrain__queue_all(trainer);
+    dtrain__weigh_on_device(trainer->desc.strategy, NULL);
+    trainer->queue->flops = trainer->tape->flops - flops;
+    if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
+        device->ops->graph_destroy(device, unfinished);
+    return dtrain__set_last_error(result, text);
+}
+
+/* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
+ * third is recorded, and then it is run like those after it.
+ *
+ * From the second step on the places of inputs are known, and those of all micro-batches are
+ * fetched before anything is queued. When one cannot be read, those before it stay filled, and the
+ * step can be repeated. */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
+                                                 dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    const float *norm = queue->results + desc->micro_batches;
+    *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
+    queue->now->seed = dtrain__step_seed(trainer);
+    for (uint32_t m = 0; queue->steps > 0 && m < desc->micro_batches; m++) {
+        dtrain__feed *feed = &queue->feeds[m];
+        if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+        for (size_t i = 0; i < feed->count && !feed->filled; i++)
+            DTRAIN__TRY(dtrain__feed_fill(trainer->tape, feed, &feed->items[i]));
+        feed->filled = true;
+    }
+    for (uint32_t m = 0; queue->steps >= 2 && m < desc->micro_batches; m++)
+        queue->now->weight += dtrain__queue_weight(trainer, m);
+    if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
+    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
+    else trainer->tape->flops += queue->flops;
+    dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
+    if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
+    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
+    queue->steps++;
+    for (uint32_t m = 0; m < desc->micro_batches; m++) {
+        queue->feeds[m].filled = false; /* its inputs were used, by a replay too */
+        trainer->micros[m].loss = queue->results[m];
+        trainer->micros[m].weight = dtrain__queue_weight(trainer, m);
+    }
+    record->grad_norm = (double)*norm;
+    if (dtrain__is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
+    return DTRAIN_OK;
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+/* Refuse settings that cannot be recorded, and name the setting. Then allocate the memory of a
+ * queued step; after a failure queue_destroy frees what was allocated. */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
+{
+    const dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
+    const uint32_t micro_batches = trainer->desc.micro_batches;
+    dtrain_device *device = dtrain_world_device(trainer->world);
+    const char *missing = NULL;
+    dtrain_comm_info comm;
+    void *memory;
+    dtrain_comm_query(trainer->groups.all, &comm);
+    if (trainer->scaling)
+        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
+                  "which needs no scale, or graph = false";
+    else if (!device->ops->graph_begin) missing = "a device that can record (the CPU's cannot)";
+    else if (!trainer->desc.next_batch) missing = "next_batch";
+    else if (!trainer->desc.optimizer) missing = "an optimizer";
+    else if (dtrain__not_recordable(trainer->desc.optimizer))
+        missing = dtrain__not_recordable(trainer->desc.optimizer);
+    else if (settings->offload)
+        missing = "everything on the device: an offloaded update runs on the host";
+    else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
+    else if (settings->compression)
+        missing = "no compression: its first steps are not like the later ones";
+    else if (settings->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        missing =
+            "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
+    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
+        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
+    if (missing)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s",
+                           missing);
+    dtrain__queue *queue = trainer->queue =
+        (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
+    if (!queue) return DTRAIN_ERROR_MEMORY;
+    queue->device = device;
+    queue->feeds = (dtrain__feed *)dtrain__alloc(&trainer->allocator, micro_batches,
+                                                 sizeof *queue->feeds, "a queued step's inputs");
+    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
+    queue->scalars = (dtrain_step_scalars *)memory;
+    queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 2) * sizeof(float);
+    DTRAIN__TRY(device->ops->host_alloc(device, queue->pinned_bytes, &memory));
+    queue->now = (dtrain_step_scalars *)memory;
+    queue->results = (float *)(void *)(queue->now + 1);
+    return DTRAIN_OK;
+}
+
+/* Free the queue once the device is idle: it may still be replaying a step that failed. */
+DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
+{
+    dtrain__queue *queue = trainer->queue;
+    const uint32_t micro_batches = trainer->desc.micro_batches;
+    if (!queue) return;
+    dtrain_device *device = queue->device;
+    device->ops->synchronize(device);
+    if (queue->graph) device->ops->graph_destroy(device, queue->graph);
+    for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
+        for (size_t i = 0; i < queue->feeds[m].count; i++)
+            device->ops->host_free(device, queue->feeds[m].items[i].pinned,
+                                   queue->feeds[m].items[i].bytes + DTRAIN__VALID_BYTES);
+    if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
+    if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
+    dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
+    dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
+}
+
+/* ==== src/train/pipeline_step.c =============================================================== */
+
+/* The micro-batches of a step over a pipeline
+ *
+ * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
+ * (tape/stage.c):
+ *
+ *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to
+ *                              stage. In the first step agree on a full batch
+ *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
+ *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
+ *                              micro-batch parameters are ready, and reductions over the data axis
+ *                              start inside of the bubble
+ *     messages                 addresses of what crosses
+ *     behind the schedule      weights of all micro-batches; dtrain_strategy_finish, once
+ *
+ * To the strategy the whole schedule is one backward. All ranks of a pipeline have the same data,
+ * so that they agree without a message on which micro-batches have none, and on the weights of
+ * those that have: every rank knows the targets. */
+
+typedef struct dtrain__pipeline {
+    dtrain_pipeline_schedule *schedule;
+    int stages;
+    int32_t *slots;         /* (chunks, micro_batches) */
+    dtrain_tensor **losses; /* (slot_count) of the last stage's passes */
+    float *read; /* page-locked (micro_batches): losses being copied; NULL: read at once */
+    size_t slot_count;
+    bool agreed; /* all ranks have the same full batch */
+} dtrain__pipeline;
+
+/* Return the slot of a micro-batch's pass of a stage; -1: no stage of this rank. */
+static int32_t dtrain__line_slot(const dtrain_trainer *trainer, int stage, int32_t micro)
+{
+    const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
+    if (stage < 0) return -1;
+    const dtrain__place_of_stage place = dtrain__pipeline_place(s->kind, s->ranks, stage);
+    if (place.rank != trainer->groups.pipeline_rank) return -1;
+    return trainer->pipeline->slots[place.chunk * s->micro_batches + micro];
+}
+
+static int dtrain__line_stage(const dtrain_trainer *trainer, const dtrain_pipeline_action *action)
+{
+    return dtrain__action_stage(trainer->pipeline->schedule, trainer->groups.pipeline_rank, action);
+}
+
+/* Forget the step before. */
+static void dtrain__line_reset(dtrain_trainer *trainer)
+{
+    dtrain__stage_reset(trainer->tape);
+    memset(trainer->micros, 0, trainer->desc.micro_batches * sizeof *trainer->micros);
+    for (uint32_t m = 0; m < trainer->desc.micro_batches; m++) trainer->micros[m].slot = -1;
+}
+
+/* ---- Passes -----------------------------------------------------------------------------------*/
+
+/* Run the model's function, the loss or one of the host's own, in the pass that has begun. */
+static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
+                                       int64_t count, dtrain_tensor **made)
+{
+    *made = function(trainer->tape, user);
+    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    return dtrain__check_made(trainer, function, *made, count);
+}
+
+/* Run it with all stages remote, to find what crosses, and check that the last stage makes what it
+ * returns. Local. */
+static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                         void *user, uint32_t flags, int64_t count,
+                                         dtrain_tensor **made)
+{
+    const dtrain__stage_source none = {-1, -1};
+    const int last = trainer->pipeline->stages - 1;
+    dtrain__stage_reset(trainer->tape);
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none,
+                                    trainer->desc.tape_flags | flags, 0));
+    DTRAIN__TRY(dtrain__line_call(trainer, function, user, count, made));
+    const int stage = ((const dtrain__tape_tensor *)*made)->stage;
+    if (stage == last) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s returned is of stage %d, and values are read from what the last one, "
+                       "%d, makes; it should run all units of the model",
+                       function == trainer->desc.loss ? "dtrain_trainer: what loss"
+                                                      : "dtrain_trainer_forward: what forward",
+                       stage, last);
+}
+
+/* Run it in the slot of a FORWARD. The slot of a micro-batch's first pass here has its inputs. */
+static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
+                                       uint32_t flags, int64_t count,
+                                       const dtrain_pipeline_action *action, dtrain_tensor **made)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    const int32_t number = action->micro_batch, slot = action->slot;
+    dtrain__micro *micro = &trainer->micros[number];
+    const int stage = dtrain__line_stage(trainer, action);
+    dtrain__stage_source source = {action->inbox, dtrain__line_slot(trainer, stage - 1, number)};
+    const uint64_t seed =
+        flags & DTRAIN_TAPE_NO_GRAD ? 0 : dtrain__pass_seed(trainer, (uint32_t)number);
+    if (micro->slot < 0) micro->slot = slot;
+    line->slots[action->chunk * line->schedule->micro_batches + number] = slot;
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)slot, (uint32_t)micro->slot, stage,
+                                    source, trainer->desc.tape_flags | flags, seed));
+    return dtrain__line_call(trainer, function, user, count, made);
+}
+
+/* Fetch the next micro-batch, once on each rank. */
+static dtrain_result dtrain__line_fetch(dtrain_trainer *trainer, dtrain__micro *micro)
+{
+    if (micro->fetched) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+    micro->fetched = true;
+    micro->joined = trainer->ended;
+    return DTRAIN_OK;
+}
+
+/* An error of the fetch fails the step on all ranks, which are in the middle of the schedule. */
+static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
+                                          const dtrain_pipeline_action *action)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__micro *micro = &trainer->micros[action->micro_batch];
+    const bool last = dtrain__line_stage(trainer, action) == trainer->pipeline->stages - 1;
+    const bool first = micro->slot < 0;
+    dtrain_tensor *loss;
+    if (first) DTRAIN__TRY(dtrain__line_fetch(trainer, micro));
+    if (micro->joined) return last ? dtrain__end_sums(desc->strategy, 0, true) : DTRAIN_OK;
+    DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, 0, 1, action, &loss));
+    trainer->pipeline->losses[action->slot] = last ? loss : NULL;
+    micro->samples = ((const dtrain__tape_tensor *)loss)->samples;
+    if (micro->samples.valid) { /* the tensor is gone when its slot is used again */
+        memcpy(micro->valid, micro->samples.valid, sizeof micro->valid);
+        micro->samples.valid = micro->valid;
+    }
+    if (!desc->strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
+    if (first) micro->weight = dtrain__micro_weight(desc->strategy);
+    return last ? dtrain__end_sums(desc->strategy, trainer->tape->pass.sums, false) : DTRAIN_OK;
+}
+
+static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
+                                           const dtrain_pipeline_action *action)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain_device *device = trainer->tape->device;
+    const int32_t number = action->micro_batch;
+    const bool more = (uint32_t)number + 1 < trainer->desc.micro_batches;
+    const uint32_t slot = (uint32_t)action->slot;
+    const dtrain_tensor *loss = line->losses[slot];
+    DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
+                                       dtrain__micro_scale(trainer), more,
+                                       dtrain__pipeline_splits(line->schedule->kind)));
+    const int32_t before =
+        dtrain__line_slot(trainer, dtrain__line_stage(trainer, action) - 1, number);
+    if (before >= 0) DTRAIN__TRY(dtrain__stage_seed(trainer->tape, (uint32_t)before, &slot));
+    if (!loss) return DTRAIN_OK;
+    if (!line->read)
+        return dtrain_tensor_read(trainer->tape, loss, &trainer->micros[number].loss, NULL);
+    return device->ops->copy_async(device, line->read + number, loss->data, sizeof(float),
+                                   DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
+{
+    dtrain_trainer *trainer = (dtrain_trainer *)user;
+    const bool joined = trainer->micros[action->micro_batch].joined;
+    dtrain_result result = DTRAIN_OK;
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) result = dtrain__line_forward(trainer, action);
+    else if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD && !joined)
+        result = dtrain__line_backward(trainer, action);
+    else if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT && !joined)
+        result = dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
+    if (result != DTRAIN_OK || !trainer->desc.strategy) return result;
+    return dtrain_strategy_weight(trainer->desc.strategy, 1); /* what the loss set was its own */
+}
+
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+/* Say where part i of a message is. What is received gets its memory with the first part. Whether a
+ * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD
+ * makes is received before, so that it is sent as zeros where there is none. */
+static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
+                                       dtrain_pipeline_part *part)
+{
+    dtrain_trainer *trainer = (dtrain_trainer *)user;
+    dtrain_tape *tape = trainer->tape;
+    const bool joined = trainer->micros[action->micro_batch].joined;
+    const int stage = dtrain__line_stage(trainer, action);
+    const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
+    const bool gradient = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ||
+                          action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
+    const bool before = receives || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    size_t crossing;
+    if (joined && gradient) return DTRAIN_OK;
+    if (receives && i == 0)
+        DTRAIN__TRY(dtrain__stage_receive(tape, (uint32_t)action->inbox, stage));
+    if (action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT && i == 0)
+        dtrain__stage_sent(tape, (uint32_t)action->slot);
+    if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && i == 0)
+        DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
+    if (!dtrain__stage_item(tape, before ? stage - 1 : stage, gradient, i, &crossing))
+        return DTRAIN_OK;
+    const dtrain__crossing *c = &tape->stages->crossings[crossing];
+    part->address = receives ? tape->stages->inboxes[action->inbox].received[crossing]
+                    : joined ? dtrain__crossing_zeros(tape, crossing)
+                             : dtrain__stage_data(tape, (uint32_t)action->slot, crossing, gradient);
+    if (!part->address) return tape->error;
+    part->count = (size_t)c->count;
+    part->dtype = (dtrain_dtype)c->dtype;
+    return DTRAIN_OK;
+}
+
+/* ---- A step -----------------------------------------------------------------------------------*/
+
+/* Find which tensors cross between stages in this step: its batch may have another shape than the
+ * last step's. Gradients cross as if only those parameters were frozen that create has compared. A
+ * rank without further data sends what crossed before. All ranks of the axis have the same samples
+ * and shapes, so each finds the same without an exchange; once, they agree on the unit. */
+static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    bool *agreed = &trainer->pipeline->agreed;
+    dtrain_tensor *loss;
+    DTRAIN__TRY(dtrain__line_fetch(trainer, trainer->micros));
+    if (*agreed && trainer->micros->joined) return DTRAIN_OK;
+    const dtrain_result result = dtrain__line_survey(trainer, desc->loss, desc->user, 0, 1, &loss);
+    if (*agreed) return result;
+    DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
+    *agreed = true;
+    return dtrain__agree_full_batch(desc->strategy,
+                                    ((const dtrain__tape_tensor *)loss)->samples.terms);
+}
+
+/* Run the schedule, read the losses, weigh the micro-batches as if they had been backwards of their
+ * own, and finish. A gradient that is missing ends the step on all ranks, and the next one can be
+ * taken. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    dtrain_device *device = trainer->tape->device;
+    const uint32_t micro_batches = trainer->desc.micro_batches;
+    const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
+    uint32_t joined = 0;
+    bool over;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
+    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
+    dtrain__expect_schedule(strategy, micro_batches > 1);     /* other trainers', too */
+    dtrain__line_reset(trainer);
+    dtrain_result result = dtrain__line_plan(trainer);
+    if (result == DTRAIN_OK)
+        result = dtrain_pipeline_run(line->schedule, trainer->groups.pipeline, &work);
+    if (result == DTRAIN_OK && line->read) result = device->ops->synchronize(device);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
+    for (uint32_t m = 0; m < micro_batches; m++) {
+        dtrain__micro *micro = &trainer->micros[m];
+        joined += micro->joined;
+        if (line->read && !micro->joined) micro->loss = line->read[m];
+        dtrain__weigh_micro(strategy, micro->joined ? NULL : &micro->samples, m + 1 < micro_batches,
+                            &micro->weight);
+    }
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (joined < micro_batches) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, &over));
+}
+
+/* Return the result of a step, and add to an error of a wait that this rank's data had ended in it:
+ * where the others of its pipeline have more, they wait for messages that do not come, until the
+ * deadline. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
+                                                      dtrain_result result)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    uint32_t micro = 0;
+    if (!trainer->pipeline || (result != DTRAIN_ERROR_TIMEOUT && result != DTRAIN_ERROR_MISMATCH))
+        return result;
+    while (micro < trainer->desc.micro_batches && !trainer->micros[micro].joined) micro++;
+    if (micro == trainer->desc.micro_batches) return result;
+    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
+    return dtrain_fail(result,
+                       "the data of this rank had ended before micro-batch %u, and all ranks of a "
+                       "pipeline must have the same samples: %s",
+                       micro, text);
+}
+
+/* ---- Evaluation, and other forward passes -----------------------------------------------------*/
+
+/* Receive or send what crosses to the stage of another rank, and wait. */
+static dtrain_result dtrain__line_carry(dtrain_trainer *trainer,
+                                        const dtrain_pipeline_action *action, int stage)
+{
+    const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
+    const int peer = dtrain__pipeline_place(s->kind, s->ranks, stage).rank;
+    dtrain_comm *comm = trainer->groups.pipeline;
+    for (size_t i = 0;; i++) {
+        dtrain_pipeline_part part;
+        dtrain_work *work = NULL;
+        memset(&part, 0, sizeof part);
+        DTRAIN__TRY(dtrain__line_part(trainer, action, i, &part));
+        if (part.count == 0) return DTRAIN_OK;
+        DTRAIN__TRY(action->act == DTRAIN_PIPELINE_ACT_RECEIVE
+                        ? dtrain_recv(comm, part.address, part.count, part.dtype, peer, &work)
+                        : dtrain_send(comm, part.address, part.count, part.dtype, peer, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+}
+
+/* Run this rank's stages in their order: chunk c has slot c and inbox c. If one of them is the last
+ * stage, read its output. */
+static dtrain_result dtrain__line_stages(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                         void *user, float *values, int64_t count,
+                                         dtrain_tensor **made)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    memset(trainer->micros, 0, sizeof *trainer->micros);
+    for (int32_t chunk = 0; chunk < line->schedule->chunks; chunk++) {
+        dtrain_pipeline_action action = {DTRAIN_PIPELINE_ACT_RECEIVE, chunk, 0, -1, chunk, -1};
+        const int stage = dtrain__line_stage(trainer, &action);
+        if (stage && dtrain__line_slot(trainer, stage - 1, 0) < 0) {
+            action.inbox = chunk;
+            DTRAIN__TRY(dtrain__line_carry(trainer, &action, stage - 1));
+        }
+        const uint32_t span =
+            dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
+        const dtrain_result result =
+            dtrain__line_pass(trainer, function, user, DTRAIN_TAPE_NO_GRAD, count, &action, made);
+        dtrain__span_end(trainer->world, span);
+        DTRAIN__TRY(result);
+        if (stage == line->stages - 1)
+            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, *made, values, NULL));
+        else if (dtrain__line_slot(trainer, stage + 1, 0) < 0) {
+            action.act = DTRAIN_PIPELINE_ACT_SEND;
+            DTRAIN__TRY(dtrain__line_carry(trainer, &action, stage + 1));
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* Run a forward pass, of an evaluation (samples: what the loss is a mean over) or of the host's own
+ * (NULL), which all ranks get the values of. What crosses is found anew for each call, whose shapes
+ * may be others than those before; what is refused then, on all ranks before anything is sent, does
+ * not stand. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
+                                                       dtrain_loss_fn function, void *user,
+                                                       float *values, int64_t count,
+                                                       dtrain__samples *samples)
+{
+    const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
+    dtrain_tensor *made = NULL;
+    dtrain_result result =
+        dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, count, &made);
+    if (!samples) result = dtrain__agree(trainer->groups.all, result);
+    DTRAIN__TRY(result);
+    result = dtrain__line_stages(trainer, function, user, values, count, &made);
+    if (samples && result == DTRAIN_OK) *samples = ((const dtrain__tape_tensor *)made)->samples;
+    else if (result == DTRAIN_OK)
+        result = dtrain_broadcast(
+            trainer->groups.pipeline, values, (size_t)count, DTRAIN_DTYPE_F32,
+            dtrain__pipeline_place(s->kind, s->ranks, trainer->pipeline->stages - 1).rank, NULL);
+    return dtrain__strategy_keep(trainer->desc.strategy, result);
+}
+
+/* ---- Creation ---------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
+                                                      const dtrain__stage_map *map,
+                                                      const dtrain_pipeline_desc *desc)
+{
+    const dtrain_allocator *a = &trainer->allocator;
+    const int rank = trainer->groups.pipeline_rank;
+    const size_t micros = trainer->desc.micro_batches;
+    dtrain_device *device = trainer->tape->device;
+    int slots, inboxes;
+    dtrain__pipeline *line = trainer->pipeline =
+        (dtrain__pipeline *)dtrain__alloc(a, 1, sizeof *line, "a pipeline");
+    if (!line) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(
+        dtrain_pipeline_create(desc, trainer->groups.pipeline_ranks, (int)micros, &line->schedule));
+    const dtrain_pipeline_schedule *s = line->schedule;
+    dtrain__pipeline_room(s, rank, &slots, &inboxes);
+    slots = (int)dtrain__max(slots, s->chunks); /* evaluation has one a chunk */
+    inboxes = (int)dtrain__max(inboxes, s->chunks);
+    line->slot_count = (size_t)slots;
+    line->stages = s->ranks * s->chunks;
+    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)s->chunks, sizeof *line->slots,
+                                           "slots of passes");
+    line->losses =
+        (dtrain_tensor **)dtrain__alloc(a, line->slot_count, sizeof *line->losses, "losses");
+    if (!line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
+    if (dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank == rank &&
+        device->ops->event_query) { /* the host queues passes ahead of the device */
+        void *memory;
+        DTRAIN__TRY(device->ops->host_alloc(device, micros * sizeof *line->read, &memory));
+        line->read = (float *)memory;
+    }
+    return dtrain__stages_create(trainer->tape, map->stages, map->here, map->units, map->unit_count,
+                                 (uint32_t)slots, (uint32_t)inboxes);
+}
+
+DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
+{
+    const dtrain_allocator *a = &trainer->allocator;
+    const size_t micros = trainer->desc.micro_batches;
+    dtrain__pipeline *line = trainer->pipeline;
+    if (!line) return;
+    if (line->read) {
+        dtrain_device *device = dtrain_world_device(trainer->world);
+        device->ops->synchronize(device); /* of a step that failed */
+        device->ops->host_free(device, line->read, micros * sizeof *line->read);
+    }
+    if (line->slots)
+        dtrain__free(a, line->slots, micros * (size_t)line->schedule->chunks, sizeof *line->slots);
+    dtrain__free(a, line->losses, line->slot_count, sizeof *line->losses);
+    dtrain_pipeline_destroy(line->schedule);
+    dtrain__free(a, line, 1, sizeof *line);
+}
+
+/* Walk this rank's list without messages, on a tape of the plan device, which counts what a step
+ * needs. Local. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    const dtrain__strategy_plan *plan,
+                                                    dtrain_tape *tape)
+{
+    dtrain_trainer rehearsal;
+    dtrain_tensor *loss;
+    if (!plan->stages)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_plan: which stages of a pipeline this rank has is known "
+                           "to a strategy; give desc one");
+    memset(&rehearsal, 0, sizeof rehearsal);
+    rehearsal.desc = *desc;
+    rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
+    rehearsal.desc.strategy = NULL;
+    if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
+    rehearsal.allocator = tape->allocator;
+    rehearsal.groups = plan->groups;
+    rehearsal.tape = tape;
+    const size_t micros = rehearsal.desc.micro_batches;
+    rehearsal.micros = (dtrain__micro *)dtrain__alloc(&tape->allocator, micros,
+                                                      sizeof *rehearsal.micros, "micro-batches");
+    dtrain_result result = rehearsal.micros ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK)
+        result = dtrain__pipeline_create(&rehearsal, plan->stages, plan->pipeline);
+    if (result == DTRAIN_OK)
+        result = dtrain__line_survey(&rehearsal, desc->loss, desc->user, 0, 1, &loss);
+    if (result == DTRAIN_OK) {
+        const dtrain_pipeline_schedule *s = rehearsal.pipeline->schedule;
+        const size_t *first = &s->first[plan->groups.pipeline_rank];
+        dtrain__line_reset(&rehearsal);
+        for (size_t i = first[0]; i < first[1] && result == DTRAIN_OK; i++) {
+            dtrain_pipeline_part part;
+            result = dtrain__is_message(&s->actions[i])
+                         ? dtrain__line_part(&rehearsal, &s->actions[i], 0, &part)
+                         : dtrain__line_compute(&rehearsal, &s->actions[i]);
+        }
+    }
+    dtrain__pipeline_destroy(&rehearsal);
+    dtrain__free(&tape->allocator, rehearsal.micros, micros, sizeof *rehearsal.micros);
     return result;
 }
 
-/* Add the loss of a micro-batch to the step's; the first one begins the sum. A loss that is not
- * finite must be seen whatever its weight is. */
-DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
-                                         float weight)
+/* ==== src/train/plan.c ======================================================================== */
+
+/* Planning: memory of a step, largest batch
+ *
+ * A plan runs the loss forwards and backwards on the plan device, where kernels do nothing: the
+ * tape counts its bytes all the same. Twenty such runs take milliseconds, so the largest batch is
+ * found by trying:
+ *
+ * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
+ *    interval.
+ * 2. All ranks allocate and touch what the smallest of these batches needs, and hold it until all
+ *    have agreed on the outcome. Ranks of one host share its memory, so trying one after the other
+ *    would prove nothing.
+ * 3. Where a rank has failed, all try an eighth less. */
+
+/* Count the memory of activations, with a strategy's layout or without, and, where there are costs,
+ * what the units of the whole model take; its backward is in halves then. A tape of the plan
+ * device writes no value and no gradient, so a plan can be made at any time, between two steps as
+ * well. */
+static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                              const dtrain__strategy_plan *strategy,
+                                              const dtrain__unit_costs *costs,
+                                              dtrain_memory *memory)
 {
-    if (micro == 0) trainer->loss = trainer->weight = 0;
-    trainer->loss += dtrain__is_finite(loss) ? (double)loss * (double)weight : (double)loss;
-    trainer->weight += (double)weight;
+    dtrain_device_desc plan;
+    dtrain_device *device;
+    dtrain_tape *tape;
+    dtrain_tape_info info;
+    if (!desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: desc's loss is NULL");
+    if (!desc->next_batch)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_plan: the loss fetches its own batches and cannot be "
+                           "run without spending one: give desc a next_batch");
+    memset(memory, 0, sizeof *memory);
+    memset(&plan, 0, sizeof plan);
+    plan.allocator = world->allocator;
+    DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &device));
+    dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
+    if (result == DTRAIN_OK) {
+        dtrain__tape_plan(tape, strategy->layout, &strategy->groups);
+        tape->costs = costs;
+        result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
+    }
+    if (result == DTRAIN_OK && strategy->groups.pipeline_ranks > 1) {
+        result = dtrain__pipeline_plan(desc, strategy, tape);
+    } else if (result == DTRAIN_OK) {
+        result = dtrain_tape_begin(tape, desc->tape_flags, 0);
+        tape->pass.halves = costs != NULL;
+        if (result == DTRAIN_OK)
+            result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
+        if (result == DTRAIN_OK && costs) result = dtrain__backward_params(tape);
+    }
+    dtrain_tape_query(tape, &info);
+    dtrain_tape_destroy(tape);
+    dtrain_device_destroy(device);
+    DTRAIN__TRY(result);
+    memory->activations = info.activation_bytes;
+    memory->activation_grads = info.gradient_bytes;
+    return DTRAIN_OK;
+}
+
+/* ---- Automatic batch --------------------------------------------------------------------------*/
+
+/* Count the bytes of activations that a batch needs. */
+static dtrain_result dtrain__batch_needs(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                         const dtrain_batch_search *search,
+                                         const dtrain__strategy_plan *plan, int64_t batch,
+                                         uint64_t *bytes)
+{
+    dtrain_memory memory;
+    DTRAIN__TRY(search->set_batch(desc->user, (uint32_t)batch));
+    DTRAIN__TRY(dtrain__plan_activations(world, desc, plan, NULL, &memory));
+    *bytes = memory.activations + memory.activation_grads;
+    return DTRAIN_OK;
+}
+
+/* Find the largest batch that this rank has room for. A batch does not fit either when planning it
+ * fails for want of addresses or of the host's buffers. */
+static dtrain_result dtrain__batch_search(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                          const dtrain_batch_search *search,
+                                          const dtrain__strategy_plan *plan, int32_t *batch)
+{
+    const double limit = (double)plan->limit / 1048576;
+    int64_t fits = 0, fails = (int64_t)(search->max_batch ? search->max_batch : 65536) + 1;
+    while (fails - fits > 1) {
+        const int64_t half = fits + (fails - fits) / 2;
+        const int64_t next = fits ? dtrain__min(2 * fits, half) : 1;
+        uint64_t bytes = 0;
+        const dtrain_result result = dtrain__batch_needs(world, desc, search, plan, next, &bytes);
+        if (result != DTRAIN_OK && (result != DTRAIN_ERROR_MEMORY || next == 1)) return result;
+        const uint64_t total = plan->needs + bytes;
+        if (result == DTRAIN_OK && plan->limit > 0 && total <= (uint64_t)plan->limit) fits = next;
+        else fails = next;
+        if (fails == 1)
+            return dtrain_fail(
+                DTRAIN_ERROR_MEMORY,
+                "dtrain_trainer_plan: not even one sample fits: %.1f MiB a rank for "
+                "parameters, gradients, optimizer and buffers and %.1f MiB of activations, of %.1f "
+                "MiB: %.1f MiB are missing. A strategy that shards more, more ranks, activation "
+                "checkpointing or, on a GPU, offload would help",
+                dtrain__mib(plan->needs), dtrain__mib(bytes), limit, dtrain__mib(total) - limit);
+    }
+    *batch = (int32_t)fits;
+    return DTRAIN_OK;
+}
+
+/* Find the batch by the three steps above. Ranks agree on every local error before the next
+ * collective, so that none waits for a rank that has left. */
+static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                        dtrain_batch_search *search, dtrain__strategy_plan *plan)
+{
+    dtrain_device *device = world->device;
+    dtrain_strategy_desc plain;
+    int32_t least = 0, good = 0;
+    memset(&plain, 0, sizeof plain);
+    DTRAIN__TRY(dtrain__plan_strategy(world, search->params, search->param_count,
+                                      search->strategy ? search->strategy : &plain, plan));
+    dtrain_comm *comm = plan->groups.all;
+    DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(world, desc, search, plan, &least)));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
+    for (; least > 0; least -= (least + 7) / 8) {
+        uint64_t bytes[2] = {plan->needs, 0};
+        void *held[2] = {NULL, NULL};
+        dtrain_result mine = dtrain__batch_needs(world, desc, search, plan, least, &bytes[1]);
+        for (int i = 0; i < 2; i++) {
+            if (mine == DTRAIN_OK) mine = device->ops->alloc(device, (size_t)bytes[i], &held[i]);
+            if (mine == DTRAIN_OK) mine = device->ops->zero(device, held[i], (size_t)bytes[i]);
+        }
+        if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
+        good = mine == DTRAIN_OK;
+        const dtrain_result agreed =
+            dtrain_all_reduce(comm, &good, &good, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
+        for (int i = 0; i < 2; i++)
+            if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
+        DTRAIN__TRY(agreed);
+        DTRAIN__TRY(dtrain__agree(comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine));
+        if (good) break;
+    }
+    search->batch = (uint32_t)least;
+    if (good) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "dtrain_trainer_plan: %.1f MiB a rank should be there, but not "
+                       "every rank could allocate what one sample needs: set memory_limit to "
+                       "less, or end what else uses the device",
+                       dtrain__mib((uint64_t)plan->limit));
+}
+
+/* ---- The plan ---------------------------------------------------------------------------------*/
+
+/* Count what the strategy and the optimizer of a desc hold. */
+static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
+{
+    dtrain_strategy_info strategy;
+    dtrain_strategy_query(desc->strategy, &strategy); /* zeros without one */
+    memory->params = strategy.value_bytes;
+    memory->grads = strategy.grad_bytes;
+    memory->buffers = strategy.buffer_bytes;
+    memory->host = strategy.host_bytes;
+    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
+    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_batch_search *search, dtrain_memory *memory)
+{
+    dtrain__strategy_plan found, plan;
+    dtrain_result result = DTRAIN_OK;
+    DTRAIN__GIVEN("dtrain_trainer_plan", world);
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
+    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
+    if (search && (!search->set_batch || !search->params || search->max_batch > INT32_MAX))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan: expected a search with set_batch, params and "
+                           "a max_batch below 2^31");
+    memset(&found, 0, sizeof found);
+    memset(&plan, 0, sizeof plan);
+    if (search) result = dtrain__batch_find(world, desc, search, &found);
+    if (desc->strategy) {
+        plan.groups = dtrain__groups_of(desc->strategy);
+        plan.layout = dtrain__layout_of(desc->strategy);
+        plan.stages = dtrain__stages_of(desc->strategy);
+        plan.pipeline = dtrain__settings_of(desc->strategy)->pipeline;
+    } else { /* stages are known from a search alone */
+        plan.groups = dtrain__mesh_groups(world, desc->mesh, NULL);
+        plan.stages = found.stages;
+        plan.pipeline = found.pipeline;
+    }
+    if (result == DTRAIN_OK) result = dtrain__plan_activations(world, desc, &plan, NULL, memory);
+    dtrain__strategy_plan_free(world, &found);
+    DTRAIN__TRY(result);
+    dtrain__memory_held(desc, memory);
+    if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
+    memory->total = memory->activations + memory->activation_grads + memory->params +
+                    memory->grads + memory->optimizer + memory->buffers + memory->workspace;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
+                                                     dtrain_memory *held, dtrain_memory *planned)
+{
+    dtrain__memory_held(&trainer->desc, held);
+    return dtrain_trainer_plan(trainer->world, &trainer->desc, NULL, planned);
+}
+
+/* ---- Costs of units ---------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
+                                                   const dtrain_trainer_desc *desc,
+                                                   const dtrain_param *params, size_t param_count,
+                                                   dtrain_pipeline_costs *costs,
+                                                   uint64_t *activations, size_t *unit_count)
+{
+    dtrain__stage_map map;
+    dtrain__unit_costs units;
+    dtrain_memory memory;
+    if (!world || !desc || !params || !param_count || !costs || !unit_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_unit_costs: world, desc, params, costs or unit_count is "
+                           "NULL, or there is no parameter");
+    dtrain__strategy_plan whole;
+    memset(&whole, 0, sizeof whole);
+    whole.groups = dtrain__mesh_groups(world, NULL, NULL);
+    dtrain_result result =
+        dtrain__stage_map_make(&map, &world->allocator, params, param_count, NULL, &whole.groups);
+    if (result == DTRAIN_OK) {
+        memset(costs, 0, map.unit_count * sizeof *costs);
+        if (activations) memset(activations, 0, map.unit_count * sizeof *activations);
+        units.units = map.units;
+        units.count = *unit_count = map.unit_count;
+        /* Operations while a byte moves. A core with AVX-512, measured by train_gpt --dry-run:
+         * 79 GFLOP/s of GPT-2's classifier and 43 GB/s. An H100 in bf16, as build/simulate has it:
+         * 445 TFLOP/s and 2900 GB/s. */
+        units.flops_per_byte = world->device->ops->host_memory ? 2 : 150;
+        units.costs = costs;
+        units.kept = activations;
+        result = dtrain__plan_activations(world, desc, &whole, &units, &memory);
+    }
+    dtrain__stage_map_free(&map, &world->allocator);
+    return result;
 }
 
 /* ==== src/train/trainer.c ===================================================================== */
 
 /* Trainer
  *
- * The step, from the top down: dtrain_trainer_step, the micro-batches (micro_batch.c), the update,
- * the record. The same micro-batches run in a queued step (queued_step.c), which only reads their
- * results later.
+ * A step is its micro-batches (micro_batch.c), the update and the record. Where the whole step is
+ * queued, queued_step.c has the first two; over a pipeline pipeline_step.c has the micro-batches.
  *
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
@@ -34467,25 +34519,90 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 #define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
-static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
-                                            dtrain_step_record *record);
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
-                                              double *mean);
-static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words);
-static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double *before,
-                                    double *own);
-static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
+/* ---- The words of this rank -------------------------------------------------------------------*/
+
+/* Read the clock and the counters of communicators, spans and tape, each into the word that it
+ * measures. */
+static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words)
+{
+    static const struct {
+        dtrain_figure figure;
+        dtrain_span_kind kind;
+    } parts[] = {{DTRAIN_FIGURE_DATA, DTRAIN_SPAN_DATA},
+                 {DTRAIN_FIGURE_FORWARD, DTRAIN_SPAN_FORWARD},
+                 {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
+                 {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
+                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
+                 {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
+    dtrain_strategy_info strategy;
+    dtrain_comm_info tensor, line;
+    dtrain_strategy_query(trainer->desc.strategy, &strategy);
+    const dtrain_comm_info *const comm = &strategy.traffic;
+    dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
+    dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
+    memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
+    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        words[DTRAIN_FIGURE_COMM_BYTES + kind] =
+            (double)(comm->kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
+    words[DTRAIN_FIGURE_COMM_BYTES] =
+        (double)(comm->wire_bytes + tensor.wire_bytes + line.wire_bytes);
+    words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
+    words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
+    words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
+    words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
+    words[DTRAIN__WORD_COMM] = comm->flight_seconds + tensor.flight_seconds + line.flight_seconds;
+    words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
+    words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
+}
+
+/* Turn the counters behind a step into this rank's words. Seconds inside of calls can exceed those
+ * in flight, by the cost of the calls themselves: then flight is raised to them, so that exposed is
+ * never more than all. Bandwidth is unknown when nothing was sent, or in no time. */
+static void dtrain__put_figures(const dtrain_trainer *trainer, const double *before, double *own)
+{
+    const dtrain_device *device = dtrain_world_device(trainer->world);
+    dtrain_world_info world;
+    dtrain_tape_info tape;
+    dtrain_world_query(trainer->world, &world);
+    dtrain_tape_query(trainer->tape, &tape);
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) own[word] -= before[word];
+    const double exposed = own[DTRAIN_FIGURE_EXPOSED_COMM], bytes = own[DTRAIN_FIGURE_COMM_BYTES];
+    const double flight = fmax(own[DTRAIN__WORD_COMM], exposed);
+    own[DTRAIN__WORD_COMM] = flight;
+    own[DTRAIN_FIGURE_HIDDEN_COMM] = flight - exposed;
+    own[DTRAIN_FIGURE_BUS] = bytes > 0 && flight > 0 ? bytes / flight : DTRAIN__NAN;
+    own[DTRAIN_FIGURE_MEMORY] = (double)(device->allocated_bytes + device->comm_bytes);
+    own[DTRAIN_FIGURE_MEMORY_PEAK] = (double)device->peak_bytes;
+    own[DTRAIN_FIGURE_ACTIVATIONS] = (double)(tape.activation_bytes + tape.gradient_bytes);
+    if (trainer->groups.tensor_ranks == 1)
+        own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
+    if (!trainer->groups.pipeline)
+        own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
+    for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
+        own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
+    own[DTRAIN__WORD_STOP] = world.stop_requested;
+    own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
+}
 
 /* Write into this rank's words the step's mean loss and its weight, nothing where another rank's
- * loss counts for this model. */
+ * loss counts for this model, and the share of micro-batches without data. A loss that is not
+ * finite must be seen whatever its weight is. */
 static void dtrain__put_loss(const dtrain_trainer *trainer, double *own)
 {
-    const double sum = trainer->loss_counts ? trainer->loss : 0;
-    const double weights = trainer->loss_counts ? trainer->weight : 0;
+    const uint32_t count = trainer->desc.micro_batches;
+    double sum = 0, weights = 0, joined = 0;
+    for (const dtrain__micro *m = trainer->micros; m < trainer->micros + count; m++) {
+        joined += m->joined;
+        if (!trainer->loss_counts) continue;
+        const double loss = (double)m->loss, weight = (double)m->weight;
+        sum += dtrain__is_finite(m->loss) ? loss * weight : loss;
+        weights += weight;
+    }
     own[DTRAIN__WORD_LOSS] = weights > 0 ? sum / weights : sum;
-    own[DTRAIN__WORD_WEIGHT] = weights / (double)trainer->desc.micro_batches;
+    own[DTRAIN__WORD_WEIGHT] = weights / (double)count;
+    own[DTRAIN__WORD_ENDED] = joined / (double)count;
 }
 
 /* Move the hash of the inputs since the last exchange into this rank's words. */
@@ -34496,139 +34613,32 @@ static void dtrain__put_inputs(const dtrain_trainer *trainer, double *own)
     trainer->tape->inputs_hash = 0;
 }
 
-/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
- * make the record. */
-static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* ---- The record -------------------------------------------------------------------------------*/
+
+/* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
+ * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
+ * rank's is. Nothing is allocated per step. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
+                                              double *mean)
 {
-    dtrain_step_record full;
-    double before[DTRAIN__WORD_COUNT], own[DTRAIN__WORD_COUNT];
-    dtrain_world_info world;
-    memset(&full, 0, sizeof full);
-    full.step = trainer->step + 1;
-    full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
-    dtrain__trainer_counters(trainer, before);
-    before[DTRAIN_FIGURE_CHECKPOINT] = trainer->saving; /* saved between two steps */
-    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
-    else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
-    dtrain__trainer_counters(trainer, own);
-    const double saving = own[DTRAIN_FIGURE_CHECKPOINT];
-    dtrain__trainer_figures(trainer, before, own);
-    full.comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
-    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        full.kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
-    if (trainer->groups.tensor_ranks > 1)
-        full.tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
-    if (trainer->groups.pipeline) full.pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
-    dtrain__put_loss(trainer, own);
-    dtrain__put_inputs(trainer, own);
-    own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
-    dtrain_world_query(trainer->world, &world);
-    own[DTRAIN__WORD_STOP] = world.stop_requested;
-    own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
-    const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
-    dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(recorded);
-    trainer->saving = saving;
-    const uint32_t every = trainer->desc.verify_every;
-    if (full.ended) {
-        trainer->ended = false; /* the next step begins another epoch */
-        full.step = trainer->step;
-    } else {
-        trainer->step++;
-        trainer->tokens = full.tokens;
-        if (every && trainer->step % every == 0)
-            DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
+    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) slot[word] = (float)own[word];
+    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
+                                  DTRAIN_DTYPE_F32, NULL));
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
+        double weights = 0;
+        mean[word] = 0;
+        for (int r = 0; r < trainer->ranks; r++) {
+            const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+            const double weight =
+                word == DTRAIN__WORD_LOSS ? (double)words[DTRAIN__WORD_WEIGHT] : 1;
+            mean[word] += (double)words[word] * weight;
+            weights += weight;
+        }
+        if (weights > 0) mean[word] /= weights;
     }
-    if (record) *record = full;
     return DTRAIN_OK;
 }
-
-#define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
-
-/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
- * nothing else would see it where ranks have no copies that could be compared. Samples of a
- * micro-batch and throughput (tokens) are each rank's own. */
-static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
-{
-    /* clang-format off */
-    static const dtrain__same_field fields[] = {
-        DTRAIN__SAME(dtrain_trainer, step, INT), DTRAIN__SAME(dtrain_trainer, scaling, BOOL),
-        DTRAIN__TRAINS(micro_batches, UINT), DTRAIN__TRAINS(clip, FLOAT),
-        DTRAIN__TRAINS(tape_flags, FLAGS), DTRAIN__TRAINS(recompute_every, UINT),
-        DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
-        DTRAIN__TRAINS(loss_scaling.growth_interval, UINT), DTRAIN__TRAINS(graph, BOOL),
-        DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
-        DTRAIN__TRAINS(verify_every, UINT),
-        DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
-        DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
-        DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
-        DTRAIN__TRAINS(schedule.milestones, INT)};
-    /* clang-format on */
-    dtrain_optimizer *optimizer = trainer->desc.optimizer;
-    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, trainer),
-                                       dtrain__same_groups(optimizer)};
-    if (trainer->compared) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_step"));
-    DTRAIN__TRY(dtrain__same(trainer->groups.all, DTRAIN_OK, "dtrain_trainer_step", lists, 2));
-    trainer->compared = optimizer->compared = true;
-    return DTRAIN_OK;
-}
-
-/* Take one step, in a span. */
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
-    DTRAIN__TRY(dtrain__trainer_compare(trainer));
-    const dtrain__event_reader *reader = trainer->world->timeline.reader;
-    if (reader) reader->step(trainer->world, trainer->step + 1);
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
-    const dtrain_result result = dtrain__trainer_step(trainer, record);
-    dtrain__span_end(trainer->world, span);
-    return dtrain__pipeline_failed(trainer, result);
-}
-
-/* ---- micro-batches and update -----------------------------------------------------------------*/
-
-/* Run the micro-batches one after the other. */
-static dtrain_result dtrain__trainer_micro_batches(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    const uint64_t seed = dtrain__step_seed(trainer);
-    while (trainer->micro < desc->micro_batches) {
-        const uint32_t micro = trainer->micro;
-        dtrain_tensor *tensor;
-        float loss = 0, weight;
-        DTRAIN__TRY(dtrain__micro_batch(trainer, seed, &tensor, &weight));
-        if (tensor)
-            DTRAIN__TRY(dtrain__strategy_keep(
-                desc->strategy, dtrain_tensor_read(trainer->tape, tensor, &loss, NULL)));
-        dtrain__trainer_add(trainer, micro, loss, weight);
-    }
-    trainer->micro = 0;
-    return DTRAIN_OK;
-}
-
-/* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
- * that is not finite leaves the parameters as they are. */
-static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    float norm = 0, scale = 1;
-    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_step(trainer)
-                                  : dtrain__trainer_micro_batches(trainer));
-    DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
-                                 desc->clip, &norm, &scale));
-    record->grad_norm = (double)norm;
-    if (!dtrain__is_finite(norm)) return DTRAIN_OK;
-    return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
-}
-
-/* ---- the record -------------------------------------------------------------------------------*/
 
 /* Compare the data of ranks that have parts of one model: where it ended, and the hash of what it
  * was. Nothing else sees other samples: messages and sums mix them, into numbers that mean nothing.
@@ -34695,69 +34705,6 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)record->step, record->grad_norm, advice);
 }
 
-/* Read the clock and the counters of communicators, spans and tape, each into the word that it
- * measures. */
-static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words)
-{
-    static const struct {
-        dtrain_figure figure;
-        dtrain_span_kind kind;
-    } parts[] = {{DTRAIN_FIGURE_DATA, DTRAIN_SPAN_DATA},
-                 {DTRAIN_FIGURE_FORWARD, DTRAIN_SPAN_FORWARD},
-                 {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
-                 {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
-                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
-                 {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
-    dtrain_strategy_info strategy;
-    dtrain_comm_info tensor, line;
-    dtrain_strategy_query(trainer->desc.strategy, &strategy);
-    const dtrain_comm_info *const comm = &strategy.traffic;
-    dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
-    dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
-    memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
-    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        words[DTRAIN_FIGURE_COMM_BYTES + kind] =
-            (double)(comm->kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
-    words[DTRAIN_FIGURE_COMM_BYTES] =
-        (double)(comm->wire_bytes + tensor.wire_bytes + line.wire_bytes);
-    words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
-    words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
-    words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
-    words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
-    words[DTRAIN__WORD_COMM] = comm->flight_seconds + tensor.flight_seconds + line.flight_seconds;
-    words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
-    words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
-}
-
-/* Turn the counters behind a step into this rank's figures of it. Seconds inside of calls can
- * exceed those in flight, by the cost of the calls themselves: then flight is raised to them, so
- * that exposed is never more than all. Bandwidth is unknown when nothing was sent, or in no
- * time. */
-static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double *before,
-                                    double *own)
-{
-    const dtrain_device *device = dtrain_world_device(trainer->world);
-    dtrain_tape_info tape;
-    dtrain_tape_query(trainer->tape, &tape);
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) own[word] -= before[word];
-    const double exposed = own[DTRAIN_FIGURE_EXPOSED_COMM], bytes = own[DTRAIN_FIGURE_COMM_BYTES];
-    const double flight = fmax(own[DTRAIN__WORD_COMM], exposed);
-    own[DTRAIN__WORD_COMM] = flight;
-    own[DTRAIN_FIGURE_HIDDEN_COMM] = flight - exposed;
-    own[DTRAIN_FIGURE_BUS] = bytes > 0 && flight > 0 ? bytes / flight : DTRAIN__NAN;
-    own[DTRAIN_FIGURE_MEMORY] = (double)(device->allocated_bytes + device->comm_bytes);
-    own[DTRAIN_FIGURE_MEMORY_PEAK] = (double)device->peak_bytes;
-    own[DTRAIN_FIGURE_ACTIVATIONS] = (double)(tape.activation_bytes + tape.gradient_bytes);
-    if (trainer->groups.tensor_ranks == 1)
-        own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
-    if (!trainer->groups.pipeline)
-        own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
-    for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
-        own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
-}
-
 /* Reduce a figure over the ranks that know it, in rank order. */
 static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int figure)
 {
@@ -34781,79 +34728,6 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
     }
     if (known) all.mean = sum / known;
     return all;
-}
-
-/* Complete the record from the words of all ranks. All of them read the same words, so they decide
- * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
- * moves. */
-static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
-                                            dtrain_step_record *record)
-{
-    const bool overflow = !dtrain__is_finite((float)record->grad_norm);
-    dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT];
-    char where[64];
-    snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
-    for (int r = 1; r < trainer->ranks; r++)
-        if (trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_SAME] !=
-            trainer->words[DTRAIN__WORD_SAME])
-            return dtrain__strategy_keep(
-                trainer->desc.strategy,
-                dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
-    record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
-    DTRAIN__TRY(dtrain__strategy_keep(
-        trainer->desc.strategy, dtrain__check_data(trainer, where, trainer->desc.micro_batches)));
-    DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
-    record->ranks = trainer->ranks;
-    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
-        record->figures[f] = dtrain__trainer_spread(trainer, f);
-    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
-    record->skipped_steps = trainer->skipped;
-    if (trainer->scaling) record->loss_scale = (double)scaler->scale;
-    if (trainer->scaling && !record->ended) {
-        DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
-        record->skipped_steps = scaler->skipped_steps;
-    }
-    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
-                          trainer->desc.micro_batches; /* that had data, of all ranks */
-    const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
-    record->loss = mean[DTRAIN__WORD_LOSS];
-    record->val_loss = record->val_accuracy = DTRAIN__NAN;
-    record->tokens = trainer->tokens + tokens;
-    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
-    record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
-    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
-    record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
-    record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
-    dtrain__straggler(trainer, record);
-    return DTRAIN_OK;
-}
-
-/* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
- * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
- * rank's is. Nothing is allocated per step. */
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
-                                              double *mean)
-{
-    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) slot[word] = (float)own[word];
-    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
-                                  DTRAIN_DTYPE_F32, NULL));
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
-        double weights = 0;
-        mean[word] = 0;
-        for (int r = 0; r < trainer->ranks; r++) {
-            const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-            const double weight =
-                word == DTRAIN__WORD_LOSS ? (double)words[DTRAIN__WORD_WEIGHT] : 1;
-            mean[word] += (double)words[word] * weight;
-            weights += weight;
-        }
-        if (weights > 0) mean[word] /= weights;
-    }
-    return DTRAIN_OK;
 }
 
 /* Find the slowest rank and its score, and count for how many steps it has been a straggler. Every
@@ -34892,64 +34766,222 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
                    (long long)record->step);
 }
 
-/* ---- evaluation -------------------------------------------------------------------------------*/
-
-/* Run one batch, on a tape that keeps nothing for a backward, to its loss and the samples that the
- * loss is a mean over. */
-static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, float *loss,
-                                           dtrain__samples *samples)
+/* Complete the record from the words of all ranks. All of them read the same words, so they decide
+ * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
+ * moves. */
+static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
+                                            dtrain_step_record *record)
 {
-    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
-    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
-    dtrain__span_end(trainer->world, span);
-    if (tensor && trainer->tape->error == DTRAIN_OK)
-        DTRAIN__TRY(dtrain__check_loss("dtrain_trainer_evaluate", tensor));
-    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
-    *samples = ((const dtrain__tape_tensor *)tensor)->samples;
+    const bool overflow = !dtrain__is_finite((float)record->grad_norm);
+    dtrain_loss_scaler *scaler = &trainer->scaler;
+    double mean[DTRAIN__WORD_COUNT];
+    char where[64];
+    snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    for (int r = 1; r < trainer->ranks; r++)
+        if (trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_SAME] !=
+            trainer->words[DTRAIN__WORD_SAME])
+            return dtrain__strategy_keep(
+                trainer->desc.strategy,
+                dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
+    record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
+    DTRAIN__TRY(dtrain__strategy_keep(
+        trainer->desc.strategy, dtrain__check_data(trainer, where, trainer->desc.micro_batches)));
+    DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
+    record->comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
+    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        record->kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
+    if (trainer->groups.tensor_ranks > 1)
+        record->tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
+    if (trainer->groups.pipeline)
+        record->pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
+    record->ranks = trainer->ranks;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
+        record->figures[f] = dtrain__trainer_spread(trainer, f);
+    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
+    record->skipped_steps = trainer->skipped;
+    if (trainer->scaling) record->loss_scale = (double)scaler->scale;
+    if (trainer->scaling && !record->ended) {
+        DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
+        record->skipped_steps = scaler->skipped_steps;
+    }
+    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
+                          trainer->desc.micro_batches; /* that had data, of all ranks */
+    const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
+    record->loss = mean[DTRAIN__WORD_LOSS];
+    record->val_loss = record->val_accuracy = DTRAIN__NAN;
+    record->tokens = trainer->tokens + tokens;
+    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
+    record->step_ms = 1e3 * seconds;
+    record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
+    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
+    record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
+    record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
+    dtrain__straggler(trainer, record);
     return DTRAIN_OK;
 }
 
-/* Evaluate one batch into this rank's numbers of the round. A rank without further data takes part
- * in the gathers of the others. Each sample counts once, whatever a step averages over. A loss that
- * counts no samples has the weight that the program gives it, or 1. */
-static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *own)
+/* ---- The step ---------------------------------------------------------------------------------*/
+
+#define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
+
+/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
+ * nothing else would see it where ranks have no copies that could be compared. Samples of a
+ * micro-batch and throughput (tokens) are each rank's own. */
+static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
+{
+    /* clang-format off */
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_trainer, step, INT), DTRAIN__SAME(dtrain_trainer, scaling, BOOL),
+        DTRAIN__TRAINS(micro_batches, UINT), DTRAIN__TRAINS(clip, FLOAT),
+        DTRAIN__TRAINS(tape_flags, FLAGS), DTRAIN__TRAINS(recompute_every, UINT),
+        DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.growth_interval, UINT), DTRAIN__TRAINS(graph, BOOL),
+        DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
+        DTRAIN__TRAINS(verify_every, UINT),
+        DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
+        DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
+        DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
+        DTRAIN__TRAINS(schedule.milestones, INT)};
+    /* clang-format on */
+    dtrain_optimizer *optimizer = trainer->desc.optimizer;
+    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, trainer),
+                                       dtrain__same_groups(optimizer)};
+    if (trainer->compared) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_step"));
+    DTRAIN__TRY(dtrain__same(trainer->groups.all, DTRAIN_OK, "dtrain_trainer_step", lists, 2));
+    trainer->compared = optimizer->compared = true;
+    return DTRAIN_OK;
+}
+
+/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
+ * make the record. A norm that is not finite leaves the parameters as they are. */
+static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    double before[DTRAIN__WORD_COUNT], own[DTRAIN__WORD_COUNT];
+    record->step = trainer->step + 1;
+    record->lr = (double)dtrain_schedule_lr(&desc->schedule, trainer->step);
+    dtrain__trainer_counters(trainer, before);
+    before[DTRAIN_FIGURE_CHECKPOINT] = trainer->saving; /* saved between two steps */
+    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, record));
+    else {
+        float norm = 0, scale = 1;
+        DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_step(trainer)
+                                      : dtrain__micro_batches(trainer));
+        DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
+                                     desc->clip, &norm, &scale));
+        record->grad_norm = (double)norm;
+        if (dtrain__is_finite(norm))
+            DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale));
+    }
+    dtrain__trainer_counters(trainer, own);
+    const double saving = own[DTRAIN_FIGURE_CHECKPOINT];
+    dtrain__put_figures(trainer, before, own);
+    dtrain__put_loss(trainer, own);
+    dtrain__put_inputs(trainer, own);
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
+    const dtrain_result recorded = dtrain__trainer_record(trainer, own, record);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(recorded);
+    trainer->saving = saving;
+    if (record->ended) {
+        trainer->ended = false; /* the next step begins another epoch */
+        record->step = trainer->step;
+        return DTRAIN_OK;
+    }
+    trainer->step++;
+    trainer->tokens = record->tokens;
+    const bool verify = desc->verify_every && trainer->step % desc->verify_every == 0;
+    return verify ? dtrain_strategy_verify(desc->strategy, NULL) : DTRAIN_OK;
+}
+
+/* Take one step, in a span. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    dtrain_step_record full;
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    DTRAIN__TRY(dtrain__trainer_compare(trainer));
+    memset(&full, 0, sizeof full);
+    const dtrain__event_reader *reader = trainer->world->timeline.reader;
+    if (reader) reader->step(trainer->world, trainer->step + 1);
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
+    const dtrain_result result = dtrain__trainer_run(trainer, &full);
+    dtrain__span_end(trainer->world, span);
+    if (result == DTRAIN_OK && record) *record = full;
+    return dtrain__pipeline_failed(trainer, result);
+}
+
+/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
+static dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const char *call,
+                                           dtrain_batch_fn next_batch)
+{
+    if (!groups->pipeline || next_batch) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
+        "that loss cannot fetch its batch itself; give next_batch",
+        call);
+}
+
+/* ---- Evaluation, and other forward passes -----------------------------------------------------*/
+
+/* Run the loss or a function of the host's own where this rank has all of the model, on a tape that
+ * keeps nothing for a backward. samples: NULL, or what the loss is a mean over. */
+static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                          void *user, float *values, int64_t count,
+                                          dtrain__samples *samples)
+{
+    dtrain_tape *tape = trainer->tape;
+    DTRAIN__TRY(dtrain_tape_begin(tape, trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
+    const dtrain_tensor *made = function(tape, user);
+    dtrain__span_end(trainer->world, span);
+    if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(trainer, function, made, count));
+    DTRAIN__TRY(dtrain_tensor_read(tape, made, values, NULL));
+    if (samples) *samples = ((const dtrain__tape_tensor *)made)->samples;
+    return DTRAIN_OK;
+}
+
+/* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. A rank
+ * without further data takes part in the gathers of the others. Each sample counts once, whatever a
+ * step averages over. A loss that counts no samples has the weight that the program gives it, or
+ * 1. */
+static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                            void *user, double *sums)
 {
     dtrain_strategy *strategy = trainer->desc.strategy;
+    double *own = trainer->compute + trainer->rank * DTRAIN__ROUND_COUNT;
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     dtrain_world_info world;
-    dtrain__samples samples;
-    float loss = 0;
     memset(own, 0, DTRAIN__ROUND_BYTES);
     dtrain_world_query(trainer->world, &world);
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
-        return trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
-                                 : dtrain__join_forward(strategy);
-    DTRAIN__TRY(next);
-    memset(&samples, 0, sizeof samples);
-    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &samples)
-                                  : dtrain__evaluate_pass(trainer, user, &loss, &samples));
-    DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
-    const double weight =
-        samples.terms ? dtrain__samples_count(&samples) : (double)dtrain__micro_weight(strategy);
-    DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
-    if (!trainer->loss_counts) return DTRAIN_OK;
-    own[DTRAIN__ROUND_LOSS] = dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
-    own[DTRAIN__ROUND_WEIGHT] = weight;
-    return DTRAIN_OK;
-}
-
-/* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. */
-static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                            void *user, double *sums)
-{
-    double *own = trainer->compute + trainer->rank * DTRAIN__ROUND_COUNT;
-    DTRAIN__TRY(dtrain__evaluate_one(trainer, next_batch, user, own));
+        DTRAIN__TRY(trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
+                                      : dtrain__join_forward(strategy));
+    else {
+        dtrain__samples samples;
+        float loss = 0;
+        DTRAIN__TRY(next);
+        DTRAIN__TRY((trainer->pipeline ? dtrain__pipeline_forward : dtrain__forward_pass)(
+            trainer, trainer->desc.loss, user, &loss, 1, &samples));
+        DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
+        const double weight = samples.terms ? dtrain__samples_count(&samples)
+                                            : (double)dtrain__micro_weight(strategy);
+        DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
+        if (trainer->loss_counts) {
+            own[DTRAIN__ROUND_LOSS] =
+                dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
+            own[DTRAIN__ROUND_WEIGHT] = weight;
+        }
+    }
     dtrain__call_label(trainer->world, "evaluation", 0, "");
     DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, own, trainer->compute, DTRAIN__ROUND_COUNT,
                                   DTRAIN_DTYPE_I64, NULL));
@@ -34973,7 +35005,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     double sums[DTRAIN__ROUND_COUNT] = {0}, own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
     int64_t rounds = 0;
-    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, call, next_batch));
+    DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));
     dtrain__expect_evaluation(trainer->desc.strategy, true);
     while (rounds != batches && all_ended < trainer->ranks && sums[DTRAIN__ROUND_STOP] == 0) {
         const double before = sums[DTRAIN__ROUND_ENDED];
@@ -34996,27 +35028,6 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                  dtrain__check_data(trainer, "dtrain_trainer_evaluate:", rounds));
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count)
-{
-    if (made && made->count == count) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_trainer_forward: forward returned a tensor of %lld elements, and "
-                       "values has room for %lld; give count that number",
-                       (long long)(made ? made->count : 0), (long long)count);
-}
-
-/* Run a pass of the host's own where this rank has all of the model. */
-static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_fn forward,
-                                          void *user, float *values, int64_t count)
-{
-    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
-    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
-    const dtrain_tensor *made = forward(trainer->tape, user);
-    DTRAIN__TRY(trainer->tape->error);
-    DTRAIN__TRY(dtrain__forward_made(made, count));
-    return dtrain_tensor_read(trainer->tape, made, values, NULL);
-}
-
 DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
                                                 void *user, float *values, int64_t count)
 {
@@ -35027,9 +35038,10 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_forward: count is %lld; expected 1 or more",
                            (long long)count);
-    if (!trainer->pipeline) return dtrain__forward_pass(trainer, forward, user, values, count);
+    if (!trainer->pipeline)
+        return dtrain__forward_pass(trainer, forward, user, values, count, NULL);
     DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
-    return dtrain__pipeline_forward(trainer, forward, user, values, count);
+    return dtrain__pipeline_forward(trainer, forward, user, values, count, NULL);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -35042,22 +35054,46 @@ static void dtrain__trainer_resume(dtrain__state_source *source, char *note, siz
     ((dtrain_trainer *)(void *)source)->micro = 0;
 }
 
-static dtrain__trainer_view dtrain__view_make(dtrain_trainer *trainer)
+/* Refuse by name what no trainer can do; dtrain__queue_create refuses what a queued step cannot. */
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
-    const dtrain__state_source state = {{{"trainer.step", &trainer->step, 8},
-                                         {"trainer.tokens", &trainer->tokens, 8},
-                                         {"trainer.seed", &trainer->desc.seed, 8},
-                                         {"trainer.skipped", &trainer->skipped, 8},
-                                         {NULL, NULL, 0}},
-                                        dtrain__trainer_resume,
-                                        trainer->desc.strategy,
-                                        trainer->desc.optimizer,
-                                        trainer->scaling ? &trainer->scaler : NULL,
-                                        &trainer->micro};
-    const dtrain__trainer_view view = {state,          &trainer->groups,      trainer->rank,
-                                       trainer->ranks, trainer->words,        DTRAIN__WORD_COUNT,
-                                       trainer->gpu,   dtrain__trainer_memory};
-    return view;
+    const uint32_t flags = desc->tape_flags;
+    if (!desc->strategy || !desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+                           desc->strategy ? "loss" : "strategy");
+    if (desc->optimizer && !(desc->schedule.lr > 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
+                           (double)desc->schedule.lr);
+    if (desc->schedule.kind > DTRAIN_SCHEDULE_STEPS || !(desc->schedule.gamma >= 0))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_trainer_create: schedule.kind is %u, schedule.gamma %g; expected "
+            "a dtrain_schedule_kind and 0 or more",
+            desc->schedule.kind, (double)desc->schedule.gamma);
+    if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
+                           desc->nonfinite);
+    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
+        dtrain__settings_of(desc->strategy)->compression)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
+                           "compresses gradients: what it keeps from step to step would keep a "
+                           "NaN; use DTRAIN_NONFINITE_STOP and load a checkpoint");
+    if (flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 "
+                           "or DTRAIN_TAPE_F16",
+                           flags);
+    const dtrain__groups groups = dtrain__groups_of(desc->strategy);
+    if (desc->graph && groups.pipeline_ranks > 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_create: graph with a pipeline of %d ranks: passes of "
+                           "several micro-batches are under way, and a recorded step has one; use "
+                           "graph = false",
+                           groups.pipeline_ranks);
+    return dtrain__check_fetches(&groups, "dtrain_trainer_create", desc->next_batch);
 }
 
 /* Allocate everything that steps use. After a failure destroy frees what is there. */
@@ -35098,8 +35134,11 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->compute =
         (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
-    dtrain_result result =
-        trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    trainer->micros = (dtrain__micro *)dtrain__alloc(allocator, trainer->desc.micro_batches,
+                                                     sizeof *trainer->micros, "micro-batches");
+    dtrain_result result = DTRAIN_OK;
+    if (!trainer->words || !trainer->compute || !trainer->named || !trainer->micros)
+        result = DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK) trainer->tape->hashes = trainer->ranks != trainer->data_ranks;
@@ -35112,46 +35151,31 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
-    trainer->view = dtrain__view_make(trainer);
-    if (result == DTRAIN_OK) result = dtrain__pipeline_create(trainer);
+    const dtrain__trainer_view view = {{{{"trainer.step", &trainer->step, 8},
+                                         {"trainer.tokens", &trainer->tokens, 8},
+                                         {"trainer.seed", &trainer->desc.seed, 8},
+                                         {"trainer.skipped", &trainer->skipped, 8},
+                                         {NULL, NULL, 0}},
+                                        dtrain__trainer_resume,
+                                        desc->strategy,
+                                        desc->optimizer,
+                                        trainer->scaling ? &trainer->scaler : NULL,
+                                        &trainer->micro},
+                                       &trainer->groups,
+                                       trainer->rank,
+                                       trainer->ranks,
+                                       trainer->words,
+                                       DTRAIN__WORD_COUNT,
+                                       trainer->gpu,
+                                       dtrain__trainer_memory};
+    trainer->view = view;
+    if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
+        result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
+                                         dtrain__settings_of(desc->strategy)->pipeline);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result == DTRAIN_OK) *out = trainer;
     else dtrain_trainer_destroy(trainer);
     return result;
-}
-
-/* Refuse by name what no trainer can do; dtrain__queue_check refuses what a queued step cannot. */
-static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
-{
-    const uint32_t flags = desc->tape_flags;
-    if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
-                           desc->strategy ? "loss" : "strategy");
-    if (desc->optimizer && !(desc->schedule.lr > 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
-                           (double)desc->schedule.lr);
-    if (desc->schedule.kind > DTRAIN_SCHEDULE_STEPS || !(desc->schedule.gamma >= 0))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_trainer_create: schedule.kind is %u, schedule.gamma %g; expected "
-            "a dtrain_schedule_kind and 0 or more",
-            desc->schedule.kind, (double)desc->schedule.gamma);
-    if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
-                           desc->nonfinite);
-    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
-        dtrain__settings_of(desc->strategy)->compression)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
-                           "compresses gradients: what it keeps from step to step would keep a "
-                           "NaN; use DTRAIN_NONFINITE_STOP and load a checkpoint");
-    if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
-                       "DTRAIN_TAPE_F16",
-                       flags);
 }
 
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
@@ -35165,1109 +35189,13 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
     dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
+    dtrain__free(&allocator, trainer->micros, trainer->desc.micro_batches, sizeof *trainer->micros);
     dtrain__free(&allocator, trainer, 1, sizeof *trainer);
 }
 
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 {
     return trainer ? trainer->tape : NULL;
-}
-
-/* ==== src/train/pipeline_step.c =============================================================== */
-
-/* The micro-batches of a step over a pipeline
- *
- * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
- * (tape/stage.c):
- *
- *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to
- *                              stage. In the first step agree on a full batch
- *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
- *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
- *                              micro-batch parameters are ready, and reductions over the data axis
- *                              start inside of the bubble
- *     messages                 addresses of what crosses
- *     behind the schedule      weights of all micro-batches; dtrain_strategy_finish, once
- *
- * To the strategy the whole schedule is one backward. All ranks of a pipeline have the same data,
- * so that they agree without a message on which micro-batches have none, and on the weights of
- * those that have: every rank knows the targets. */
-
-/* A micro-batch under way on this rank. */
-typedef struct dtrain__flight {
-    int32_t batch; /* slot of its first pass on this rank, with its inputs; -1: none has begun */
-    bool fetched;
-    bool joined;  /* this rank's data had ended */
-    float loss;   /* on the rank of the last stage */
-    float weight; /* that next_batch or the loss has set by dtrain_strategy_weight, else 1 */
-    dtrain__samples samples; /* what the loss is a mean of ... */
-    float valid[2];          /* ... and what it points to */
-} dtrain__flight;
-
-struct dtrain__pipeline {
-    dtrain_pipeline_schedule *schedule;
-    dtrain_comm *comm; /* the pipeline axis */
-    int rank, stages;
-    const dtrain__stage_map *map;
-    dtrain__flight *flights; /* (micro_batches) */
-    int32_t *slots;          /* (chunks, micro_batches) */
-    dtrain_tensor **losses;  /* (slots) of the last stage's passes */
-    float *read; /* page-locked (micro_batches): losses being copied; NULL: read at once */
-    size_t slot_count;
-    bool agreed;   /* all ranks have the same full batch */
-    uint64_t seed; /* of the step under way */
-};
-
-/* Return where the slot of a pass of a chunk is noted. */
-static int32_t *dtrain__slot_at(const dtrain__pipeline *line, int chunk, int micro)
-{
-    return &line->slots[(size_t)chunk * (size_t)line->schedule->micro_batches + (size_t)micro];
-}
-
-/* Find the slot of a neighbour stage's pass where that stage is on this rank too; false: it is on
- * another one. */
-static bool dtrain__neighbour(const dtrain__pipeline *line, int stage, int micro, uint32_t *slot)
-{
-    const dtrain_pipeline_schedule *s = line->schedule;
-    const dtrain__place_of_stage place = dtrain__pipeline_place(s->kind, s->ranks, stage);
-    if (place.rank != line->rank) return false;
-    *slot = (uint32_t)*dtrain__slot_at(line, place.chunk, micro);
-    return true;
-}
-
-/* ---- Passes -----------------------------------------------------------------------------------*/
-
-/* Note what the loss is a mean of; the tensor is gone when its slot is used again. */
-static void dtrain__flight_note(dtrain__flight *flight, const dtrain_tensor *loss)
-{
-    flight->samples = ((const dtrain__tape_tensor *)loss)->samples;
-    if (!flight->samples.valid) return;
-    memcpy(flight->valid, flight->samples.valid, sizeof flight->valid);
-    flight->samples.valid = flight->valid;
-}
-
-/* Check that the model's function, the loss or one of the host's own, has made something. */
-static dtrain_result dtrain__line_made(const dtrain_trainer *trainer, dtrain_loss_fn function,
-                                       const void *made)
-{
-    if (made) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE, "%s returned NULL",
-                       function == trainer->desc.loss ? "dtrain_trainer_step: loss"
-                                                      : "dtrain_trainer_forward: forward");
-}
-
-/* Run the model's function in the pass that has begun. */
-static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
-                                       dtrain_tensor **made)
-{
-    *made = function(trainer->tape, user);
-    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
-    return dtrain__line_made(trainer, function, *made);
-}
-
-/* Fetch the next micro-batch, once on each rank. */
-static dtrain_result dtrain__flight_fetch(dtrain_trainer *trainer, dtrain__flight *flight)
-{
-    if (flight->fetched) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-    flight->fetched = true;
-    flight->joined = trainer->ended;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
-                                          const dtrain_pipeline_action *action)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__pipeline *line = trainer->pipeline;
-    dtrain__flight *flight = &line->flights[action->micro_batch];
-    const int stage = dtrain__action_stage(line->schedule, line->rank, action);
-    const bool first = flight->batch < 0;
-    dtrain__stage_source source = {action->inbox, -1};
-    uint32_t before;
-    if (first) { /* its first pass here; an error fails the step on all ranks, which are in the
-                    middle of the schedule */
-        flight->batch = action->slot;
-        DTRAIN__TRY(dtrain__flight_fetch(trainer, flight));
-    }
-    const bool last = stage == line->stages - 1;
-    if (flight->joined) return last ? dtrain__end_sums(desc->strategy, 0, true) : DTRAIN_OK;
-    *dtrain__slot_at(line, action->chunk, action->micro_batch) = action->slot;
-    if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
-        source.slot = (int32_t)before;
-    const uint64_t seed = line->seed + dtrain__micro_seed((uint32_t)action->micro_batch);
-    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
-                                    stage, source, desc->tape_flags, seed));
-    dtrain_tensor *loss;
-    DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
-    dtrain__flight_note(flight, loss);
-    line->losses[action->slot] = last ? loss : NULL;
-    if (!desc->strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
-    if (first) flight->weight = dtrain__micro_weight(desc->strategy);
-    if (!last) return DTRAIN_OK;
-    return dtrain__end_sums(desc->strategy, trainer->tape->pass.sums, false);
-}
-
-static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
-                                           const dtrain_pipeline_action *action)
-{
-    dtrain__pipeline *line = trainer->pipeline;
-    dtrain__flight *flight = &line->flights[action->micro_batch];
-    const int stage = dtrain__action_stage(line->schedule, line->rank, action);
-    const bool more = (uint32_t)action->micro_batch + 1 < trainer->desc.micro_batches;
-    const uint32_t slot = (uint32_t)action->slot;
-    uint32_t before;
-    if (flight->joined) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
-                                       dtrain__micro_scale(trainer), more,
-                                       dtrain__pipeline_splits(line->schedule->kind)));
-    if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
-        DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
-    if (!line->losses[slot]) return DTRAIN_OK;
-    if (!line->read)
-        return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
-    dtrain_device *device = trainer->tape->device;
-    return device->ops->copy_async(device, line->read + action->micro_batch,
-                                   line->losses[slot]->data, sizeof(float),
-                                   DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* Wait once for the losses of all micro-batches: the host queues passes ahead of a GPU. */
-static dtrain_result dtrain__line_read(const dtrain_trainer *trainer)
-{
-    dtrain__pipeline *line = trainer->pipeline;
-    if (!line->read) return DTRAIN_OK;
-    DTRAIN__TRY(trainer->tape->device->ops->synchronize(trainer->tape->device));
-    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++)
-        if (!line->flights[micro].joined) line->flights[micro].loss = line->read[micro];
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
-{
-    dtrain_trainer *trainer = (dtrain_trainer *)user;
-    dtrain_result result = DTRAIN_OK;
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) result = dtrain__line_forward(trainer, action);
-    else if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
-        result = dtrain__line_backward(trainer, action);
-    else if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
-             !trainer->pipeline->flights[action->micro_batch].joined)
-        result = dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
-    if (result != DTRAIN_OK || !trainer->desc.strategy) return result;
-    return dtrain_strategy_weight(trainer->desc.strategy, 1); /* what the loss set was its own */
-}
-
-/* ---- Messages ---------------------------------------------------------------------------------*/
-
-/* Say where part i of a message is. What is received gets its memory with the first part. Whether a
- * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD
- * makes is received before, so that it is sent as zeros where there is none. */
-static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
-                                       dtrain_pipeline_part *part)
-{
-    dtrain_trainer *trainer = (dtrain_trainer *)user;
-    dtrain__pipeline *line = trainer->pipeline;
-    dtrain_tape *tape = trainer->tape;
-    dtrain__flight *flight = &line->flights[action->micro_batch];
-    const int stage = dtrain__action_stage(line->schedule, line->rank, action);
-    const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
-    const bool gradient = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ||
-                          action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
-    const bool before = receives || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-    size_t crossing;
-    if (flight->joined && gradient) return DTRAIN_OK;
-    if (receives && i == 0)
-        DTRAIN__TRY(dtrain__stage_receive(tape, (uint32_t)action->inbox, stage));
-    if (action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT && i == 0)
-        dtrain__stage_sent(tape, (uint32_t)action->slot);
-    if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && i == 0)
-        DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
-    if (!dtrain__stage_item(tape, before ? stage - 1 : stage, gradient, i, &crossing))
-        return DTRAIN_OK;
-    const dtrain__crossing *c = &tape->stages->crossings[crossing];
-    part->address = receives ? tape->stages->inboxes[action->inbox].received[crossing]
-                    : flight->joined
-                        ? dtrain__crossing_zeros(tape, crossing)
-                        : dtrain__stage_data(tape, (uint32_t)action->slot, crossing, gradient);
-    if (!part->address) return tape->error;
-    part->count = (size_t)c->count;
-    part->dtype = (dtrain_dtype)c->dtype;
-    return DTRAIN_OK;
-}
-
-/* ---- A step -----------------------------------------------------------------------------------*/
-
-/* Run the model's function with all stages remote. Local. */
-static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                         void *user, uint32_t flags,
-                                         const dtrain__tape_tensor **made)
-{
-    dtrain_tensor *tensor;
-    DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
-    DTRAIN__TRY(dtrain__line_pass(trainer, function, user, &tensor));
-    *made = (const dtrain__tape_tensor *)tensor;
-    return DTRAIN_OK;
-}
-
-/* Check that what the model's function has made, and returned, is of the last stage. */
-static dtrain_result dtrain__line_made_last(const dtrain_trainer *trainer, const char *what,
-                                            const dtrain__tape_tensor *made)
-{
-    const int last = trainer->pipeline->stages - 1;
-    if (made->stage == last) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s returned is of stage %d, and values are read from what the last one, "
-                       "%d, makes; it should run all units of the model",
-                       what, (int)made->stage, last);
-}
-
-/* Run the loss with all stages remote, and check what it makes. Local. */
-static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *user, uint32_t flags,
-                                              const dtrain__tape_tensor **loss)
-{
-    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.loss, user, flags, loss));
-    DTRAIN__TRY(dtrain__check_loss("dtrain_trainer", &(*loss)->tensor));
-    return dtrain__line_made_last(trainer, "dtrain_trainer: what loss", *loss);
-}
-
-/* Find which tensors cross between stages in this step: its batch may have another shape than the
- * last step's. Gradients cross as if only those parameters were frozen that create has compared. A
- * rank without further data sends what crossed before. All ranks of the axis have the same samples
- * and shapes, so each finds the same without an exchange; once, they agree on the unit. */
-static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
-{
-    dtrain__pipeline *line = trainer->pipeline;
-    const dtrain__tape_tensor *loss = NULL;
-    DTRAIN__TRY(dtrain__flight_fetch(trainer, &line->flights[0]));
-    if (line->agreed && line->flights[0].joined) return DTRAIN_OK;
-    const dtrain_result result = dtrain__line_survey_loss(trainer, trainer->desc.user, 0, &loss);
-    if (line->agreed) return result;
-    DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
-    DTRAIN__TRY(dtrain__agree_full_batch(trainer->desc.strategy, loss->samples.terms));
-    line->agreed = true;
-    return DTRAIN_OK;
-}
-
-/* Weigh the micro-batches as if they had been backwards of their own, and finish. A gradient that
- * is missing ends the step on all ranks, and the next one can be taken. */
-static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
-{
-    dtrain_strategy *strategy = trainer->desc.strategy;
-    dtrain__pipeline *line = trainer->pipeline;
-    const uint32_t micro_batches = trainer->desc.micro_batches;
-    trainer->joined = 0;
-    for (uint32_t micro = 0; micro < micro_batches; micro++) {
-        const dtrain__flight *flight = &line->flights[micro];
-        float weight = flight->joined ? 0 : flight->weight;
-        trainer->joined += flight->joined;
-        dtrain__weigh_micro(strategy, flight->joined ? NULL : &flight->samples,
-                            micro + 1 < micro_batches, &weight);
-        dtrain__trainer_add(trainer, micro, flight->loss, weight);
-    }
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    bool over;
-    if (trainer->joined < micro_batches) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, &over));
-}
-
-/* ---- Evaluation, and other forward passes -----------------------------------------------------*/
-
-/* Receive or send what crosses between two stages, and wait. */
-static dtrain_result dtrain__line_carry(dtrain_trainer *trainer, int chunk, int stage, bool receive)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    const dtrain_pipeline_schedule *s = line->schedule;
-    dtrain_tape *tape = trainer->tape;
-    const int peer =
-        dtrain__pipeline_place(s->kind, s->ranks, receive ? stage - 1 : stage + 1).rank;
-    size_t crossing;
-    for (size_t i = 0; dtrain__stage_item(tape, receive ? stage - 1 : stage, false, i, &crossing);
-         i++) {
-        const dtrain__crossing *c = &tape->stages->crossings[crossing];
-        void *memory = receive ? tape->stages->inboxes[chunk].received[crossing]
-                               : dtrain__stage_data(tape, (uint32_t)chunk, crossing, false);
-        dtrain_work *work = NULL;
-        const dtrain_dtype dtype = (dtrain_dtype)c->dtype;
-        DTRAIN__TRY(receive
-                        ? dtrain_recv(line->comm, memory, (size_t)c->count, dtype, peer, &work)
-                        : dtrain_send(line->comm, memory, (size_t)c->count, dtype, peer, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
-    }
-    return DTRAIN_OK;
-}
-
-/* Run the pass of one of this rank's stages, which are taken in their order: chunk c has slot c and
- * inbox c. */
-static dtrain_result dtrain__line_run_stage(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                            void *user, int chunk, dtrain_tensor **made)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    const dtrain_pipeline_schedule *s = line->schedule;
-    const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, chunk);
-    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
-    dtrain__stage_source source = {-1, -1};
-    uint32_t slot;
-    if (stage && dtrain__neighbour(line, stage - 1, 0, &slot)) source.slot = (int32_t)slot;
-    else if (stage) source.inbox = chunk;
-    if (source.inbox >= 0) {
-        DTRAIN__TRY(dtrain__stage_receive(trainer->tape, (uint32_t)chunk, stage));
-        DTRAIN__TRY(dtrain__line_carry(trainer, chunk, stage, true));
-    }
-    *dtrain__slot_at(line, chunk, 0) = chunk;
-    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    const dtrain_result result = dtrain__line_pass(trainer, function, user, made);
-    dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(result);
-    if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
-    return dtrain__line_carry(trainer, chunk, stage, false);
-}
-
-/* Run all of this rank's stages. If one of them is the last stage, read its output. *made is the
- * output of the rank's last pass. */
-static dtrain_result dtrain__line_forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                               void *user, float *values, dtrain_tensor **made)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    const dtrain_pipeline_schedule *s = line->schedule;
-    const int last = line->stages - 1;
-    for (int chunk = 0; chunk < s->chunks; chunk++) {
-        DTRAIN__TRY(dtrain__line_run_stage(trainer, function, user, chunk, made));
-        if (dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, chunk) == last)
-            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, *made, values, NULL));
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
-                                                        float *loss, dtrain__samples *samples)
-{
-    const dtrain__tape_tensor *surveyed;
-    dtrain_tensor *made = NULL;
-    DTRAIN__TRY(dtrain__line_survey_loss(trainer, user, DTRAIN_TAPE_NO_GRAD, &surveyed));
-    DTRAIN__TRY(dtrain__line_forward_pass(trainer, trainer->desc.loss, user, loss, &made));
-    *samples = ((const dtrain__tape_tensor *)made)->samples;
-    return DTRAIN_OK;
-}
-
-/* Find what crosses in a forward pass of the host's own, and check what it makes. Local. */
-static dtrain_result dtrain__line_survey_forward(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                                 void *user, int64_t count)
-{
-    const dtrain__tape_tensor *made;
-    DTRAIN__TRY(dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, &made));
-    DTRAIN__TRY(dtrain__forward_made(&made->tensor, count));
-    return dtrain__line_made_last(trainer, "dtrain_trainer_forward: what forward", made);
-}
-
-/* What crosses is found anew for each call, whose shapes may be others than those before. What is
- * refused then, on all ranks before anything is sent, does not stand. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
-                                                       dtrain_loss_fn function, void *user,
-                                                       float *values, int64_t count)
-{
-    dtrain__pipeline *line = trainer->pipeline;
-    const dtrain_pipeline_schedule *s = line->schedule;
-    dtrain_tensor *made;
-    const int root = dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank;
-    DTRAIN__TRY(dtrain__agree(trainer->groups.all,
-                              dtrain__line_survey_forward(trainer, function, user, count)));
-    DTRAIN__TRY(dtrain__strategy_keep(
-        trainer->desc.strategy, dtrain__line_forward_pass(trainer, function, user, values, &made)));
-    return dtrain__strategy_keep(
-        trainer->desc.strategy,
-        dtrain_broadcast(line->comm, values, (size_t)count, DTRAIN_DTYPE_F32, root, NULL));
-}
-
-/* ---- A step, and creation ---------------------------------------------------------------------*/
-
-/* Forget the step before. */
-static void dtrain__line_reset(dtrain_trainer *trainer)
-{
-    dtrain__pipeline *line = trainer->pipeline;
-    dtrain__stage_reset(trainer->tape);
-    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
-        memset(&line->flights[micro], 0, sizeof line->flights[micro]);
-        line->flights[micro].batch = -1;
-    }
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
-{
-    dtrain__pipeline *line = trainer->pipeline;
-    dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
-    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
-    dtrain__line_reset(trainer);
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__line_plan(trainer)));
-    line->seed = dtrain__step_seed(trainer);
-    DTRAIN__TRY(
-        dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__line_read(trainer)));
-    return dtrain__line_finish(trainer);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
-                                                      dtrain_result result)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    char text[DTRAIN__ERROR_BYTES];
-    uint32_t micro = 0;
-    if (!line || (result != DTRAIN_ERROR_TIMEOUT && result != DTRAIN_ERROR_MISMATCH)) return result;
-    while (micro < trainer->desc.micro_batches && !line->flights[micro].joined) micro++;
-    if (micro == trainer->desc.micro_batches) return result;
-    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
-    return dtrain_fail(result,
-                       "the data of this rank had ended before micro-batch %u, and all ranks of a "
-                       "pipeline must have the same samples: %s",
-                       micro, text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_fetches(const dtrain_trainer *trainer,
-                                                       const char *call, dtrain_batch_fn next_batch)
-{
-    if (!trainer->groups.pipeline || next_batch) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_UNSUPPORTED,
-        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
-        "that loss cannot fetch its batch itself; give next_batch",
-        call);
-}
-
-/* Refuse what a pipeline cannot do yet. */
-static dtrain_result dtrain__pipeline_allows(const dtrain_trainer *trainer)
-{
-    const char *const call = "dtrain_trainer_create";
-    if (trainer->desc.graph)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: graph with a pipeline of %d ranks: passes of several micro-batches "
-                           "are under way, and a recorded step has one; use graph = false",
-                           call, trainer->groups.pipeline_ranks);
-    return dtrain__pipeline_fetches(trainer, call, trainer->desc.next_batch);
-}
-
-/* Allocate the tables of a schedule, and let the tape run its stages. */
-static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pipeline *line)
-{
-    const dtrain_allocator *a = &trainer->allocator;
-    const dtrain_pipeline_schedule *s = line->schedule;
-    const size_t micros = (size_t)s->micro_batches;
-    int slots, inboxes;
-    dtrain__pipeline_room(s, line->rank, &slots, &inboxes);
-    slots = (int)dtrain__max(slots, s->chunks); /* evaluation has one a chunk */
-    inboxes = (int)dtrain__max(inboxes, s->chunks);
-    line->slot_count = (size_t)slots;
-    line->stages = s->ranks * s->chunks;
-    line->flights =
-        (dtrain__flight *)dtrain__alloc(a, micros, sizeof *line->flights, "micro-batches");
-    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)s->chunks, sizeof *line->slots,
-                                           "slots of passes");
-    line->losses =
-        (dtrain_tensor **)dtrain__alloc(a, line->slot_count, sizeof *line->losses, "losses");
-    if (!line->flights || !line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
-    dtrain_device *device = trainer->tape->device;
-    if (dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank == line->rank &&
-        device->ops->event_query) { /* the host queues passes ahead of the device */
-        void *memory;
-        DTRAIN__TRY(device->ops->host_alloc(device, micros * sizeof *line->read, &memory));
-        line->read = (float *)memory;
-    }
-    return dtrain__stages_create(trainer->tape, line->map->stages, line->map->here,
-                                 line->map->units, line->map->unit_count, (uint32_t)slots,
-                                 (uint32_t)inboxes);
-}
-
-/* Make a trainer's schedule and tables. */
-static dtrain_result dtrain__pipeline_open(dtrain_trainer *trainer, const dtrain__stage_map *map,
-                                           const dtrain_pipeline_desc *desc)
-{
-    dtrain__pipeline *line = trainer->pipeline =
-        (dtrain__pipeline *)dtrain__alloc(&trainer->allocator, 1, sizeof *line, "a pipeline");
-    if (!line) return DTRAIN_ERROR_MEMORY;
-    line->comm = trainer->groups.pipeline;
-    line->rank = trainer->groups.pipeline_rank;
-    line->map = map;
-    DTRAIN__TRY(dtrain_pipeline_create(desc, trainer->groups.pipeline_ranks,
-                                       (int)trainer->desc.micro_batches, &line->schedule));
-    return dtrain__pipeline_tables(trainer, line);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
-{
-    if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__pipeline_allows(trainer));
-    const dtrain_strategy *strategy = trainer->desc.strategy;
-    return dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
-                                 dtrain__settings_of(strategy)->pipeline);
-}
-
-/* Walk this rank's list without messages. */
-static dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    const dtrain_pipeline_schedule *s = line->schedule;
-    const dtrain__tape_tensor *loss;
-    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.loss, trainer->desc.user, 0, &loss));
-    dtrain__line_reset(trainer);
-    for (size_t i = s->first[line->rank]; i < s->first[line->rank + 1]; i++) {
-        const dtrain_pipeline_action *action = &s->actions[i];
-        dtrain_pipeline_part part;
-        if (dtrain__is_message(action)) DTRAIN__TRY(dtrain__line_part(trainer, action, 0, &part));
-        else DTRAIN__TRY(dtrain__line_compute(trainer, action));
-    }
-    return DTRAIN_OK;
-}
-
-/* Take a step on a tape of the plan device, which counts what it needs. Local. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
-                                                    const dtrain__strategy_plan *plan,
-                                                    dtrain_tape *tape)
-{
-    dtrain_trainer rehearsal;
-    if (!plan->stages)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_plan: which stages of a pipeline this rank has is known "
-                           "to a strategy; give desc one");
-    memset(&rehearsal, 0, sizeof rehearsal);
-    rehearsal.desc = *desc;
-    rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
-    rehearsal.desc.strategy = NULL;
-    if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
-    rehearsal.allocator = tape->allocator;
-    rehearsal.groups = plan->groups;
-    rehearsal.tape = tape;
-    dtrain_result result = dtrain__pipeline_open(&rehearsal, plan->stages, plan->pipeline);
-    if (result == DTRAIN_OK) result = dtrain__pipeline_rehearse(&rehearsal);
-    dtrain__pipeline_destroy(&rehearsal);
-    return result;
-}
-
-DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
-{
-    const dtrain_allocator *a = &trainer->allocator;
-    dtrain__pipeline *line = trainer->pipeline;
-    if (!line) return;
-    if (line->schedule) {
-        const size_t micros = (size_t)line->schedule->micro_batches;
-        dtrain_device *device = line->read ? dtrain_world_device(trainer->world) : NULL;
-        if (device) device->ops->synchronize(device); /* of a step that failed */
-        if (device) device->ops->host_free(device, line->read, micros * sizeof *line->read);
-        dtrain__free(a, line->flights, micros, sizeof *line->flights);
-        dtrain__free(a, line->slots, micros * (size_t)line->schedule->chunks, sizeof *line->slots);
-    }
-    dtrain__free(a, line->losses, line->slot_count, sizeof *line->losses);
-    dtrain_pipeline_destroy(line->schedule);
-    dtrain__free(a, line, 1, sizeof *line);
-}
-
-/* ==== src/train/queued_step.c ================================================================= */
-
-/* A step without the host: recorded and replayed
- *
- * A whole step is queued on the device before the host looks at any of its results. That is what
- * a graph can record:
- *
- *     pinned            device                                                      pinned
- *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
- *
- * Every number that changes from step to step is in `scalars`; every input comes through a feed,
- * and a feed of targets carries the count that their loss is divided by. So a step is recorded
- * once, in the same step on all ranks: recording a collective is something that all of them must do
- * together. The micro-batches are those of every step (micro_batch.c); only what reads a result is
- * different. */
-
-static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro);
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
-static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
-static dtrain_result dtrain__queue_record(dtrain_trainer *trainer);
-
-/* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
- * third is recorded, and then it is run like those after it. */
-DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
-                                                 dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    const float *norm = queue->results + desc->micro_batches;
-    *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
-    queue->now->seed = dtrain__step_seed(trainer);
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
-    for (uint32_t micro = 0; queue->steps >= 2 && micro < desc->micro_batches; micro++)
-        queue->now->weight += dtrain__queue_weight(trainer, micro);
-    if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
-    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
-    else trainer->tape->flops += queue->flops;
-    dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
-    if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
-    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        queue->micros[micro].feed.filled = false; /* its inputs were used, by a replay too */
-    queue->steps++;
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        dtrain__trainer_add(trainer, micro, queue->results[micro],
-                            dtrain__queue_weight(trainer, micro));
-    record->grad_norm = (double)*norm;
-    if (dtrain__is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
-    return DTRAIN_OK;
-}
-
-/* Return the weight of a micro-batch: where samples are counted, by the inputs that are filled in
- * now; otherwise the one that its backward had when it was queued. */
-static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
-{
-    const dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain__queued *queued = &trainer->queue->micros[micro];
-    if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
-        return queued->weight;
-    if (trainer->data_ranks == 1 && trainer->desc.micro_batches == 1)
-        return dtrain__samples_count(&queued->samples) > 0;
-    return dtrain__weight_of(strategy, &queued->samples);
-}
-
-/* Fetch the inputs of all micro-batches before anything is queued, which needs their places: those
- * are known from the second step on. When one cannot be read, those before it stay filled, and the
- * step can be repeated. */
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
-{
-    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
-        dtrain__feed *feed = &trainer->queue->micros[micro].feed;
-        if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-        for (size_t i = 0; i < feed->count && !feed->filled; i++)
-            DTRAIN__TRY(dtrain__feed_fill(trainer->tape, feed, &feed->items[i]));
-        feed->filled = true;
-    }
-    return DTRAIN_OK;
-}
-
-/* Queue a whole step, by the same calls in the same order whether the device runs or records
- * them. */
-static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    dtrain_tape *tape = trainer->tape;
-    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
-                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    while (trainer->micro < desc->micro_batches) {
-        const uint32_t micro = trainer->micro;
-        dtrain__queued *queued = &queue->micros[micro];
-        dtrain__feed *feed = &queued->feed;
-        feed->next = 0;
-        tape->feed = feed;
-        tape->scalars = queue->scalars; /* to the micro-batch's seed the device adds the step's */
-        dtrain_tensor *loss;
-        const dtrain_result result = dtrain__micro_batch(trainer, 0, &loss, &queued->weight);
-        tape->feed = NULL;
-        tape->scalars = NULL;
-        feed->filled = false;
-        DTRAIN__TRY(result);
-        queued->samples = ((const dtrain__tape_tensor *)loss)->samples;
-        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
-                                            sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
-    }
-    trainer->micro = 0;
-    bool empty;
-    dtrain_clip_args clip;
-    memset(&clip, 0, sizeof clip);
-    clip.max_norm = desc->clip;
-    clip.scalars = queue->scalars;
-    clip.norm = (float *)(void *)(queue->scalars + 1);
-    clip.weight = dtrain__step_weight(desc->strategy);
-    DTRAIN__TRY(dtrain__strategy_keep(
-        desc->strategy, dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count)));
-    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
-    DTRAIN__TRY(
-        dtrain__strategy_keep(desc->strategy, dtrain__counts_settle(desc->strategy, &empty)));
-    DTRAIN__TRY(dtrain__strategy_keep(
-        desc->strategy,
-        dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
-    DTRAIN__TRY(device->ops->copy_async(device, queue->results + desc->micro_batches + 1,
-                                        clip.weight, sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST,
-                                        NULL));
-    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
-                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* Record a whole step. After an error the recording is thrown away, and the error stays the last
- * one. */
-static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
-{
-    dtrain_device *device = trainer->queue->device;
-    dtrain_graph *unfinished;
-    char text[DTRAIN__ERROR_BYTES];
-    const double flops = trainer->tape->flops;
-    DTRAIN__TRY(device->ops->graph_begin(device));
-    dtrain__weigh_on_device(trainer->desc.strategy, &trainer->queue->scalars->weight);
-    const dtrain_result result = dtrain__queue_all(trainer);
-    dtrain__weigh_on_device(trainer->desc.strategy, NULL);
-    trainer->queue->flops = trainer->tape->flops - flops;
-    if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
-        device->ops->graph_destroy(device, unfinished);
-    return dtrain__set_last_error(result, text);
-}
-
-/* ---- creation ---------------------------------------------------------------------------------*/
-
-/* Refuse settings that cannot be recorded, and name the setting. */
-static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
-{
-    const dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
-    const char *missing = NULL;
-    dtrain_comm_info comm;
-    dtrain_comm_query(trainer->groups.all, &comm);
-    if (trainer->scaling)
-        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
-                  "which needs no scale, or graph = false";
-    else if (!dtrain_world_device(trainer->world)->ops->graph_begin)
-        missing = "a device that can record (the CPU's cannot)";
-    else if (!trainer->desc.next_batch) missing = "next_batch";
-    else if (!trainer->desc.optimizer) missing = "an optimizer";
-    else if (dtrain__not_recordable(trainer->desc.optimizer))
-        missing = dtrain__not_recordable(trainer->desc.optimizer);
-    else if (settings->offload)
-        missing = "everything on the device: an offloaded update runs on the host";
-    else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
-    else if (settings->compression)
-        missing = "no compression: its first steps are not like the later ones";
-    else if (settings->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
-        missing =
-            "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
-    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
-        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
-    if (!missing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
-}
-
-/* Allocate the memory of a queued step; after a failure queue_destroy frees what was allocated. */
-DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
-{
-    const uint32_t micro_batches = trainer->desc.micro_batches;
-    void *memory;
-    DTRAIN__TRY(dtrain__queue_check(trainer));
-    dtrain__queue *queue = trainer->queue =
-        (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
-    if (!queue) return DTRAIN_ERROR_MEMORY;
-    dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
-    queue->micros = (dtrain__queued *)dtrain__alloc(
-        &trainer->allocator, micro_batches, sizeof *queue->micros, "a queued step's inputs");
-    if (!queue->micros) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
-    queue->scalars = (dtrain_step_scalars *)memory;
-    queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 2) * sizeof(float);
-    DTRAIN__TRY(device->ops->host_alloc(device, queue->pinned_bytes, &memory));
-    queue->now = (dtrain_step_scalars *)memory;
-    queue->results = (float *)(void *)(queue->now + 1);
-    return DTRAIN_OK;
-}
-
-/* Free the queue once the device is idle: it may still be replaying a step that failed. */
-DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
-{
-    dtrain__queue *queue = trainer->queue;
-    const uint32_t micro_batches = trainer->desc.micro_batches;
-    if (!queue) return;
-    dtrain_device *device = queue->device;
-    device->ops->synchronize(device);
-    if (queue->graph) device->ops->graph_destroy(device, queue->graph);
-    for (uint32_t m = 0; queue->micros && m < micro_batches; m++)
-        for (size_t i = 0; i < queue->micros[m].feed.count; i++)
-            device->ops->host_free(device, queue->micros[m].feed.items[i].pinned,
-                                   queue->micros[m].feed.items[i].bytes + DTRAIN__VALID_BYTES);
-    if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
-    if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
-    dtrain__free(&trainer->allocator, queue->micros, micro_batches, sizeof *queue->micros);
-    dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
-}
-
-/* ==== src/train/plan.c ======================================================================== */
-
-/* Planning: memory of a step, largest batch
- *
- * A plan runs the loss forwards and backwards on the plan device, where kernels do nothing: the
- * tape counts its bytes all the same. Twenty such runs take milliseconds, so the largest batch is
- * found by trying:
- *
- * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
- *    interval.
- * 2. All ranks allocate and touch what the smallest of these batches needs, and hold it until all
- *    have agreed on the outcome. Ranks of one host share its memory, so trying one after the other
- *    would prove nothing.
- * 3. Where a rank has failed, all try an eighth less. */
-
-/* Count the memory of activations, with a strategy's layout or without, and, where there are costs,
- * what the units of the whole model take; its backward is in halves then. A tape of the plan
- * device writes no value and no gradient, so a plan can be made at any time, between two steps as
- * well. */
-static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                              const dtrain__strategy_plan *strategy,
-                                              const dtrain__unit_costs *costs,
-                                              dtrain_memory *memory)
-{
-    dtrain_device_desc plan;
-    dtrain_device *device;
-    dtrain_tape *tape;
-    dtrain_tape_info info;
-    if (!desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: desc's loss is NULL");
-    if (!desc->next_batch)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_plan: the loss fetches its own batches and cannot be "
-                           "run without spending one: give desc a next_batch");
-    memset(memory, 0, sizeof *memory);
-    memset(&plan, 0, sizeof plan);
-    plan.allocator = world->allocator;
-    DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &device));
-    dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
-    if (result == DTRAIN_OK) {
-        dtrain__tape_plan(tape, strategy->layout, &strategy->groups);
-        tape->costs = costs;
-        result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
-    }
-    if (result == DTRAIN_OK && strategy->groups.pipeline_ranks > 1) {
-        result = dtrain__pipeline_plan(desc, strategy, tape);
-    } else if (result == DTRAIN_OK) {
-        result = dtrain_tape_begin(tape, desc->tape_flags, 0);
-        tape->pass.halves = costs != NULL;
-        if (result == DTRAIN_OK)
-            result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
-        if (result == DTRAIN_OK && costs) result = dtrain__backward_params(tape);
-    }
-    dtrain_tape_query(tape, &info);
-    dtrain_tape_destroy(tape);
-    dtrain_device_destroy(device);
-    DTRAIN__TRY(result);
-    memory->activations = info.activation_bytes;
-    memory->activation_grads = info.gradient_bytes;
-    return DTRAIN_OK;
-}
-
-/* ---- automatic batch --------------------------------------------------------------------------*/
-
-typedef struct dtrain__batch_plan {
-    dtrain_world *world;
-    const dtrain_trainer_desc *trainer;
-    dtrain_batch_search *search;
-    dtrain__strategy_plan strategy;
-} dtrain__batch_plan;
-
-/* Count the bytes of activations that a batch needs. */
-static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
-                                         uint64_t *bytes)
-{
-    dtrain_memory memory;
-    DTRAIN__TRY(plan->search->set_batch(plan->trainer->user, batch));
-    DTRAIN__TRY(
-        dtrain__plan_activations(plan->world, plan->trainer, &plan->strategy, NULL, &memory));
-    *bytes = memory.activations + memory.activation_grads;
-    return DTRAIN_OK;
-}
-
-/* Find the largest batch that this rank has room for. A batch does not fit either when planning it
- * fails for want of addresses or of the host's buffers. */
-static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32_t *batch)
-{
-    const uint32_t most = plan->search->max_batch ? plan->search->max_batch : 65536;
-    int64_t fits = 0, fails = (int64_t)most + 1;
-    while (fails - fits > 1) {
-        const int64_t half = fits + (fails - fits) / 2;
-        const int64_t next = fits ? dtrain__min(2 * fits, half) : 1;
-        uint64_t bytes = 0;
-        const dtrain_result result = dtrain__batch_needs(plan, (uint32_t)next, &bytes);
-        if (result != DTRAIN_OK && (result != DTRAIN_ERROR_MEMORY || next == 1)) return result;
-        const uint64_t total = plan->strategy.needs + bytes;
-        if (result == DTRAIN_OK && plan->strategy.limit > 0 &&
-            total <= (uint64_t)plan->strategy.limit)
-            fits = next;
-        else fails = next;
-        if (fails == 1)
-            return dtrain_fail(
-                DTRAIN_ERROR_MEMORY,
-                "dtrain_trainer_plan: not even one sample fits: %.1f MiB a rank for "
-                "parameters, gradients, optimizer and buffers and %.1f MiB of activations, of %.1f "
-                "MiB: %.1f MiB are missing. A strategy that shards more, more ranks, activation "
-                "checkpointing or, on a GPU, offload would help",
-                dtrain__mib(plan->strategy.needs), dtrain__mib(bytes),
-                (double)plan->strategy.limit / 1048576,
-                dtrain__mib(total) - (double)plan->strategy.limit / 1048576);
-    }
-    *batch = (uint32_t)fits;
-    return DTRAIN_OK;
-}
-
-/* Allocate and touch what a step needs, on all ranks at the same time; *good: every rank could. */
-static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_t batch, bool *good)
-{
-    dtrain_device *device = plan->world->device;
-    uint64_t bytes[2] = {plan->strategy.needs, 0};
-    void *held[2] = {NULL, NULL};
-    dtrain_result mine = dtrain__batch_needs(plan, batch, &bytes[1]);
-    for (int i = 0; i < 2; i++) {
-        if (mine == DTRAIN_OK) mine = device->ops->alloc(device, (size_t)bytes[i], &held[i]);
-        if (mine == DTRAIN_OK) mine = device->ops->zero(device, held[i], (size_t)bytes[i]);
-    }
-    if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
-    int32_t well = mine == DTRAIN_OK;
-    const dtrain_result agreed = dtrain_all_reduce(plan->strategy.groups.all, &well, &well, 1,
-                                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
-    for (int i = 0; i < 2; i++)
-        if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
-    *good = well != 0;
-    DTRAIN__TRY(agreed);
-    return dtrain__agree(plan->strategy.groups.all, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
-}
-
-/* Find the batch by the three steps above. Ranks agree on every local error before the next
- * collective, so that none waits for a rank that has left. */
-static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan)
-{
-    dtrain_batch_search *search = plan->search;
-    dtrain_strategy_desc plain;
-    uint32_t found = 0;
-    bool good = false;
-    memset(&plain, 0, sizeof plain);
-    DTRAIN__TRY(dtrain__plan_strategy(plan->world, search->params, search->param_count,
-                                      search->strategy ? search->strategy : &plain,
-                                      &plan->strategy));
-    dtrain_comm *comm = plan->strategy.groups.all;
-    DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(plan, &found)));
-    int32_t least = (int32_t)found;
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
-    for (; least > 0; least -= (least + 7) / 8) {
-        DTRAIN__TRY(dtrain__batch_trial(plan, (uint32_t)least, &good));
-        if (good) break;
-    }
-    if (!good)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_trainer_plan: %.1f MiB a rank should be there, but not "
-                           "every rank could allocate what one sample needs: set memory_limit to "
-                           "less, or end what else uses the device",
-                           dtrain__mib((uint64_t)plan->strategy.limit));
-    search->batch = (uint32_t)least;
-    return DTRAIN_OK;
-}
-
-/* ---- the plan ---------------------------------------------------------------------------------*/
-
-/* Count what the strategy and the optimizer of a desc hold. */
-static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
-{
-    dtrain_strategy_info strategy;
-    dtrain_strategy_query(desc->strategy, &strategy); /* zeros without one */
-    memory->params = strategy.value_bytes;
-    memory->grads = strategy.grad_bytes;
-    memory->buffers = strategy.buffer_bytes;
-    memory->host = strategy.host_bytes;
-    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
-    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
-}
-
-/* Describe the strategy of a desc; without one, stages are known from a search alone. */
-static dtrain__strategy_plan dtrain__plan_of(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             const dtrain__strategy_plan *found)
-{
-    dtrain__strategy_plan plan;
-    memset(&plan, 0, sizeof plan);
-    if (desc->strategy) {
-        plan.groups = dtrain__groups_of(desc->strategy);
-        plan.layout = dtrain__layout_of(desc->strategy);
-        plan.stages = dtrain__stages_of(desc->strategy);
-        plan.pipeline = dtrain__settings_of(desc->strategy)->pipeline;
-        return plan;
-    }
-    plan.groups = dtrain__mesh_groups(world, desc->mesh, NULL);
-    plan.stages = found->stages;
-    plan.pipeline = found->pipeline;
-    return plan;
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_batch_search *search, dtrain_memory *memory)
-{
-    dtrain_result result = DTRAIN_OK;
-    DTRAIN__GIVEN("dtrain_trainer_plan", world);
-    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
-    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
-    dtrain__batch_plan batch;
-    memset(&batch, 0, sizeof batch);
-    if (search) {
-        if (!search->set_batch || !search->params || search->max_batch > INT32_MAX)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_trainer_plan: expected a search with set_batch, params and "
-                               "a max_batch below 2^31");
-        batch.world = world;
-        batch.trainer = desc;
-        batch.search = search;
-        result = dtrain__batch_find(&batch);
-    }
-    if (result == DTRAIN_OK) {
-        const dtrain__strategy_plan plan = dtrain__plan_of(world, desc, &batch.strategy);
-        result = dtrain__plan_activations(world, desc, &plan, NULL, memory);
-    }
-    dtrain__strategy_plan_free(world, &batch.strategy);
-    DTRAIN__TRY(result);
-    dtrain__memory_held(desc, memory);
-    if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
-    memory->total = memory->activations + memory->activation_grads + memory->params +
-                    memory->grads + memory->optimizer + memory->buffers + memory->workspace;
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
-                                                     dtrain_memory *held, dtrain_memory *planned)
-{
-    dtrain__memory_held(&trainer->desc, held);
-    return dtrain_trainer_plan(trainer->world, &trainer->desc, NULL, planned);
-}
-
-/* ---- Costs of units ---------------------------------------------------------------------------*/
-
-/* Return the operations that a device does while it moves a byte. A core with AVX-512, measured by
- * train_gpt --dry-run: 79 GFLOP/s of GPT-2's classifier and 43 GB/s. An H100 in bf16, as
- * build/simulate has it: 445 TFLOP/s and 2900 GB/s. */
-static double dtrain__flops_per_byte(const dtrain_device *device)
-{
-    return device->ops->host_memory ? 2 : 150;
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
-                                                   const dtrain_trainer_desc *desc,
-                                                   const dtrain_param *params, size_t param_count,
-                                                   dtrain_pipeline_costs *costs,
-                                                   uint64_t *activations, size_t *unit_count)
-{
-    dtrain__stage_map map;
-    dtrain__unit_costs units;
-    dtrain_memory memory;
-    if (!world || !desc || !params || !param_count || !costs || !unit_count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_unit_costs: world, desc, params, costs or unit_count is "
-                           "NULL, or there is no parameter");
-    dtrain__strategy_plan whole;
-    memset(&whole, 0, sizeof whole);
-    whole.groups = dtrain__mesh_groups(world, NULL, NULL);
-    dtrain_result result =
-        dtrain__stage_map_make(&map, &world->allocator, params, param_count, NULL, &whole.groups);
-    if (result == DTRAIN_OK) {
-        memset(costs, 0, map.unit_count * sizeof *costs);
-        if (activations) memset(activations, 0, map.unit_count * sizeof *activations);
-        units.units = map.units;
-        units.count = *unit_count = map.unit_count;
-        units.flops_per_byte = dtrain__flops_per_byte(world->device);
-        units.costs = costs;
-        units.kept = activations;
-        result = dtrain__plan_activations(world, desc, &whole, &units, &memory);
-    }
-    dtrain__stage_map_free(&map, &world->allocator);
-    return result;
 }
 #endif
 
@@ -38940,18 +37868,20 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
-/* Every kernel that works on ranges. L: of layers, which belong to ring 3, models. P: by patches,
- * which scalars lack. */
+/* Every kernel that works on ranges. L: of layers, which belong to ring 3, models. M: those of them
+ * that multiply matrices. P: by patches, which scalars lack. AVX-512 has M and P of its own and
+ * takes the others from AVX2: with its own, a training step of ResNet-20 or a small GPT was 1 to
+ * 10 % faster on Zen 4. */
 /* clang-format off */
-#define DTRAIN__RANGES(X, L, P)                                                      \
+#define DTRAIN__RANGES(X, L, M, P)                                                   \
     X(activate) X(activation_backward) X(add) X(axpby) X(dropout) X(sum) X(convert)  \
     X(adamw) X(sgd) X(lion) X(muon) X(topk)                                          \
     L(layernorm) L(layernorm_backward) L(layernorm_params) L(embedding)              \
-    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)        \
-    L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
-    L(softmax_backward) L(rotary) L(permute) L(batchnorm_moments) L(batchnorm)       \
-    L(batchnorm_sums) L(batchnorm_backward) L(conv_weight) L(conv_weight_sum)        \
-    L(pool2d) L(pool2d_backward)                                                     \
+    L(embedding_backward) L(cross_entropy) L(cross_entropy_backward) L(pointwise)    \
+    L(pointwise_backward) L(softmax) L(softmax_backward) L(rotary) L(permute)        \
+    L(batchnorm_moments) L(batchnorm) L(batchnorm_sums) L(batchnorm_backward)        \
+    L(conv_weight) L(conv_weight_sum) L(pool2d) L(pool2d_backward)                   \
+    M(attention) M(attention_backward)                                               \
     P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
 /* clang-format on */
 
@@ -38967,7 +37897,7 @@ typedef struct dtrain__kernels {
     const dtrain__conv_tiles *convolutions;
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
-    DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
+    DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
 } dtrain__kernels;
 
 /* One tensor of an optimizer step, and the numbers of this step. One of the first two is set. */
@@ -41811,13 +40741,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_a
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-#if DTRAIN__HAS_AVX512
-#define DTRAIN__ISA 3
+#if DTRAIN__HAS_AVX2 || DTRAIN__HAS_AVX512
+#define DTRAIN__ISA 2
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
-#if DTRAIN__HAS_AVX2
-#define DTRAIN__ISA 2
+#if DTRAIN__HAS_AVX512
+#define DTRAIN__ISA 3
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
@@ -42130,7 +41060,6 @@ DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 {
     return _mm512_maskz_min_ps(0xffff, a, b);
 }
-DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
 DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, a);
@@ -42542,414 +41471,6 @@ DTRAIN__KERNEL(activate)
             if (a->aux) dtrain__vstore_as(a->aux, a->c_dtype, at, x, n);
             dtrain__vstore_as(a->c, a->c_dtype, at, DTRAIN__K(vactivate)(a->activation, x), n);
         }
-}
-
-/* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
-
-/* Elementwise kernels, sums, conversions, dropout
- *
- * Bandwidth is the limit: 8 to 28 bytes an element. */
-
-DTRAIN__KERNEL_AS(add)
-{
-    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        dtrain__vstore_as(a->out, x_dtype, i, x + dtrain__vload_as(a->y, y_dtype, i, n), n);
-    }
-}
-
-DTRAIN__KERNEL_AS(axpby)
-{
-    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
-    const bool constant = args->broadcast || !args->x;
-    float value = (float)args->a;
-    if (constant && args->x) value *= dtrain__element(args->x, dtype, 0);
-    const dtrain__v a = dtrain__vset(value), b = dtrain__vset((float)args->b);
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        dtrain__v y = a;
-        if (args->accumulate) {
-            const dtrain__v old = dtrain__vload_as(args->y, dtype, i, n);
-            y = constant ? dtrain__vfma(b, old, a)
-                         : dtrain__vfma(a, dtrain__vload_as(args->x, dtype, i, n), b * old);
-        } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
-        dtrain__vstore_as(args->y, dtype, i, y, n);
-    }
-}
-
-/* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
-DTRAIN__KERNEL(adamw)
-{
-    const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_adamw_args *a = update->args;
-    const dtrain_optimizer_tensor *t = update->tensor;
-    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
-    const dtrain__v epsilon = dtrain__vset(a->epsilon);
-    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
-    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
-    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
-    const dtrain__v step = dtrain__vset(update->now.lr / update->now.correction1);
-    const dtrain__v correct2 = dtrain__vset(1 / update->now.correction2);
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
-        const dtrain__v m = dtrain__vfma(rest1, g, beta1 * dtrain__vload_n(t->m + i, n));
-        const dtrain__v v = dtrain__vfma(rest2 * g, g, beta2 * dtrain__vload_n(t->v + i, n));
-        const dtrain__v root = DTRAIN__K(vsqrt)(v * correct2) + epsilon;
-        const dtrain__v old = dtrain__vload_n(t->value + i, n);
-        dtrain__vstore_n(t->m + i, m, n);
-        dtrain__vstore_n(t->v + i, v, n);
-        dtrain__vstore_n(t->value + i, old * decay - step * m / root, n);
-    }
-}
-
-DTRAIN__KERNEL(sgd)
-{
-    const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_sgd_args *a = update->args;
-    const dtrain_optimizer_tensor *t = update->tensor;
-    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
-    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(-update->now.lr);
-    const dtrain__v decay = dtrain__vset(t->weight_decay);
-    float *buffer = t->m;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v old = dtrain__vload_n(t->value + i, n);
-        dtrain__v g = dtrain__vfma(decay, old, dtrain__vload_n(t->grad + i, n) * grad_scale);
-        if (buffer) {
-            dtrain__v b = g;
-            if (!a->first) b = dtrain__vfma(momentum, dtrain__vload_n(buffer + i, n), g);
-            dtrain__vstore_n(buffer + i, b, n);
-            g = a->nesterov ? dtrain__vfma(momentum, b, g) : b;
-        }
-        dtrain__vstore_n(t->value + i, dtrain__vfma(lr, g, old), n);
-    }
-}
-
-DTRAIN__KERNEL(lion)
-{
-    const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_lion_args *a = update->args;
-    const dtrain_optimizer_tensor *t = update->tensor;
-    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale), zero = dtrain__vset(0);
-    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
-    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
-    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
-    const dtrain__v lr = dtrain__vset(update->now.lr);
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
-        const dtrain__v m = dtrain__vload_n(t->m + i, n);
-        const dtrain__v mean = dtrain__vfma(rest1, g, beta1 * m);
-        const dtrain__v up = dtrain__vkeep(lr, DTRAIN__K(vless)(zero, mean));
-        const dtrain__v down = dtrain__vkeep(lr, DTRAIN__K(vless)(mean, zero));
-        const dtrain__v old = dtrain__vload_n(t->value + i, n);
-        dtrain__vstore_n(t->m + i, dtrain__vfma(rest2, g, beta2 * m), n);
-        dtrain__vstore_n(t->value + i, dtrain__vfma(old, decay, down - up), n);
-    }
-}
-
-DTRAIN__KERNEL(muon)
-{
-    const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_muon_args *a = update->muon;
-    const dtrain_optimizer_tensor *t = update->tensor;
-    const float lr = update->now.lr, scale = lr * a->scale;
-    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
-    const dtrain__v momentum = dtrain__vset(a->momentum);
-    const dtrain__v decay = dtrain__vset(1 - lr * t->weight_decay), step = dtrain__vset(-scale);
-    const dtrain__v inverse = dtrain__vset(update->inverse);
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        float *x = a->x + i;
-        if (a->stage == DTRAIN_MUON_MOMENTUM) {
-            const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
-            const dtrain__v m = dtrain__vfma(momentum, dtrain__vload_n(t->m + i, n), g);
-            dtrain__vstore_n(t->m + i, m, n);
-            dtrain__vstore_n(x, a->nesterov ? dtrain__vfma(momentum, m, g) : m, n);
-        } else if (a->stage == DTRAIN_MUON_NORMALIZE) {
-            dtrain__vstore_n(x, dtrain__vload_n(x, n) * inverse, n);
-        } else {
-            const dtrain__v old = dtrain__vload_n(t->value + i, n) * decay;
-            dtrain__vstore_n(t->value + i, dtrain__vfma(step, dtrain__vload_n(x, n), old), n);
-        }
-    }
-}
-
-/* ---- Sums: chunk c of the job covers [c, c+1) * job->chunk elements ---------------------------
- *
- * Accumulated in double, half a vector of floats at a time; two accumulators hide the latency. */
-#define DTRAIN__H (DTRAIN__W > 1 ? DTRAIN__W / 2 : 1)
-typedef float DTRAIN__K(vhalf) __attribute__((vector_size(4 * DTRAIN__H), aligned(4), may_alias));
-typedef double DTRAIN__K(vd) __attribute__((vector_size(8 * DTRAIN__H)));
-DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p)
-{
-    return __builtin_convertvector(*(const DTRAIN__K(vhalf) *)p, DTRAIN__K(vd));
-}
-
-DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
-                                           dtrain_dtype dtype, bool squares)
-{
-    DTRAIN__K(vd) even = {0}, odd = {0};
-    double total = 0;
-    float buffer[2 * DTRAIN__H];
-    int64_t i = begin;
-    for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
-        const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
-        const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
-        even += squares ? low * low : low;
-        odd += squares ? high * high : high;
-    }
-    even += odd;
-    for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
-    for (; i < end; i++) {
-        const double x = (double)dtrain__element(a->x, dtype, i);
-        total += squares ? x * x : x;
-    }
-    return total;
-}
-
-DTRAIN__KERNEL_AS(sum)
-{
-    const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->count ? past : a->count;
-        job->sums[chunk] = a->squares ? DTRAIN__K(sum_chunk)(a, first, last, dtype, true)
-                                      : DTRAIN__K(sum_chunk)(a, first, last, dtype, false);
-    }
-}
-
-/* One vector at a time, through fp32. */
-DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
-                                          dtrain_dtype from, dtrain_dtype to)
-{
-    int64_t i = begin;
-    for (; i + DTRAIN__W <= end; i += DTRAIN__W) {
-        const uint16_t *half = (const uint16_t *)a->x + i;
-        const dtrain__v x = from <= DTRAIN_DTYPE_F32    ? dtrain__vload((const float *)a->x + i)
-                            : from == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half)
-                                                        : DTRAIN__K(from_f16)(half);
-        if (to <= DTRAIN_DTYPE_F32) dtrain__vstore((float *)a->y + i, x);
-        else if (to == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)((uint16_t *)a->y + i, x);
-        else DTRAIN__K(to_f16)((uint16_t *)a->y + i, x);
-    }
-    if (i < end) dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
-}
-
-DTRAIN__KERNEL(convert)
-{
-    const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
-    const dtrain_dtype from = a->x_dtype, to = a->y_dtype;
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    if (from == to) {
-        const size_t bytes = dtrain_dtype_bytes(from), at = (size_t)begin * bytes;
-        memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
-    } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
-    else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
-    else DTRAIN__K(convert_as)(a, begin, end, from, to);
-}
-
-/* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
- *
- * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
- * there. High halves carry rubbish between rounds: the multiplier ignores them. */
-
-typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
-
-DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
-{
-#if DTRAIN__ISA == 3
-    return (DTRAIN__K(vq))_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64((int64_t)b));
-#elif DTRAIN__ISA == 2
-    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
-#else
-    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
-#endif
-}
-
-/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
-DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
-{
-#if DTRAIN__ISA == 3
-    const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0);
-    const __m512i high = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
-    _mm512_storeu_si512(words, _mm512_permutex2var_epi64((__m512i)a, low, (__m512i)b));
-    _mm512_storeu_si512(words + 16, _mm512_permutex2var_epi64((__m512i)a, high, (__m512i)b));
-#elif DTRAIN__ISA == 2
-    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
-    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
-    __m256i *to = (__m256i *)(void *)words;
-    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
-    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
-#else
-    for (int j = 0; j < DTRAIN__H; j++) {
-        const uint64_t pair[2] = {a[j], b[j]};
-        memcpy(words + 4 * j, pair, sizeof pair);
-    }
-#endif
-}
-
-/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
- * neighbouring words, the low half first. */
-DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
-                                       uint32_t *words)
-{
-    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    const uint64_t half = 0xffffffffu;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    DTRAIN__K(vq) c0;
-    memcpy(&c0, lanes, sizeof c0);
-    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
-    c0 += counter;
-    DTRAIN__K(vq) c1 = c0 >> 32;
-    for (int round = 0; round < 10; round++) {
-        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
-        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
-        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
-        c1 = p1;
-        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
-        c3 = p0;
-        k0 += DTRAIN__PHILOX_W0;
-        k1 += DTRAIN__PHILOX_W1;
-    }
-    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
-}
-DTRAIN__KERNEL(dropout)
-{
-    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
-    /* uniform >= probability, asked of the 24-bit integers. */
-    const double least = ceil((double)a->probability * 16777216.0);
-    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
-    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
-    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
-    uint32_t words[4 * DTRAIN__H];
-    for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
-        if (whole_blocks)
-            DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + i) / 4, words);
-        else dtrain__part_words(&a->part, seed, a->stream, i, 4 * DTRAIN__H, words);
-        for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
-            const int64_t n = end - i - j;
-            dtrain__vi u;
-            memcpy(&u, words + j, sizeof u);
-            u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
-            const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
-            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_as(a->x, a->dtype, i + j, n);
-            kept = dtrain__vkeep(kept, ~dropped);
-            if (a->accumulate) kept += dtrain__vload_as(a->y, a->dtype, i + j, n);
-            dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
-        }
-    }
-}
-
-/* ==== src/device/cpu/kernels/sparse.h ========================================================= */
-
-/* Top-k and orthonormal columns
- *
- * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
-
-/* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. Rounds
- * twice, so that every instruction set gives the same bits. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(topk_fold)(const dtrain_topk_args *a, int64_t i, int64_t n)
-{
-    dtrain__v x = dtrain__vload_n(a->x + i, n);
-    if (a->velocity) {
-        const dtrain__v old = dtrain__vload_n(a->velocity + i, n);
-        x = dtrain__vset(a->momentum) * old + x;
-        dtrain__vstore_n(a->velocity + i, x, n);
-    }
-    if (a->residual) {
-        x = dtrain__vload_n(a->residual + i, n) + x;
-        dtrain__vstore_n(a->residual + i, x, n);
-    }
-    return x;
-}
-
-/* The processor's own prefetching stops at the end of a page, which streams of 4 KiB a turn meet
- * all the time: one page ahead is worth a third of the time. Past the end it does nothing. */
-DTRAIN__HELPER void DTRAIN__K(topk_ahead)(const dtrain_topk_args *a, int64_t i)
-{
-    const uintptr_t at = (uintptr_t)i * sizeof(float) + 4096;
-    __builtin_prefetch((const void *)((uintptr_t)a->x + at));
-    if (a->residual) __builtin_prefetch((const void *)((uintptr_t)a->residual + at), 1);
-    if (a->velocity) __builtin_prefetch((const void *)((uintptr_t)a->velocity + at), 1);
-}
-
-/* Bit j: lane j of a mask is set. */
-DTRAIN__HELPER uint32_t DTRAIN__K(vlanes)(dtrain__vi mask)
-{
-#if DTRAIN__ISA == 3
-    return _mm512_movepi32_mask((__m512i)mask);
-#elif DTRAIN__ISA == 2
-    return (uint32_t)_mm256_movemask_ps((__m256)mask);
-#elif DTRAIN__ISA == 1 && DTRAIN__W == 4 && defined(__SSE2__)
-    return (uint32_t)_mm_movemask_ps((__m128)mask);
-#else
-    int32_t lanes[DTRAIN__W];
-    uint32_t bits = 0;
-    memcpy(lanes, &mask, sizeof lanes);
-    for (int j = 0; j < DTRAIN__W; j++) bits |= (uint32_t)(lanes[j] & 1) << j;
-    return bits;
-#endif
-}
-
-/* Folds elements [begin, end) and appends the candidates among them, in order; returns how many. 16
- * elements are looked at together. Most groups have no candidate, and mispredicting the others
- * costs more than the rest of the pass: those that have one are listed first, without a branch. */
-DTRAIN__HELPER int64_t DTRAIN__K(topk_collect)(const dtrain_topk_args *a, int64_t begin,
-                                               int64_t end, int32_t below, float *values,
-                                               int32_t *indices)
-{
-    const dtrain__vi mask = dtrain__viset(INT32_MAX), border = dtrain__viset(below);
-    const float *from = a->residual ? a->residual : a->x;
-    struct {
-        int32_t at;
-        uint32_t some;
-    } groups[DTRAIN__TOPK_BLOCK / 16 + 1];
-    int64_t found = 0, group_count = 0;
-    for (int64_t i = begin; i < end; i += 16) {
-        const int64_t n = end - i < 16 ? end - i : 16;
-        uint32_t some = 0;
-        DTRAIN__K(topk_ahead)(a, i);
-        for (int64_t j = 0; j < n; j += DTRAIN__W) {
-            const dtrain__v x = DTRAIN__K(topk_fold)(a, i + j, n - j);
-            some |= DTRAIN__K(vlanes)(dtrain__viless(border, dtrain__vbits(x) & mask)) << j;
-        }
-        groups[group_count].at = (int32_t)i;
-        groups[group_count].some = some & ((1u << n) - 1u);
-        group_count += groups[group_count].some != 0;
-    }
-    for (int64_t g = 0; g < group_count; g++)
-        for (uint32_t some = groups[g].some; some; some &= some - 1u) {
-            const int32_t at = groups[g].at + __builtin_ctz(some);
-            values[found] = from[at];
-            indices[found++] = at;
-        }
-    return found;
-}
-
-/* A list that is full stays so: the elements that are left are folded only. */
-DTRAIN__KERNEL(topk)
-{
-    const dtrain__topk_pass *pass = (const dtrain__topk_pass *)job->args;
-    const dtrain_topk_args a = *pass->args;
-    float *values = pass->values + index * pass->room;
-    int32_t *indices = pass->indices + index * pass->room;
-    int64_t found = 0, at = begin;
-    for (; at < end && pass->room - found >= DTRAIN__TOPK_BLOCK; at += DTRAIN__TOPK_BLOCK) {
-        const int64_t stop = end - at < DTRAIN__TOPK_BLOCK ? end : at + DTRAIN__TOPK_BLOCK;
-        found +=
-            DTRAIN__K(topk_collect)(&a, at, stop, pass->below, values + found, indices + found);
-    }
-    pass->found[index] = at < end ? -1 : found;
-    for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
 }
 
 /* ==== src/device/cpu/kernels/gemm.h =========================================================== */
@@ -43450,667 +41971,6 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
     else DTRAIN__K(mix_as)(job, job->dtype, op, false);
 }
 #if DTRAIN__MODELS
-
-/* ==== src/device/cpu/kernels/layernorm.h ====================================================== */
-
-/* Layer normalisation, and that by the root mean square, whose mean is 0
- *
- * A row stays in L1 between its passes: memory is read once and written once. */
-
-/* Four accumulators, because one would wait for itself. */
-DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
-{
-    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
-    int64_t i = 0;
-    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
-        a += dtrain__vload(x + i);
-        b += dtrain__vload(x + i + DTRAIN__W);
-        c += dtrain__vload(x + i + 2 * DTRAIN__W);
-        d += dtrain__vload(x + i + 3 * DTRAIN__W);
-    }
-    for (; i < n; i += DTRAIN__W) a += dtrain__vload_n(x + i, n - i);
-    return dtrain__vsum((a + b) + (c + d));
-}
-
-/* Sum of (x - mean)^2. */
-DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
-{
-    const dtrain__v m = dtrain__vset(mean);
-    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
-    int64_t i = 0;
-    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
-        const dtrain__v e = dtrain__vload(x + i) - m, f = dtrain__vload(x + i + DTRAIN__W) - m;
-        const dtrain__v g = dtrain__vload(x + i + 2 * DTRAIN__W) - m;
-        const dtrain__v h = dtrain__vload(x + i + 3 * DTRAIN__W) - m;
-        a = dtrain__vfma(e, e, a);
-        b = dtrain__vfma(f, f, b);
-        c = dtrain__vfma(g, g, c);
-        d = dtrain__vfma(h, h, d);
-    }
-    for (; i < n; i += DTRAIN__W) {
-        const dtrain__v e = DTRAIN__K(vfirst)(dtrain__vload_n(x + i, n - i) - m, n - i);
-        a = dtrain__vfma(e, e, a);
-    }
-    return dtrain__vsum((a + b) + (c + d));
-}
-
-/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
- * is rounded for storage: the mean is that of the unrounded row. */
-DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
-                                                 float *buffer)
-{
-    const int64_t first = row * a->n;
-    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t at = first + i, n = a->n - i;
-        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
-                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
-        dtrain__vstore(buffer + i, sum);
-        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
-    }
-    return buffer;
-}
-
-DTRAIN__KERNEL(layernorm)
-{
-    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    const dtrain_dtype y_dtype = a->y_dtype;
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
-        const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
-        const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
-        const float rstd = 1 / sqrtf(variance + a->epsilon);
-        const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
-            __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
-            const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
-                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
-        }
-        if (a->mean) a->mean[row] = mean;
-        a->rstd[row] = rstd;
-    }
-}
-
-/* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
- *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
- * Where the mean is no function of x, mean(g) drops out.
- * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
- * in L1 or L2). Second pass: d_x. */
-DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
-                                              float *weight_sum, float means[2])
-{
-    const int64_t first = row * a->n;
-    const void *x = a->x, *d_y = a->d_y;
-    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
-    const dtrain__v r = dtrain__vset(a->rstd[row]);
-    float *bias_sum = weight_sum + a->n;
-    dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
-        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
-        const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
-        g_sum += g;
-        gh_sum = dtrain__vfma(g, h, gh_sum);
-        dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
-        dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
-    }
-    means[0] = a->mean ? dtrain__vsum(g_sum) / (float)a->n : 0;
-    means[1] = dtrain__vsum(gh_sum) / (float)a->n;
-}
-
-DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
-                                               const float means[2])
-{
-    const int64_t first = row * a->n;
-    const void *x = a->x, *d_y = a->d_y;
-    void *d_x = a->d_x, *d_residual = a->d_residual;
-    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
-    const dtrain__v r = dtrain__vset(a->rstd[row]);
-    const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
-        const dtrain__v g =
-            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
-        dtrain__v slope = r * (g - g_mean - h * gh_mean);
-        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
-        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
-        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
-    }
-}
-
-/* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-DTRAIN__KERNEL_AS(layernorm_backward)
-{
-    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    float means[2];
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk;
-        const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
-        float *sums = job->scratch + chunk * 2 * a->n;
-        memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
-        for (int64_t row = first; row < last; row++) {
-            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
-            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
-        }
-    }
-}
-
-/* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
-DTRAIN__KERNEL(layernorm_params)
-{
-    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
-    float *const out[2] = {a->d_weight, a->d_bias};
-    for (int which = 0; which < 2; which++) {
-        if (!out[which]) continue;
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const float *sums = job->scratch + which * a->n + i;
-            dtrain__v sum = dtrain__vset(0);
-            for (int64_t chunk = 0; chunk < job->chunk_count; chunk++, sums += 2 * a->n)
-                sum += dtrain__vload_n(sums, n);
-            if (a->accumulate_params) sum += dtrain__vload_n(out[which] + i, n);
-            dtrain__vstore_n(out[which] + i, sum, n);
-        }
-    }
-}
-
-/* ==== src/device/cpu/kernels/pointwise.h ====================================================== */
-
-/* Functions of two elements: gated products, losses
- *
- * Two reads and a write of an element forward, at most five of them backward: bandwidth is the
- * limit, but for the logarithm of the logistic loss, which is taken element by element.
- *
- *     f                        df/dx                    df/d other
- *     x other                  other                    x
- *     silu(x) other            silu'(x) other           silu(x)
- *     (x - other)^2            2 (x - other)            -2 (x - other)
- *     logistic loss            sigmoid(x) - other       -x */
-
-/* Compute max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none
- * overflows. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
-{
-    const dtrain__v size = dtrain__vfrombits(dtrain__vbits(x) & dtrain__viset(INT32_MAX));
-    dtrain__v small = dtrain__vexp(-size);
-    for (int lane = 0; lane < DTRAIN__W; lane++) small[lane] = log1pf(small[lane]);
-    return (dtrain__vmax(dtrain__vset(0), x) - x * other) + small;
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vpointwise)(uint32_t kind, dtrain__v x, dtrain__v other)
-{
-    const bool gated = kind == DTRAIN_POINTWISE_SWIGLU;
-    if (kind == DTRAIN_POINTWISE_MULTIPLY) return x * other;
-    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return (x - other) * (x - other);
-    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS) return DTRAIN__K(vlogistic_loss)(x, other);
-    const dtrain__v y = DTRAIN__K(vactivate)(gated ? (uint32_t)DTRAIN_ACTIVATION_SILU : kind, x);
-    return gated ? y * other : y;
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_x)(uint32_t kind, dtrain__v x, dtrain__v other,
-                                             dtrain__v d_y)
-{
-    const bool gated = kind == DTRAIN_POINTWISE_SWIGLU;
-    if (gated || kind == DTRAIN_POINTWISE_MULTIPLY) d_y *= other;
-    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y;
-    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (x - other));
-    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS)
-        return d_y * (DTRAIN__K(vgated)(dtrain__vset(1), x) - other);
-    return DTRAIN__K(vdeactivate)(gated ? (uint32_t)DTRAIN_ACTIVATION_SILU : kind, x, d_y);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtrain__v other,
-                                                 dtrain__v d_y)
-{
-    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * x;
-    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * DTRAIN__K(vgated)(x, x);
-    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (other - x));
-    return -d_y * x;
-}
-
-DTRAIN__KERNEL(pointwise)
-{
-    const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
-    const dtrain_dtype x_dtype = a->x_dtype;
-    const dtrain_dtype other_dtype = a->other_dtype;
-    const dtrain_dtype y_dtype = a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        dtrain__v other = x;
-        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
-        dtrain__vstore_as(a->y, y_dtype, i, DTRAIN__K(vpointwise)(a->kind, x, other), n);
-    }
-}
-
-DTRAIN__KERNEL_AS(pointwise_backward)
-{
-    const dtrain_pointwise_backward_args *a = (const dtrain_pointwise_backward_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        const dtrain__v d_y = dtrain__vload_as(a->d_y, y_dtype, i, n);
-        dtrain__v other = x;
-        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
-        if (a->d_x) {
-            dtrain__v d = DTRAIN__K(vslope_x)(a->kind, x, other, d_y);
-            if (a->accumulate_x) d += dtrain__vload_as(a->d_x, x_dtype, i, n);
-            dtrain__vstore_as(a->d_x, x_dtype, i, d, n);
-        }
-        if (a->d_other) {
-            dtrain__v d = DTRAIN__K(vslope_other)(a->kind, x, other, d_y);
-            if (a->accumulate_other) d += dtrain__vload_as(a->d_other, other_dtype, i, n);
-            dtrain__vstore_as(a->d_other, other_dtype, i, d, n);
-        }
-    }
-}
-
-/* ==== src/device/cpu/kernels/tokens.h ========================================================= */
-
-/* Embedding, cross-entropy. */
-
-/* ---- Embedding --------------------------------------------------------------------------------*/
-
-DTRAIN__KERNEL(embedding)
-{
-    const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        const int64_t at = dtrain__token_row(a, row);
-        const float *token = at >= 0 ? a->wte + at * a->n : NULL;
-        const float *place = a->wpe ? a->wpe + dtrain__position(a, row) * a->n : NULL;
-        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
-            const int64_t n = a->n - j;
-            dtrain__v v = token ? dtrain__vload_n(token + j, n) : dtrain__vset(0);
-            if (place) v += dtrain__vload_n(place + j, n);
-            dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
-        }
-    }
-}
-
-/* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
-DTRAIN__KERNEL(embedding_backward)
-{
-    const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
-    for (int64_t row = 0; row < a->rows; row++) {
-        const int64_t at = dtrain__token_row(a, row);
-        float *token = a->d_wte && at >= 0 ? a->d_wte + at * a->n : NULL;
-        float *place = a->d_wpe ? a->d_wpe + dtrain__position(a, row) * a->n : NULL;
-        for (int64_t j = begin; j < end; j += DTRAIN__W) {
-            const int64_t n = end - j;
-            const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
-            if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
-            if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
-        }
-    }
-}
-
-/* ---- Cross-entropy ------------------------------------------------------------------------------
- *
- * A row of logits (200 KB for GPT-2) is read from memory once: blocks of 2048 stay in L1 for their
- * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
- * logit. */
-
-enum { DTRAIN__K(LOGITS) = 2048 };
-
-/* Maximum of count floats, not below `top`. */
-DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
-{
-    dtrain__v a = dtrain__vset(top), b = a;
-    int64_t i = 0;
-    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
-        a = dtrain__vmax(dtrain__vload(x + i), a);
-        b = dtrain__vmax(dtrain__vload(x + i + DTRAIN__W), b);
-    }
-    top = DTRAIN__K(vtop)(dtrain__vmax(a, b));
-    for (; i < count; i++) top = x[i] > top ? x[i] : top;
-    return top;
-}
-
-DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, float top)
-{
-    const dtrain__v t = dtrain__vset(top);
-    dtrain__v a = dtrain__vset(0), b = a;
-    int64_t i = 0;
-    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
-        a += dtrain__vexp(dtrain__vload(x + i) - t);
-        b += dtrain__vexp(dtrain__vload(x + i + DTRAIN__W) - t);
-    }
-    for (; i < count; i += DTRAIN__W) {
-        const int64_t n = count - i;
-        a += DTRAIN__K(vfirst)(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
-    }
-    return dtrain__vsum(a + b);
-}
-
-DTRAIN__KERNEL(cross_entropy)
-{
-    const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        double sum = 0, logits_sum = 0;
-        float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
-        const bool ignored = a->targets[row] == -1;
-        const int64_t classes = ignored ? 0 : dtrain__classes_here(a);
-        const int64_t column = dtrain__target_column(a, row), at = row * a->n + column;
-        const float wanted = column >= 0 ? dtrain__element(a->logits, a->dtype, at) : 0;
-        for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
-            const int64_t left = classes - i, most = DTRAIN__K(LOGITS);
-            const int64_t count = left < most ? left : most;
-            const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
-            const float higher = DTRAIN__K(row_top)(x, count, top);
-            if (higher > top) sum *= exp((double)top - (double)higher);
-            top = higher;
-            sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
-            if (a->smoothing > 0) logits_sum += (double)DTRAIN__K(row_sum)(x, count);
-        }
-        if (a->parts) {
-            float *part = a->parts + row;
-            part[0] = classes > 0 ? top : -INFINITY;
-            part[a->rows] = (float)sum;
-            part[2 * a->rows] = wanted;
-            if (a->smoothing > 0) part[3 * a->rows] = (float)logits_sum;
-        } else dtrain__row_loss(a, row, top, sum, wanted, logits_sum);
-    }
-}
-
-DTRAIN__KERNEL(cross_entropy_backward)
-{
-    const dtrain_cross_entropy_backward_args *a =
-        (const dtrain_cross_entropy_backward_args *)job->args;
-    const dtrain_dtype dtype = a->dtype;
-    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const int64_t classes = dtrain__classes_here(a);
-    const dtrain__v scale = dtrain__vset(factor);
-    const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
-    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__classes_whole(a));
-    for (int64_t row = begin; row < end; row++) {
-        const dtrain__v lse = dtrain__vset(a->lse[row]);
-        const dtrain__v rest = dtrain__vset(a->lse_rest ? a->lse_rest[row] : 0);
-        const int64_t first = row * a->n, column = dtrain__target_column(a, row);
-        const int64_t target = first + column;
-        const bool ignored = a->targets[row] == -1;
-        for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
-            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
-        if (ignored) continue;
-        /* The target's element is read before d_logits, which may be logits, is written. */
-        const dtrain__v wanted =
-            column >= 0 ? dtrain__vload_as(a->logits, dtype, target, 1) : dtrain__vset(0);
-        for (int64_t i = 0; i < classes; i += DTRAIN__W) {
-            const int64_t n = classes - i;
-            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
-            dtrain__vstore_as(a->d_logits, dtype, first + i,
-                              dtrain__vexp(x - lse - rest) * scale - uniform, n);
-        }
-        if (column >= 0)
-            dtrain__vstore_as(a->d_logits, dtype, target,
-                              dtrain__vexp(wanted - lse - rest) * scale - uniform - one_hot, 1);
-    }
-}
-
-/* ==== src/device/cpu/kernels/rows.h =========================================================== */
-
-/* Rows of activations: softmax, rotary embedding, permuted axes
- *
- * Bandwidth is the limit: a row stays in L1 between the passes of a softmax, and sine and cosine of
- * a position serve all heads of all sequences. */
-
-DTRAIN__KERNEL(softmax)
-{
-    const dtrain_softmax_args *a = (const dtrain_softmax_args *)job->args;
-    float *buffer = job->scratch + index * job->slot;
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = DTRAIN__K(widened)(a->x, a->dtype, row * a->n, a->n, buffer);
-        const float top = DTRAIN__K(row_top)(x, a->n, -FLT_MAX);
-        const dtrain__v t = dtrain__vset(top);
-        const dtrain__v inverse = dtrain__vset(1 / DTRAIN__K(row_exp_sum)(x, a->n, top));
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__vstore_as(a->y, a->dtype, row * a->n + i,
-                              dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
-        }
-    }
-}
-
-DTRAIN__KERNEL(softmax_backward)
-{
-    const dtrain_softmax_backward_args *a = (const dtrain_softmax_backward_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        const int64_t first = row * a->n;
-        dtrain__v sum = dtrain__vset(0);
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W)
-            sum = dtrain__vfma(dtrain__vload_as(a->y, a->dtype, first + i, a->n - i),
-                               dtrain__vload_as(a->d_y, a->dtype, first + i, a->n - i), sum);
-        const dtrain__v dot = dtrain__vset(dtrain__vsum(sum));
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t at = first + i, n = a->n - i;
-            dtrain__v d = dtrain__vload_as(a->y, a->dtype, at, n) *
-                          (dtrain__vload_as(a->d_y, a->dtype, at, n) - dot);
-            if (a->accumulate) d += dtrain__vload_as(a->d_x, a->dtype, at, n);
-            dtrain__vstore_as(a->d_x, a->dtype, at, d, n);
-        }
-    }
-}
-
-/* ---- Rotary embedding -------------------------------------------------------------------------*/
-
-/* Turn the pairs of one head, the element at `at` and the one `half` behind it and so on. */
-DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at, int64_t half,
-                                         const float *cosines, const float *sines)
-{
-    for (int64_t i = 0; i < half; i += DTRAIN__W) {
-        const int64_t low = at + i, high = low + half, n = half - i;
-        const dtrain__v c = dtrain__vload_n(cosines + i, n), s = dtrain__vload_n(sines + i, n);
-        const dtrain__v x1 = dtrain__vload_as(a->x, a->dtype, low, n);
-        const dtrain__v x2 = dtrain__vload_as(a->x, a->dtype, high, n);
-        dtrain__v y1 = x1 * c - x2 * s, y2 = x2 * c + x1 * s;
-        if (a->accumulate) {
-            y1 += dtrain__vload_as(a->y, a->dtype, low, n);
-            y2 += dtrain__vload_as(a->y, a->dtype, high, n);
-        }
-        dtrain__vstore_as(a->y, a->dtype, low, y1, n);
-        dtrain__vstore_as(a->y, a->dtype, high, y2, n);
-    }
-}
-
-/* Range: positions. The angles are taken in double: at position 10000 an angle in fp32 is off by
- * 1e-3. */
-DTRAIN__KERNEL(rotary)
-{
-    const dtrain_rotary_args *a = (const dtrain_rotary_args *)job->args;
-    const int64_t half = a->d / 2, width = a->heads * a->d, turned = a->rotated * a->d;
-    float *cosines = job->scratch + index * job->slot, *sines = cosines + half;
-    const double ratio = pow((double)a->theta, -2.0 / (double)a->d);
-    for (int64_t position = begin; position < end; position++) {
-        double angle = (double)position;
-        for (int64_t i = 0; i < half; i++, angle *= ratio) {
-            cosines[i] = (float)cos(angle);
-            sines[i] = (float)(a->inverse ? -sin(angle) : sin(angle));
-        }
-        for (int64_t row = position; row < a->rows; row += a->sequence) {
-            const int64_t first = row * width;
-            for (int64_t at = 0; at < turned; at += a->d)
-                DTRAIN__K(turn_head)(a, first + at, half, cosines, sines);
-            for (int64_t at = turned; at < width; at += DTRAIN__W) {
-                const int64_t n = width - at;
-                dtrain__v x = dtrain__vload_as(a->x, a->dtype, first + at, n);
-                if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, first + at, n);
-                dtrain__vstore_as(a->y, a->dtype, first + at, x, n);
-            }
-        }
-    }
-}
-
-/* ---- Permuted axes ----------------------------------------------------------------------------*/
-
-/* Load the next elements of x, `step` apart. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_t at, int64_t step,
-                                            int64_t n)
-{
-    float lanes[DTRAIN__W] = {0};
-    if (step == 1) return dtrain__vload_as(a->x, a->dtype, at, n);
-    for (int64_t lane = 0; lane < n && lane < DTRAIN__W; lane++)
-        lanes[lane] = dtrain__element(a->x, a->dtype, at + lane * step);
-    return dtrain__vload(lanes);
-}
-
-/* Range: rows of y's last axis. */
-DTRAIN__KERNEL(permute)
-{
-    const dtrain_permute_args *a = (const dtrain_permute_args *)job->args;
-    const int64_t *shape = a->shape, *step = a->step;
-    for (int64_t row = begin; row < end; row++) {
-        const int64_t i = row / shape[2] / shape[1], j = row / shape[2] % shape[1];
-        const int64_t from = i * step[0] + j * step[1] + row % shape[2] * step[2];
-        for (int64_t l = 0; l < shape[3]; l += DTRAIN__W) {
-            const int64_t to = row * shape[3] + l, n = shape[3] - l;
-            dtrain__v x = DTRAIN__K(vgather)(a, from + l * step[3], step[3], n);
-            if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, to, n);
-            dtrain__vstore_as(a->y, a->dtype, to, x, n);
-        }
-    }
-}
-
-/* ==== src/device/cpu/kernels/batchnorm.h ====================================================== */
-
-/* Batch normalisation
- *
- * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
- * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
- * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
- * for them and the lines of memory that columns share stay in L1. */
-
-#define DTRAIN__BATCHNORM_ROWS 32
-
-/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
-DTRAIN__KERNEL_AS(batchnorm_moments)
-{
-    const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->rows ? past : a->rows;
-        const dtrain__v share = dtrain__vset(1 / (float)(last - first));
-        float *mean = job->scratch + chunk * 2 * a->n, *spread = mean + a->n;
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__v even = dtrain__vset(0), odd = even;
-            for (int64_t row = first; row < last; row += 2) {
-                even += dtrain__vload_as(a->x, dtype, row * a->n + i, n);
-                if (row + 1 < last) odd += dtrain__vload_as(a->x, dtype, (row + 1) * a->n + i, n);
-            }
-            const dtrain__v center = (even + odd) * share;
-            dtrain__v sum = dtrain__vset(0);
-            for (int64_t row = first; row < last; row++) {
-                const dtrain__v off = dtrain__vload_as(a->x, dtype, row * a->n + i, n) - center;
-                sum = dtrain__vfma(off, off, sum);
-            }
-            dtrain__vstore_n(mean + i, center, n);
-            dtrain__vstore_n(spread + i, sum, n);
-        }
-    }
-}
-
-/* Range: rows. */
-DTRAIN__KERNEL(batchnorm)
-{
-    const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
-    const dtrain_dtype dtype = job->dtype;
-    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
-            const dtrain__v scale =
-                dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v bias = dtrain__vload_n(a->bias + i, n);
-            for (int64_t row = first; row < past && row < end; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v off = dtrain__vload_as(a->x, dtype, at, n) - mean;
-                dtrain__v y = dtrain__vfma(off, scale, bias);
-                if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
-                if (a->activation) y = DTRAIN__K(vactivate)(DTRAIN_ACTIVATION_RELU, y);
-                dtrain__vstore_as(a->y, dtype, at, y, n);
-            }
-        }
-}
-
-/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
-                                                    const void *y, dtrain_dtype dtype, int64_t at,
-                                                    int64_t n)
-{
-    const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
-    if (activation == DTRAIN_ACTIVATION_NONE) return d;
-    return DTRAIN__K(vdeactivate)(DTRAIN_ACTIVATION_RELU, dtrain__vload_as(y, dtype, at, n), d);
-}
-
-/* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL(batchnorm_sums)
-{
-    const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
-    const dtrain_dtype dtype = job->dtype;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->rows ? past : a->rows;
-        float *sums = job->scratch + chunk * 2 * a->n;
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
-            dtrain__v sum = dtrain__vset(0), product = sum;
-            for (int64_t row = first; row < last; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v d =
-                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
-                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
-                sum += d;
-                product = dtrain__vfma(d, h, product);
-                if (!a->d_residual) continue;
-                dtrain__v out = d;
-                if (a->accumulate) out += dtrain__vload_as(a->d_residual, dtype, at, n);
-                dtrain__vstore_as(a->d_residual, dtype, at, out, n);
-            }
-            dtrain__vstore_n(sums + i, sum, n);
-            dtrain__vstore_n(sums + a->n + i, product, n);
-        }
-    }
-}
-
-/* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm_backward)
-{
-    const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
-    const dtrain__v share = dtrain__vset(a->inverse_count[0]);
-    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
-            const dtrain__v scale = rstd * dtrain__vload_n(a->weight + i, n);
-            const dtrain__v sum = dtrain__vload_n(a->sums + i, n);
-            const dtrain__v product = dtrain__vload_n(a->sums + a->n + i, n);
-            for (int64_t row = first; row < past && row < end; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
-                const dtrain__v d =
-                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
-                dtrain__v slope = scale * (d - dtrain__vfma(h, product, sum) * share);
-                if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
-                dtrain__vstore_as(a->d_x, dtype, at, slope, n);
-            }
-        }
-}
 
 /* ==== src/device/cpu/kernels/convolution.h ==================================================== */
 
@@ -44839,131 +42699,6 @@ DTRAIN__KERNEL(winograd_filter_sum)
 }
 #endif
 
-/* ==== src/device/cpu/kernels/pooling.h ======================================================== */
-
-/* Pooling: maximum and average of windows
- *
- * Backward works on pixels of x, each of which adds up what the windows that contain it send: one
- * store and one rounding an element, and no two threads write to one place. */
-
-/* Find the taps [*begin, *end) of an axis that are inside; the window begins at `first`. */
-DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t kernel, int64_t size,
-                                           int64_t *begin, int64_t *end)
-{
-    *begin = 0, *end = kernel;
-    while (*begin < *end && first + *begin < 0) ++*begin;
-    while (*end > *begin && first + *end > size) --*end;
-}
-
-/* Find the maximum of a window and the tap that it is. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
-                                                   const int64_t first[2], int64_t image, int64_t c,
-                                                   dtrain__vi *index)
-{
-    const dtrain_windows2d *w = &a->windows;
-    dtrain__v top = dtrain__vset(-INFINITY);
-    int64_t a0, a1, b0, b1;
-    DTRAIN__K(taps_inside)(first[0], w->kernel[0], w->height, &a0, &a1);
-    DTRAIN__K(taps_inside)(first[1], w->kernel[1], w->width, &b0, &b1);
-    dtrain__vi where = dtrain__viset((int32_t)(a0 * w->kernel[1] + b0));
-    for (int64_t i = a0; i < a1; i++)
-        for (int64_t j = b0; j < b1; j++) {
-            const int64_t at = ((image + first[0] + i) * w->width + first[1] + j) * w->channels + c;
-            const dtrain__v x = dtrain__vload_as(a->x, dtype, at, w->channels - c);
-            const dtrain__vi wins = (dtrain__vi)(x > top) | (dtrain__vi)(x != x);
-            top = DTRAIN__K(vselect)(wins, x, top);
-            where = (where & ~wins) | (dtrain__viset((int32_t)(i * w->kernel[1] + j)) & wins);
-        }
-    *index = where;
-    return top;
-}
-
-/* Add up the taps of a window that are inside. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
-                                               const int64_t first[2], int64_t image, int64_t c)
-{
-    const dtrain_windows2d *w = &a->windows;
-    dtrain__v sum = dtrain__vset(0);
-    int64_t a0, a1, b0, b1;
-    DTRAIN__K(taps_inside)(first[0], w->kernel[0], w->height, &a0, &a1);
-    DTRAIN__K(taps_inside)(first[1], w->kernel[1], w->width, &b0, &b1);
-    for (int64_t i = a0; i < a1; i++)
-        for (int64_t j = b0; j < b1; j++) {
-            const int64_t at = ((image + first[0] + i) * w->width + first[1] + j) * w->channels + c;
-            sum += dtrain__vload_as(a->x, dtype, at, w->channels - c);
-        }
-    return sum;
-}
-
-/* Range: rows of y, batch * out_height. */
-DTRAIN__KERNEL(pool2d)
-{
-    const dtrain_pool2d_args *a = (const dtrain_pool2d_args *)job->args;
-    const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = a->dtype;
-    const dtrain__v taps = dtrain__vset((float)(w->kernel[0] * w->kernel[1]));
-    for (int64_t row = begin; row < end; row++)
-        for (int64_t j = 0; j < w->out_width; j++)
-            for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
-                const int64_t image = row / w->out_height * w->height, n = w->channels - c;
-                const int64_t at = (row * w->out_width + j) * w->channels + c;
-                const int64_t first[2] = {row % w->out_height * w->stride[0] - w->padding[0],
-                                          j * w->stride[1] - w->padding[1]};
-                if (!a->maximum) {
-                    const dtrain__v sum = DTRAIN__K(window_sum)(a, dtype, first, image, c);
-                    dtrain__vstore_as(a->y, dtype, at, sum / taps, n);
-                    continue;
-                }
-                dtrain__vi index;
-                const dtrain__v top = DTRAIN__K(window_maximum)(a, dtype, first, image, c, &index);
-                dtrain__vstore_as(a->y, dtype, at, top, n);
-                if (a->index)
-                    memcpy(a->index + at, &index,
-                           (size_t)(n < DTRAIN__W ? n : DTRAIN__W) * sizeof *a->index);
-            }
-}
-
-/* Return what window `at` sends to one of its taps. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(pool_share)(const dtrain_pool2d_backward_args *a,
-                                               dtrain_dtype dtype, int64_t at, int64_t n,
-                                               int64_t tap)
-{
-    const dtrain__v d = dtrain__vload_as(a->d_y, dtype, at, n);
-    if (!a->maximum) return d;
-    dtrain__vi index = dtrain__viset(-1);
-    memcpy(&index, a->index + at, (size_t)(n < DTRAIN__W ? n : DTRAIN__W) * sizeof *a->index);
-    return dtrain__vkeep(d, (dtrain__vi)(index == dtrain__viset((int32_t)tap)));
-}
-
-/* Range: rows of x, batch * height. */
-DTRAIN__KERNEL(pool2d_backward)
-{
-    const dtrain_pool2d_backward_args *a = (const dtrain_pool2d_backward_args *)job->args;
-    const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = a->dtype;
-    const dtrain__v taps = dtrain__vset(a->maximum ? 1 : (float)(w->kernel[0] * w->kernel[1]));
-    for (int64_t at = begin * w->width; at < end * w->width; at++) {
-        const int64_t row = at / w->width, image = row / w->height * w->out_height;
-        const int64_t y = row % w->height + w->padding[0], x = at % w->width + w->padding[1];
-        const int64_t i1 = y / w->stride[0] < w->out_height ? y / w->stride[0] : w->out_height - 1;
-        const int64_t j1 = x / w->stride[1] < w->out_width ? x / w->stride[1] : w->out_width - 1;
-        for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
-            const int64_t n = w->channels - c;
-            dtrain__v sum = dtrain__vset(0);
-            for (int64_t i = i1; i >= 0 && y - i * w->stride[0] < w->kernel[0]; i--)
-                for (int64_t j = j1; j >= 0 && x - j * w->stride[1] < w->kernel[1]; j--) {
-                    const int64_t from = ((image + i) * w->out_width + j) * w->channels + c;
-                    const int64_t tap =
-                        (y - i * w->stride[0]) * w->kernel[1] + x - j * w->stride[1];
-                    sum += DTRAIN__K(pool_share)(a, dtype, from, n, tap);
-                }
-            sum /= taps;
-            if (a->accumulate) sum += dtrain__vload_as(a->d_x, dtype, at * w->channels + c, n);
-            dtrain__vstore_as(a->d_x, dtype, at * w->channels + c, sum, n);
-        }
-    }
-}
-
 /* ==== src/device/cpu/kernels/attention.h ====================================================== */
 
 /* Attention
@@ -45385,6 +43120,1195 @@ DTRAIN__KERNEL(attention_backward)
     }
 }
 #endif
+#if DTRAIN__ISA != 3 /* AVX-512 takes these kernels from AVX2 */
+
+/* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
+
+/* Elementwise kernels, sums, conversions, dropout
+ *
+ * Bandwidth is the limit: 8 to 28 bytes an element. */
+
+DTRAIN__KERNEL_AS(add)
+{
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        dtrain__vstore_as(a->out, x_dtype, i, x + dtrain__vload_as(a->y, y_dtype, i, n), n);
+    }
+}
+
+DTRAIN__KERNEL_AS(axpby)
+{
+    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
+    const bool constant = args->broadcast || !args->x;
+    float value = (float)args->a;
+    if (constant && args->x) value *= dtrain__element(args->x, dtype, 0);
+    const dtrain__v a = dtrain__vset(value), b = dtrain__vset((float)args->b);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__v y = a;
+        if (args->accumulate) {
+            const dtrain__v old = dtrain__vload_as(args->y, dtype, i, n);
+            y = constant ? dtrain__vfma(b, old, a)
+                         : dtrain__vfma(a, dtrain__vload_as(args->x, dtype, i, n), b * old);
+        } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
+        dtrain__vstore_as(args->y, dtype, i, y, n);
+    }
+}
+
+/* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
+DTRAIN__KERNEL(adamw)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_adamw_args *a = update->args;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v epsilon = dtrain__vset(a->epsilon);
+    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
+    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v step = dtrain__vset(update->now.lr / update->now.correction1);
+    const dtrain__v correct2 = dtrain__vset(1 / update->now.correction2);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v m = dtrain__vfma(rest1, g, beta1 * dtrain__vload_n(t->m + i, n));
+        const dtrain__v v = dtrain__vfma(rest2 * g, g, beta2 * dtrain__vload_n(t->v + i, n));
+        const dtrain__v root = DTRAIN__K(vsqrt)(v * correct2) + epsilon;
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__vstore_n(t->m + i, m, n);
+        dtrain__vstore_n(t->v + i, v, n);
+        dtrain__vstore_n(t->value + i, old * decay - step * m / root, n);
+    }
+}
+
+DTRAIN__KERNEL(sgd)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_sgd_args *a = update->args;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(-update->now.lr);
+    const dtrain__v decay = dtrain__vset(t->weight_decay);
+    float *buffer = t->m;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__v g = dtrain__vfma(decay, old, dtrain__vload_n(t->grad + i, n) * grad_scale);
+        if (buffer) {
+            dtrain__v b = g;
+            if (!a->first) b = dtrain__vfma(momentum, dtrain__vload_n(buffer + i, n), g);
+            dtrain__vstore_n(buffer + i, b, n);
+            g = a->nesterov ? dtrain__vfma(momentum, b, g) : b;
+        }
+        dtrain__vstore_n(t->value + i, dtrain__vfma(lr, g, old), n);
+    }
+}
+
+DTRAIN__KERNEL(lion)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_lion_args *a = update->args;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale), zero = dtrain__vset(0);
+    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
+    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v lr = dtrain__vset(update->now.lr);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v m = dtrain__vload_n(t->m + i, n);
+        const dtrain__v mean = dtrain__vfma(rest1, g, beta1 * m);
+        const dtrain__v up = dtrain__vkeep(lr, DTRAIN__K(vless)(zero, mean));
+        const dtrain__v down = dtrain__vkeep(lr, DTRAIN__K(vless)(mean, zero));
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__vstore_n(t->m + i, dtrain__vfma(rest2, g, beta2 * m), n);
+        dtrain__vstore_n(t->value + i, dtrain__vfma(old, decay, down - up), n);
+    }
+}
+
+DTRAIN__KERNEL(muon)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_muon_args *a = update->muon;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const float lr = update->now.lr, scale = lr * a->scale;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v momentum = dtrain__vset(a->momentum);
+    const dtrain__v decay = dtrain__vset(1 - lr * t->weight_decay), step = dtrain__vset(-scale);
+    const dtrain__v inverse = dtrain__vset(update->inverse);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        float *x = a->x + i;
+        if (a->stage == DTRAIN_MUON_MOMENTUM) {
+            const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+            const dtrain__v m = dtrain__vfma(momentum, dtrain__vload_n(t->m + i, n), g);
+            dtrain__vstore_n(t->m + i, m, n);
+            dtrain__vstore_n(x, a->nesterov ? dtrain__vfma(momentum, m, g) : m, n);
+        } else if (a->stage == DTRAIN_MUON_NORMALIZE) {
+            dtrain__vstore_n(x, dtrain__vload_n(x, n) * inverse, n);
+        } else {
+            const dtrain__v old = dtrain__vload_n(t->value + i, n) * decay;
+            dtrain__vstore_n(t->value + i, dtrain__vfma(step, dtrain__vload_n(x, n), old), n);
+        }
+    }
+}
+
+/* ---- Sums: chunk c of the job covers [c, c+1) * job->chunk elements ---------------------------
+ *
+ * Accumulated in double, half a vector of floats at a time; two accumulators hide the latency. */
+#define DTRAIN__H (DTRAIN__W > 1 ? DTRAIN__W / 2 : 1)
+typedef float DTRAIN__K(vhalf) __attribute__((vector_size(4 * DTRAIN__H), aligned(4), may_alias));
+typedef double DTRAIN__K(vd) __attribute__((vector_size(8 * DTRAIN__H)));
+DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p)
+{
+    return __builtin_convertvector(*(const DTRAIN__K(vhalf) *)p, DTRAIN__K(vd));
+}
+
+DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
+                                           dtrain_dtype dtype, bool squares)
+{
+    DTRAIN__K(vd) even = {0}, odd = {0};
+    double total = 0;
+    float buffer[2 * DTRAIN__H];
+    int64_t i = begin;
+    for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
+        const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
+        const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
+        even += squares ? low * low : low;
+        odd += squares ? high * high : high;
+    }
+    even += odd;
+    for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
+    for (; i < end; i++) {
+        const double x = (double)dtrain__element(a->x, dtype, i);
+        total += squares ? x * x : x;
+    }
+    return total;
+}
+
+DTRAIN__KERNEL_AS(sum)
+{
+    const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->count ? past : a->count;
+        job->sums[chunk] = a->squares ? DTRAIN__K(sum_chunk)(a, first, last, dtype, true)
+                                      : DTRAIN__K(sum_chunk)(a, first, last, dtype, false);
+    }
+}
+
+/* One vector at a time, through fp32. */
+DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
+                                          dtrain_dtype from, dtrain_dtype to)
+{
+    int64_t i = begin;
+    for (; i + DTRAIN__W <= end; i += DTRAIN__W) {
+        const uint16_t *half = (const uint16_t *)a->x + i;
+        const dtrain__v x = from <= DTRAIN_DTYPE_F32    ? dtrain__vload((const float *)a->x + i)
+                            : from == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half)
+                                                        : DTRAIN__K(from_f16)(half);
+        if (to <= DTRAIN_DTYPE_F32) dtrain__vstore((float *)a->y + i, x);
+        else if (to == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)((uint16_t *)a->y + i, x);
+        else DTRAIN__K(to_f16)((uint16_t *)a->y + i, x);
+    }
+    if (i < end) dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
+}
+
+DTRAIN__KERNEL(convert)
+{
+    const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
+    const dtrain_dtype from = a->x_dtype, to = a->y_dtype;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (from == to) {
+        const size_t bytes = dtrain_dtype_bytes(from), at = (size_t)begin * bytes;
+        memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
+    } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
+    else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
+    else DTRAIN__K(convert_as)(a, begin, end, from, to);
+}
+
+/* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
+ *
+ * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
+ * there. High halves carry rubbish between rounds: the multiplier ignores them. */
+
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
+
+DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
+{
+#if DTRAIN__ISA == 2
+    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+#else
+    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
+#endif
+}
+
+/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
+DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
+{
+#if DTRAIN__ISA == 2
+    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
+    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
+    __m256i *to = (__m256i *)(void *)words;
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+    for (int j = 0; j < DTRAIN__H; j++) {
+        const uint64_t pair[2] = {a[j], b[j]};
+        memcpy(words + 4 * j, pair, sizeof pair);
+    }
+#endif
+}
+
+/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
+ * neighbouring words, the low half first. */
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
+{
+    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint64_t half = 0xffffffffu;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    DTRAIN__K(vq) c0;
+    memcpy(&c0, lanes, sizeof c0);
+    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    c0 += counter;
+    DTRAIN__K(vq) c1 = c0 >> 32;
+    for (int round = 0; round < 10; round++) {
+        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
+        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
+        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
+        c1 = p1;
+        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
+        c3 = p0;
+        k0 += DTRAIN__PHILOX_W0;
+        k1 += DTRAIN__PHILOX_W1;
+    }
+    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+}
+DTRAIN__KERNEL(dropout)
+{
+    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
+    /* uniform >= probability, asked of the 24-bit integers. */
+    const double least = ceil((double)a->probability * 16777216.0);
+    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
+    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
+    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
+    uint32_t words[4 * DTRAIN__H];
+    for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
+        if (whole_blocks)
+            DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + i) / 4, words);
+        else dtrain__part_words(&a->part, seed, a->stream, i, 4 * DTRAIN__H, words);
+        for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
+            const int64_t n = end - i - j;
+            dtrain__vi u;
+            memcpy(&u, words + j, sizeof u);
+            u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
+            const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
+            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_as(a->x, a->dtype, i + j, n);
+            kept = dtrain__vkeep(kept, ~dropped);
+            if (a->accumulate) kept += dtrain__vload_as(a->y, a->dtype, i + j, n);
+            dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
+        }
+    }
+}
+
+/* ==== src/device/cpu/kernels/sparse.h ========================================================= */
+
+/* Top-k and orthonormal columns
+ *
+ * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
+
+/* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. Rounds
+ * twice, so that every instruction set gives the same bits. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(topk_fold)(const dtrain_topk_args *a, int64_t i, int64_t n)
+{
+    dtrain__v x = dtrain__vload_n(a->x + i, n);
+    if (a->velocity) {
+        const dtrain__v old = dtrain__vload_n(a->velocity + i, n);
+        x = dtrain__vset(a->momentum) * old + x;
+        dtrain__vstore_n(a->velocity + i, x, n);
+    }
+    if (a->residual) {
+        x = dtrain__vload_n(a->residual + i, n) + x;
+        dtrain__vstore_n(a->residual + i, x, n);
+    }
+    return x;
+}
+
+/* The processor's own prefetching stops at the end of a page, which streams of 4 KiB a turn meet
+ * all the time: one page ahead is worth a third of the time. Past the end it does nothing. */
+DTRAIN__HELPER void DTRAIN__K(topk_ahead)(const dtrain_topk_args *a, int64_t i)
+{
+    const uintptr_t at = (uintptr_t)i * sizeof(float) + 4096;
+    __builtin_prefetch((const void *)((uintptr_t)a->x + at));
+    if (a->residual) __builtin_prefetch((const void *)((uintptr_t)a->residual + at), 1);
+    if (a->velocity) __builtin_prefetch((const void *)((uintptr_t)a->velocity + at), 1);
+}
+
+/* Bit j: lane j of a mask is set. */
+DTRAIN__HELPER uint32_t DTRAIN__K(vlanes)(dtrain__vi mask)
+{
+#if DTRAIN__ISA == 2
+    return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif DTRAIN__ISA == 1 && DTRAIN__W == 4 && defined(__SSE2__)
+    return (uint32_t)_mm_movemask_ps((__m128)mask);
+#else
+    int32_t lanes[DTRAIN__W];
+    uint32_t bits = 0;
+    memcpy(lanes, &mask, sizeof lanes);
+    for (int j = 0; j < DTRAIN__W; j++) bits |= (uint32_t)(lanes[j] & 1) << j;
+    return bits;
+#endif
+}
+
+/* Folds elements [begin, end) and appends the candidates among them, in order; returns how many. 16
+ * elements are looked at together. Most groups have no candidate, and mispredicting the others
+ * costs more than the rest of the pass: those that have one are listed first, without a branch. */
+DTRAIN__HELPER int64_t DTRAIN__K(topk_collect)(const dtrain_topk_args *a, int64_t begin,
+                                               int64_t end, int32_t below, float *values,
+                                               int32_t *indices)
+{
+    const dtrain__vi mask = dtrain__viset(INT32_MAX), border = dtrain__viset(below);
+    const float *from = a->residual ? a->residual : a->x;
+    struct {
+        int32_t at;
+        uint32_t some;
+    } groups[DTRAIN__TOPK_BLOCK / 16 + 1];
+    int64_t found = 0, group_count = 0;
+    for (int64_t i = begin; i < end; i += 16) {
+        const int64_t n = end - i < 16 ? end - i : 16;
+        uint32_t some = 0;
+        DTRAIN__K(topk_ahead)(a, i);
+        for (int64_t j = 0; j < n; j += DTRAIN__W) {
+            const dtrain__v x = DTRAIN__K(topk_fold)(a, i + j, n - j);
+            some |= DTRAIN__K(vlanes)(dtrain__viless(border, dtrain__vbits(x) & mask)) << j;
+        }
+        groups[group_count].at = (int32_t)i;
+        groups[group_count].some = some & ((1u << n) - 1u);
+        group_count += groups[group_count].some != 0;
+    }
+    for (int64_t g = 0; g < group_count; g++)
+        for (uint32_t some = groups[g].some; some; some &= some - 1u) {
+            const int32_t at = groups[g].at + __builtin_ctz(some);
+            values[found] = from[at];
+            indices[found++] = at;
+        }
+    return found;
+}
+
+/* A list that is full stays so: the elements that are left are folded only. */
+DTRAIN__KERNEL(topk)
+{
+    const dtrain__topk_pass *pass = (const dtrain__topk_pass *)job->args;
+    const dtrain_topk_args a = *pass->args;
+    float *values = pass->values + index * pass->room;
+    int32_t *indices = pass->indices + index * pass->room;
+    int64_t found = 0, at = begin;
+    for (; at < end && pass->room - found >= DTRAIN__TOPK_BLOCK; at += DTRAIN__TOPK_BLOCK) {
+        const int64_t stop = end - at < DTRAIN__TOPK_BLOCK ? end : at + DTRAIN__TOPK_BLOCK;
+        found +=
+            DTRAIN__K(topk_collect)(&a, at, stop, pass->below, values + found, indices + found);
+    }
+    pass->found[index] = at < end ? -1 : found;
+    for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
+}
+#if DTRAIN__MODELS
+
+/* ==== src/device/cpu/kernels/layernorm.h ====================================================== */
+
+/* Layer normalisation, and that by the root mean square, whose mean is 0
+ *
+ * A row stays in L1 between its passes: memory is read once and written once. */
+
+/* Four accumulators, because one would wait for itself. */
+DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
+{
+    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
+        a += dtrain__vload(x + i);
+        b += dtrain__vload(x + i + DTRAIN__W);
+        c += dtrain__vload(x + i + 2 * DTRAIN__W);
+        d += dtrain__vload(x + i + 3 * DTRAIN__W);
+    }
+    for (; i < n; i += DTRAIN__W) a += dtrain__vload_n(x + i, n - i);
+    return dtrain__vsum((a + b) + (c + d));
+}
+
+/* Sum of (x - mean)^2. */
+DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
+{
+    const dtrain__v m = dtrain__vset(mean);
+    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
+        const dtrain__v e = dtrain__vload(x + i) - m, f = dtrain__vload(x + i + DTRAIN__W) - m;
+        const dtrain__v g = dtrain__vload(x + i + 2 * DTRAIN__W) - m;
+        const dtrain__v h = dtrain__vload(x + i + 3 * DTRAIN__W) - m;
+        a = dtrain__vfma(e, e, a);
+        b = dtrain__vfma(f, f, b);
+        c = dtrain__vfma(g, g, c);
+        d = dtrain__vfma(h, h, d);
+    }
+    for (; i < n; i += DTRAIN__W) {
+        const dtrain__v e = DTRAIN__K(vfirst)(dtrain__vload_n(x + i, n - i) - m, n - i);
+        a = dtrain__vfma(e, e, a);
+    }
+    return dtrain__vsum((a + b) + (c + d));
+}
+
+/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
+ * is rounded for storage: the mean is that of the unrounded row. */
+DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
+                                                 float *buffer)
+{
+    const int64_t first = row * a->n;
+    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t at = first + i, n = a->n - i;
+        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
+                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
+        dtrain__vstore(buffer + i, sum);
+        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
+    }
+    return buffer;
+}
+
+DTRAIN__KERNEL(layernorm)
+{
+    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    const dtrain_dtype y_dtype = a->y_dtype;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
+        const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
+        const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
+        const float rstd = 1 / sqrtf(variance + a->epsilon);
+        const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
+            __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
+            const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
+            dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
+                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
+        }
+        if (a->mean) a->mean[row] = mean;
+        a->rstd[row] = rstd;
+    }
+}
+
+/* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
+ *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
+ * Where the mean is no function of x, mean(g) drops out.
+ * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
+ * in L1 or L2). Second pass: d_x. */
+DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                              float *weight_sum, float means[2])
+{
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
+    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
+    const dtrain__v r = dtrain__vset(a->rstd[row]);
+    float *bias_sum = weight_sum + a->n;
+    dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
+        const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
+        g_sum += g;
+        gh_sum = dtrain__vfma(g, h, gh_sum);
+        dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
+        dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
+    }
+    means[0] = a->mean ? dtrain__vsum(g_sum) / (float)a->n : 0;
+    means[1] = dtrain__vsum(gh_sum) / (float)a->n;
+}
+
+DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                               const float means[2])
+{
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
+    void *d_x = a->d_x, *d_residual = a->d_residual;
+    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
+    const dtrain__v r = dtrain__vset(a->rstd[row]);
+    const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
+        const dtrain__v g =
+            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
+        dtrain__v slope = r * (g - g_mean - h * gh_mean);
+        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
+        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
+        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
+    }
+}
+
+/* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
+DTRAIN__KERNEL_AS(layernorm_backward)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    float means[2];
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk;
+        const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
+        for (int64_t row = first; row < last; row++) {
+            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
+        }
+    }
+}
+
+/* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
+DTRAIN__KERNEL(layernorm_params)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    float *const out[2] = {a->d_weight, a->d_bias};
+    for (int which = 0; which < 2; which++) {
+        if (!out[which]) continue;
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            const float *sums = job->scratch + which * a->n + i;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t chunk = 0; chunk < job->chunk_count; chunk++, sums += 2 * a->n)
+                sum += dtrain__vload_n(sums, n);
+            if (a->accumulate_params) sum += dtrain__vload_n(out[which] + i, n);
+            dtrain__vstore_n(out[which] + i, sum, n);
+        }
+    }
+}
+
+/* ==== src/device/cpu/kernels/pointwise.h ====================================================== */
+
+/* Functions of two elements: gated products, losses
+ *
+ * Two reads and a write of an element forward, at most five of them backward: bandwidth is the
+ * limit, but for the logarithm of the logistic loss, which is taken element by element.
+ *
+ *     f                        df/dx                    df/d other
+ *     x other                  other                    x
+ *     silu(x) other            silu'(x) other           silu(x)
+ *     (x - other)^2            2 (x - other)            -2 (x - other)
+ *     logistic loss            sigmoid(x) - other       -x */
+
+/* Compute max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none
+ * overflows. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
+{
+    const dtrain__v size = dtrain__vfrombits(dtrain__vbits(x) & dtrain__viset(INT32_MAX));
+    dtrain__v small = dtrain__vexp(-size);
+    for (int lane = 0; lane < DTRAIN__W; lane++) small[lane] = log1pf(small[lane]);
+    return (dtrain__vmax(dtrain__vset(0), x) - x * other) + small;
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpointwise)(uint32_t kind, dtrain__v x, dtrain__v other)
+{
+    const bool gated = kind == DTRAIN_POINTWISE_SWIGLU;
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return x * other;
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return (x - other) * (x - other);
+    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS) return DTRAIN__K(vlogistic_loss)(x, other);
+    const dtrain__v y = DTRAIN__K(vactivate)(gated ? (uint32_t)DTRAIN_ACTIVATION_SILU : kind, x);
+    return gated ? y * other : y;
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_x)(uint32_t kind, dtrain__v x, dtrain__v other,
+                                             dtrain__v d_y)
+{
+    const bool gated = kind == DTRAIN_POINTWISE_SWIGLU;
+    if (gated || kind == DTRAIN_POINTWISE_MULTIPLY) d_y *= other;
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y;
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (x - other));
+    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS)
+        return d_y * (DTRAIN__K(vgated)(dtrain__vset(1), x) - other);
+    return DTRAIN__K(vdeactivate)(gated ? (uint32_t)DTRAIN_ACTIVATION_SILU : kind, x, d_y);
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtrain__v other,
+                                                 dtrain__v d_y)
+{
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * x;
+    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * DTRAIN__K(vgated)(x, x);
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (other - x));
+    return -d_y * x;
+}
+
+DTRAIN__KERNEL(pointwise)
+{
+    const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
+    const dtrain_dtype x_dtype = a->x_dtype;
+    const dtrain_dtype other_dtype = a->other_dtype;
+    const dtrain_dtype y_dtype = a->y_dtype;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        dtrain__v other = x;
+        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
+        dtrain__vstore_as(a->y, y_dtype, i, DTRAIN__K(vpointwise)(a->kind, x, other), n);
+    }
+}
+
+DTRAIN__KERNEL_AS(pointwise_backward)
+{
+    const dtrain_pointwise_backward_args *a = (const dtrain_pointwise_backward_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        const dtrain__v d_y = dtrain__vload_as(a->d_y, y_dtype, i, n);
+        dtrain__v other = x;
+        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
+        if (a->d_x) {
+            dtrain__v d = DTRAIN__K(vslope_x)(a->kind, x, other, d_y);
+            if (a->accumulate_x) d += dtrain__vload_as(a->d_x, x_dtype, i, n);
+            dtrain__vstore_as(a->d_x, x_dtype, i, d, n);
+        }
+        if (a->d_other) {
+            dtrain__v d = DTRAIN__K(vslope_other)(a->kind, x, other, d_y);
+            if (a->accumulate_other) d += dtrain__vload_as(a->d_other, other_dtype, i, n);
+            dtrain__vstore_as(a->d_other, other_dtype, i, d, n);
+        }
+    }
+}
+
+/* ==== src/device/cpu/kernels/tokens.h ========================================================= */
+
+/* Embedding, cross-entropy. */
+
+/* ---- Embedding --------------------------------------------------------------------------------*/
+
+DTRAIN__KERNEL(embedding)
+{
+    const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t at = dtrain__token_row(a, row);
+        const float *token = at >= 0 ? a->wte + at * a->n : NULL;
+        const float *place = a->wpe ? a->wpe + dtrain__position(a, row) * a->n : NULL;
+        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
+            const int64_t n = a->n - j;
+            dtrain__v v = token ? dtrain__vload_n(token + j, n) : dtrain__vset(0);
+            if (place) v += dtrain__vload_n(place + j, n);
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
+        }
+    }
+}
+
+/* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
+DTRAIN__KERNEL(embedding_backward)
+{
+    const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
+    for (int64_t row = 0; row < a->rows; row++) {
+        const int64_t at = dtrain__token_row(a, row);
+        float *token = a->d_wte && at >= 0 ? a->d_wte + at * a->n : NULL;
+        float *place = a->d_wpe ? a->d_wpe + dtrain__position(a, row) * a->n : NULL;
+        for (int64_t j = begin; j < end; j += DTRAIN__W) {
+            const int64_t n = end - j;
+            const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
+            if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
+            if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
+        }
+    }
+}
+
+/* ---- Cross-entropy ------------------------------------------------------------------------------
+ *
+ * A row of logits (200 KB for GPT-2) is read from memory once: blocks of 2048 stay in L1 for their
+ * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
+ * logit. */
+
+enum { DTRAIN__K(LOGITS) = 2048 };
+
+/* Maximum of count floats, not below `top`. */
+DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
+{
+    dtrain__v a = dtrain__vset(top), b = a;
+    int64_t i = 0;
+    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
+        a = dtrain__vmax(dtrain__vload(x + i), a);
+        b = dtrain__vmax(dtrain__vload(x + i + DTRAIN__W), b);
+    }
+    top = DTRAIN__K(vtop)(dtrain__vmax(a, b));
+    for (; i < count; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, float top)
+{
+    const dtrain__v t = dtrain__vset(top);
+    dtrain__v a = dtrain__vset(0), b = a;
+    int64_t i = 0;
+    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
+        a += dtrain__vexp(dtrain__vload(x + i) - t);
+        b += dtrain__vexp(dtrain__vload(x + i + DTRAIN__W) - t);
+    }
+    for (; i < count; i += DTRAIN__W) {
+        const int64_t n = count - i;
+        a += DTRAIN__K(vfirst)(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
+    }
+    return dtrain__vsum(a + b);
+}
+
+DTRAIN__KERNEL(cross_entropy)
+{
+    const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
+    for (int64_t row = begin; row < end; row++) {
+        double sum = 0, logits_sum = 0;
+        float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
+        const bool ignored = a->targets[row] == -1;
+        const int64_t classes = ignored ? 0 : dtrain__classes_here(a);
+        const int64_t column = dtrain__target_column(a, row), at = row * a->n + column;
+        const float wanted = column >= 0 ? dtrain__element(a->logits, a->dtype, at) : 0;
+        for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
+            const int64_t left = classes - i, most = DTRAIN__K(LOGITS);
+            const int64_t count = left < most ? left : most;
+            const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
+            const float higher = DTRAIN__K(row_top)(x, count, top);
+            if (higher > top) sum *= exp((double)top - (double)higher);
+            top = higher;
+            sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
+            if (a->smoothing > 0) logits_sum += (double)DTRAIN__K(row_sum)(x, count);
+        }
+        if (a->parts) {
+            float *part = a->parts + row;
+            part[0] = classes > 0 ? top : -INFINITY;
+            part[a->rows] = (float)sum;
+            part[2 * a->rows] = wanted;
+            if (a->smoothing > 0) part[3 * a->rows] = (float)logits_sum;
+        } else dtrain__row_loss(a, row, top, sum, wanted, logits_sum);
+    }
+}
+
+DTRAIN__KERNEL(cross_entropy_backward)
+{
+    const dtrain_cross_entropy_backward_args *a =
+        (const dtrain_cross_entropy_backward_args *)job->args;
+    const dtrain_dtype dtype = a->dtype;
+    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
+    const int64_t classes = dtrain__classes_here(a);
+    const dtrain__v scale = dtrain__vset(factor);
+    const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
+    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__classes_whole(a));
+    for (int64_t row = begin; row < end; row++) {
+        const dtrain__v lse = dtrain__vset(a->lse[row]);
+        const dtrain__v rest = dtrain__vset(a->lse_rest ? a->lse_rest[row] : 0);
+        const int64_t first = row * a->n, column = dtrain__target_column(a, row);
+        const int64_t target = first + column;
+        const bool ignored = a->targets[row] == -1;
+        for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
+            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
+        if (ignored) continue;
+        /* The target's element is read before d_logits, which may be logits, is written. */
+        const dtrain__v wanted =
+            column >= 0 ? dtrain__vload_as(a->logits, dtype, target, 1) : dtrain__vset(0);
+        for (int64_t i = 0; i < classes; i += DTRAIN__W) {
+            const int64_t n = classes - i;
+            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
+            dtrain__vstore_as(a->d_logits, dtype, first + i,
+                              dtrain__vexp(x - lse - rest) * scale - uniform, n);
+        }
+        if (column >= 0)
+            dtrain__vstore_as(a->d_logits, dtype, target,
+                              dtrain__vexp(wanted - lse - rest) * scale - uniform - one_hot, 1);
+    }
+}
+
+/* ==== src/device/cpu/kernels/rows.h =========================================================== */
+
+/* Rows of activations: softmax, rotary embedding, permuted axes
+ *
+ * Bandwidth is the limit: a row stays in L1 between the passes of a softmax, and sine and cosine of
+ * a position serve all heads of all sequences. */
+
+DTRAIN__KERNEL(softmax)
+{
+    const dtrain_softmax_args *a = (const dtrain_softmax_args *)job->args;
+    float *buffer = job->scratch + index * job->slot;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, row * a->n, a->n, buffer);
+        const float top = DTRAIN__K(row_top)(x, a->n, -FLT_MAX);
+        const dtrain__v t = dtrain__vset(top);
+        const dtrain__v inverse = dtrain__vset(1 / DTRAIN__K(row_exp_sum)(x, a->n, top));
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + i,
+                              dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
+        }
+    }
+}
+
+DTRAIN__KERNEL(softmax_backward)
+{
+    const dtrain_softmax_backward_args *a = (const dtrain_softmax_backward_args *)job->args;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t first = row * a->n;
+        dtrain__v sum = dtrain__vset(0);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W)
+            sum = dtrain__vfma(dtrain__vload_as(a->y, a->dtype, first + i, a->n - i),
+                               dtrain__vload_as(a->d_y, a->dtype, first + i, a->n - i), sum);
+        const dtrain__v dot = dtrain__vset(dtrain__vsum(sum));
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t at = first + i, n = a->n - i;
+            dtrain__v d = dtrain__vload_as(a->y, a->dtype, at, n) *
+                          (dtrain__vload_as(a->d_y, a->dtype, at, n) - dot);
+            if (a->accumulate) d += dtrain__vload_as(a->d_x, a->dtype, at, n);
+            dtrain__vstore_as(a->d_x, a->dtype, at, d, n);
+        }
+    }
+}
+
+/* ---- Rotary embedding -------------------------------------------------------------------------*/
+
+/* Turn the pairs of one head, the element at `at` and the one `half` behind it and so on. */
+DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at, int64_t half,
+                                         const float *cosines, const float *sines)
+{
+    for (int64_t i = 0; i < half; i += DTRAIN__W) {
+        const int64_t low = at + i, high = low + half, n = half - i;
+        const dtrain__v c = dtrain__vload_n(cosines + i, n), s = dtrain__vload_n(sines + i, n);
+        const dtrain__v x1 = dtrain__vload_as(a->x, a->dtype, low, n);
+        const dtrain__v x2 = dtrain__vload_as(a->x, a->dtype, high, n);
+        dtrain__v y1 = x1 * c - x2 * s, y2 = x2 * c + x1 * s;
+        if (a->accumulate) {
+            y1 += dtrain__vload_as(a->y, a->dtype, low, n);
+            y2 += dtrain__vload_as(a->y, a->dtype, high, n);
+        }
+        dtrain__vstore_as(a->y, a->dtype, low, y1, n);
+        dtrain__vstore_as(a->y, a->dtype, high, y2, n);
+    }
+}
+
+/* Range: positions. The angles are taken in double: at position 10000 an angle in fp32 is off by
+ * 1e-3. */
+DTRAIN__KERNEL(rotary)
+{
+    const dtrain_rotary_args *a = (const dtrain_rotary_args *)job->args;
+    const int64_t half = a->d / 2, width = a->heads * a->d, turned = a->rotated * a->d;
+    float *cosines = job->scratch + index * job->slot, *sines = cosines + half;
+    const double ratio = pow((double)a->theta, -2.0 / (double)a->d);
+    for (int64_t position = begin; position < end; position++) {
+        double angle = (double)position;
+        for (int64_t i = 0; i < half; i++, angle *= ratio) {
+            cosines[i] = (float)cos(angle);
+            sines[i] = (float)(a->inverse ? -sin(angle) : sin(angle));
+        }
+        for (int64_t row = position; row < a->rows; row += a->sequence) {
+            const int64_t first = row * width;
+            for (int64_t at = 0; at < turned; at += a->d)
+                DTRAIN__K(turn_head)(a, first + at, half, cosines, sines);
+            for (int64_t at = turned; at < width; at += DTRAIN__W) {
+                const int64_t n = width - at;
+                dtrain__v x = dtrain__vload_as(a->x, a->dtype, first + at, n);
+                if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, first + at, n);
+                dtrain__vstore_as(a->y, a->dtype, first + at, x, n);
+            }
+        }
+    }
+}
+
+/* ---- Permuted axes ----------------------------------------------------------------------------*/
+
+/* Load the next elements of x, `step` apart. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_t at, int64_t step,
+                                            int64_t n)
+{
+    float lanes[DTRAIN__W] = {0};
+    if (step == 1) return dtrain__vload_as(a->x, a->dtype, at, n);
+    for (int64_t lane = 0; lane < n && lane < DTRAIN__W; lane++)
+        lanes[lane] = dtrain__element(a->x, a->dtype, at + lane * step);
+    return dtrain__vload(lanes);
+}
+
+/* Range: rows of y's last axis. */
+DTRAIN__KERNEL(permute)
+{
+    const dtrain_permute_args *a = (const dtrain_permute_args *)job->args;
+    const int64_t *shape = a->shape, *step = a->step;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t i = row / shape[2] / shape[1], j = row / shape[2] % shape[1];
+        const int64_t from = i * step[0] + j * step[1] + row % shape[2] * step[2];
+        for (int64_t l = 0; l < shape[3]; l += DTRAIN__W) {
+            const int64_t to = row * shape[3] + l, n = shape[3] - l;
+            dtrain__v x = DTRAIN__K(vgather)(a, from + l * step[3], step[3], n);
+            if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, to, n);
+            dtrain__vstore_as(a->y, a->dtype, to, x, n);
+        }
+    }
+}
+
+/* ==== src/device/cpu/kernels/batchnorm.h ====================================================== */
+
+/* Batch normalisation
+ *
+ * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
+ * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
+ * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
+ * for them and the lines of memory that columns share stay in L1. */
+
+#define DTRAIN__BATCHNORM_ROWS 32
+
+/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
+DTRAIN__KERNEL_AS(batchnorm_moments)
+{
+    const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        const dtrain__v share = dtrain__vset(1 / (float)(last - first));
+        float *mean = job->scratch + chunk * 2 * a->n, *spread = mean + a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__v even = dtrain__vset(0), odd = even;
+            for (int64_t row = first; row < last; row += 2) {
+                even += dtrain__vload_as(a->x, dtype, row * a->n + i, n);
+                if (row + 1 < last) odd += dtrain__vload_as(a->x, dtype, (row + 1) * a->n + i, n);
+            }
+            const dtrain__v center = (even + odd) * share;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t row = first; row < last; row++) {
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, row * a->n + i, n) - center;
+                sum = dtrain__vfma(off, off, sum);
+            }
+            dtrain__vstore_n(mean + i, center, n);
+            dtrain__vstore_n(spread + i, sum, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL(batchnorm)
+{
+    const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
+    const dtrain_dtype dtype = job->dtype;
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
+            const dtrain__v scale =
+                dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v bias = dtrain__vload_n(a->bias + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, at, n) - mean;
+                dtrain__v y = dtrain__vfma(off, scale, bias);
+                if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
+                if (a->activation) y = DTRAIN__K(vactivate)(DTRAIN_ACTIVATION_RELU, y);
+                dtrain__vstore_as(a->y, dtype, at, y, n);
+            }
+        }
+}
+
+/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
+                                                    const void *y, dtrain_dtype dtype, int64_t at,
+                                                    int64_t n)
+{
+    const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
+    if (activation == DTRAIN_ACTIVATION_NONE) return d;
+    return DTRAIN__K(vdeactivate)(DTRAIN_ACTIVATION_RELU, dtrain__vload_as(y, dtype, at, n), d);
+}
+
+/* Range: chunks. Sums of d and of d h. */
+DTRAIN__KERNEL(batchnorm_sums)
+{
+    const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
+    const dtrain_dtype dtype = job->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            dtrain__v sum = dtrain__vset(0), product = sum;
+            for (int64_t row = first; row < last; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                sum += d;
+                product = dtrain__vfma(d, h, product);
+                if (!a->d_residual) continue;
+                dtrain__v out = d;
+                if (a->accumulate) out += dtrain__vload_as(a->d_residual, dtype, at, n);
+                dtrain__vstore_as(a->d_residual, dtype, at, out, n);
+            }
+            dtrain__vstore_n(sums + i, sum, n);
+            dtrain__vstore_n(sums + a->n + i, product, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL_AS(batchnorm_backward)
+{
+    const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    const dtrain__v share = dtrain__vset(a->inverse_count[0]);
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            const dtrain__v scale = rstd * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v sum = dtrain__vload_n(a->sums + i, n);
+            const dtrain__v product = dtrain__vload_n(a->sums + a->n + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                dtrain__v slope = scale * (d - dtrain__vfma(h, product, sum) * share);
+                if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
+                dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+            }
+        }
+}
+
+/* ==== src/device/cpu/kernels/pooling.h ======================================================== */
+
+/* Pooling: maximum and average of windows
+ *
+ * Backward works on pixels of x, each of which adds up what the windows that contain it send: one
+ * store and one rounding an element, and no two threads write to one place. */
+
+/* Find the taps [*begin, *end) of an axis that are inside; the window begins at `first`. */
+DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t kernel, int64_t size,
+                                           int64_t *begin, int64_t *end)
+{
+    *begin = 0, *end = kernel;
+    while (*begin < *end && first + *begin < 0) ++*begin;
+    while (*end > *begin && first + *end > size) --*end;
+}
+
+/* Find the maximum of a window and the tap that it is. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
+                                                   const int64_t first[2], int64_t image, int64_t c,
+                                                   dtrain__vi *index)
+{
+    const dtrain_windows2d *w = &a->windows;
+    dtrain__v top = dtrain__vset(-INFINITY);
+    int64_t a0, a1, b0, b1;
+    DTRAIN__K(taps_inside)(first[0], w->kernel[0], w->height, &a0, &a1);
+    DTRAIN__K(taps_inside)(first[1], w->kernel[1], w->width, &b0, &b1);
+    dtrain__vi where = dtrain__viset((int32_t)(a0 * w->kernel[1] + b0));
+    for (int64_t i = a0; i < a1; i++)
+        for (int64_t j = b0; j < b1; j++) {
+            const int64_t at = ((image + first[0] + i) * w->width + first[1] + j) * w->channels + c;
+            const dtrain__v x = dtrain__vload_as(a->x, dtype, at, w->channels - c);
+            const dtrain__vi wins = (dtrain__vi)(x > top) | (dtrain__vi)(x != x);
+            top = DTRAIN__K(vselect)(wins, x, top);
+            where = (where & ~wins) | (dtrain__viset((int32_t)(i * w->kernel[1] + j)) & wins);
+        }
+    *index = where;
+    return top;
+}
+
+/* Add up the taps of a window that are inside. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
+                                               const int64_t first[2], int64_t image, int64_t c)
+{
+    const dtrain_windows2d *w = &a->windows;
+    dtrain__v sum = dtrain__vset(0);
+    int64_t a0, a1, b0, b1;
+    DTRAIN__K(taps_inside)(first[0], w->kernel[0], w->height, &a0, &a1);
+    DTRAIN__K(taps_inside)(first[1], w->kernel[1], w->width, &b0, &b1);
+    for (int64_t i = a0; i < a1; i++)
+        for (int64_t j = b0; j < b1; j++) {
+            const int64_t at = ((image + first[0] + i) * w->width + first[1] + j) * w->channels + c;
+            sum += dtrain__vload_as(a->x, dtype, at, w->channels - c);
+        }
+    return sum;
+}
+
+/* Range: rows of y, batch * out_height. */
+DTRAIN__KERNEL(pool2d)
+{
+    const dtrain_pool2d_args *a = (const dtrain_pool2d_args *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = a->dtype;
+    const dtrain__v taps = dtrain__vset((float)(w->kernel[0] * w->kernel[1]));
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t j = 0; j < w->out_width; j++)
+            for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+                const int64_t image = row / w->out_height * w->height, n = w->channels - c;
+                const int64_t at = (row * w->out_width + j) * w->channels + c;
+                const int64_t first[2] = {row % w->out_height * w->stride[0] - w->padding[0],
+                                          j * w->stride[1] - w->padding[1]};
+                if (!a->maximum) {
+                    const dtrain__v sum = DTRAIN__K(window_sum)(a, dtype, first, image, c);
+                    dtrain__vstore_as(a->y, dtype, at, sum / taps, n);
+                    continue;
+                }
+                dtrain__vi index;
+                const dtrain__v top = DTRAIN__K(window_maximum)(a, dtype, first, image, c, &index);
+                dtrain__vstore_as(a->y, dtype, at, top, n);
+                if (a->index)
+                    memcpy(a->index + at, &index,
+                           (size_t)(n < DTRAIN__W ? n : DTRAIN__W) * sizeof *a->index);
+            }
+}
+
+/* Return what window `at` sends to one of its taps. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(pool_share)(const dtrain_pool2d_backward_args *a,
+                                               dtrain_dtype dtype, int64_t at, int64_t n,
+                                               int64_t tap)
+{
+    const dtrain__v d = dtrain__vload_as(a->d_y, dtype, at, n);
+    if (!a->maximum) return d;
+    dtrain__vi index = dtrain__viset(-1);
+    memcpy(&index, a->index + at, (size_t)(n < DTRAIN__W ? n : DTRAIN__W) * sizeof *a->index);
+    return dtrain__vkeep(d, (dtrain__vi)(index == dtrain__viset((int32_t)tap)));
+}
+
+/* Range: rows of x, batch * height. */
+DTRAIN__KERNEL(pool2d_backward)
+{
+    const dtrain_pool2d_backward_args *a = (const dtrain_pool2d_backward_args *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = a->dtype;
+    const dtrain__v taps = dtrain__vset(a->maximum ? 1 : (float)(w->kernel[0] * w->kernel[1]));
+    for (int64_t at = begin * w->width; at < end * w->width; at++) {
+        const int64_t row = at / w->width, image = row / w->height * w->out_height;
+        const int64_t y = row % w->height + w->padding[0], x = at % w->width + w->padding[1];
+        const int64_t i1 = y / w->stride[0] < w->out_height ? y / w->stride[0] : w->out_height - 1;
+        const int64_t j1 = x / w->stride[1] < w->out_width ? x / w->stride[1] : w->out_width - 1;
+        for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+            const int64_t n = w->channels - c;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t i = i1; i >= 0 && y - i * w->stride[0] < w->kernel[0]; i--)
+                for (int64_t j = j1; j >= 0 && x - j * w->stride[1] < w->kernel[1]; j--) {
+                    const int64_t from = ((image + i) * w->out_width + j) * w->channels + c;
+                    const int64_t tap =
+                        (y - i * w->stride[0]) * w->kernel[1] + x - j * w->stride[1];
+                    sum += DTRAIN__K(pool_share)(a, dtype, from, n, tap);
+                }
+            sum /= taps;
+            if (a->accumulate) sum += dtrain__vload_as(a->d_x, dtype, at * w->channels + c, n);
+            dtrain__vstore_as(a->d_x, dtype, at * w->channels + c, sum, n);
+        }
+    }
+}
+#endif
+#endif
 
 /* ==== src/device/cpu/kernels/table.h ========================================================== */
 
@@ -45392,18 +44316,27 @@ DTRAIN__KERNEL(attention_backward)
 
 #define DTRAIN__ENTRY(name) DTRAIN__K(name),
 #define DTRAIN__ABSENT(name) NULL,
+#if DTRAIN__ISA == 3
+#define DTRAIN__SHARED(name) dtrain__##name##_avx2,
+#else
+#define DTRAIN__SHARED DTRAIN__ENTRY
+#endif
 #if !DTRAIN__MODELS
 #define DTRAIN__TILES NULL
-#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__ENTRY, DTRAIN__ABSENT, DTRAIN__ABSENT)
+#define DTRAIN__ENTRIES \
+    DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__ABSENT, DTRAIN__ABSENT, DTRAIN__ABSENT)
 #elif !DTRAIN__FAST
 #define DTRAIN__TILES &DTRAIN__K(convolutions)
-#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__ENTRY, DTRAIN__ENTRY, DTRAIN__ABSENT)
+#define DTRAIN__ENTRIES \
+    DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__SHARED, DTRAIN__ENTRY, DTRAIN__ABSENT)
 #else
 #define DTRAIN__TILES &DTRAIN__K(convolutions)
-#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__ENTRY, DTRAIN__ENTRY, DTRAIN__ENTRY)
+#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__SHARED, DTRAIN__ENTRY, DTRAIN__ENTRY)
 #endif
-static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa),
-                                                   DTRAIN__TILES, DTRAIN__K(mix), DTRAIN__ENTRIES};
+DTRAIN__UNUSED static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX),
+                                                                  &DTRAIN__K(isa), DTRAIN__TILES,
+                                                                  DTRAIN__K(mix), DTRAIN__ENTRIES};
+#undef DTRAIN__SHARED
 #undef DTRAIN__TILES
 #undef DTRAIN__ENTRIES
 

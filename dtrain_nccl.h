@@ -498,21 +498,22 @@ DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub 
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
-static const char *const dtrain_nccl__calls[] = {"?",
-                                                 "dtrain_all_reduce",
-                                                 "dtrain_reduce_scatter",
-                                                 "dtrain_all_gather",
-                                                 "dtrain_broadcast",
-                                                 "dtrain_reduce",
-                                                 "dtrain_barrier",
-                                                 "dtrain_send",
-                                                 "dtrain_recv",
-                                                 "dtrain_comm_split",
-                                                 "dtrain_all_to_all"};
+/* By dtrain_collective_kind. */
+static const char *const dtrain_nccl__names[][2] = {{"?", "?"},
+                                                    {"dtrain_all_reduce", "all-reduce"},
+                                                    {"dtrain_reduce_scatter", "reduce-scatter"},
+                                                    {"dtrain_all_gather", "all-gather"},
+                                                    {"dtrain_broadcast", "broadcast"},
+                                                    {"dtrain_reduce", "reduce"},
+                                                    {"dtrain_barrier", "barrier"},
+                                                    {"dtrain_send", "send"},
+                                                    {"dtrain_recv", "recv"},
+                                                    {"dtrain_comm_split", "split"},
+                                                    {"dtrain_all_to_all", "all-to-all"}};
 
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__call_name(uint32_t kind)
 {
-    return dtrain_nccl__calls[kind];
+    return dtrain_nccl__names[kind][0];
 }
 
 DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind)
@@ -526,16 +527,14 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                                                 const dtrain_nccl__record *record, char *text,
                                                 size_t room)
 {
-    static const char *const names[] = {"?",         "all-reduce", "reduce-scatter", "all-gather",
-                                        "broadcast", "reduce",     "barrier",        "send",
-                                        "recv",      "split",      "all-to-all"};
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     const dtrain_collective *what = &record->what;
     const bool point = dtrain_nccl__is_point_to_point(what->kind);
-    int used = snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
-                        (unsigned long long)record->number, comm->name,
-                        names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0],
-                        ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
+    int used =
+        snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
+                 (unsigned long long)record->number, comm->name,
+                 dtrain_nccl__names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0][1],
+                 ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
     if (what->kind != DTRAIN_COLLECTIVE_BARRIER && used >= 0 && (size_t)used < room)
         used += snprintf(text + used, room - (size_t)used, " %s count %zu",
                          dtrain_dtype_name(what->dtype), what->count);
@@ -940,9 +939,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub,
  * A barrier and a count of 0 become the sum of one integer: NCCL does nothing for an empty
  * operation. */
 
-/* Round up to the alignment that NCCL prefers. */
-static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
@@ -1020,8 +1016,8 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     work->send = what->send;
     work->recv = what->recv;
     if (!send_host && !recv_host) return DTRAIN_OK;
-    const size_t recv_at =
-        send_host && what->send != what->recv ? dtrain_nccl__padded(send_bytes) : 0;
+    const size_t padded = (send_bytes + 255) / 256 * 256; /* the alignment that NCCL prefers */
+    const size_t recv_at = send_host && what->send != what->recv ? padded : 0;
     const size_t end =
         recv_host && recv_at + recv_bytes > send_bytes ? recv_at + recv_bytes : send_bytes;
     DTRAIN_NCCL_TRY(dtrain_nccl__take_block(hub, end, &work->block));
@@ -1290,49 +1286,6 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
 
 /* ---- Starting ---------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain_nccl__check_start(dtrain_nccl__comm *comm,
-                                              const dtrain_collective *what)
-{
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const uintptr_t both = (uintptr_t)what->send | (uintptr_t)what->recv;
-    if (unit && what->count && both % unit)
-        return dtrain_nccl__fail(comm->hub, DTRAIN_ERROR_ARGUMENT,
-                                 "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
-                                 "these are at %p and %p",
-                                 dtrain_nccl__call_name(what->kind), unit, what->send, what->recv);
-    return DTRAIN_OK;
-}
-
-/* Replace an operation without data by one on a single integer in host memory. */
-static void dtrain_nccl__use_placeholder(dtrain_nccl__work *work)
-{
-    work->placeholder = 1;
-    work->what.count = 1;
-    work->what.dtype = DTRAIN_DTYPE_I32;
-    work->what.send = &work->placeholder;
-    work->what.recv = &work->placeholder;
-    if (dtrain_nccl__is_point_to_point(work->what.kind)) return;
-    work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
-    work->what.op = DTRAIN_REDUCE_SUM;
-    work->what.root = -1;
-}
-
-/* Choose the lane of a communicator. A mesh names its axes after the first operations of their
- * communicators: the new lane waits for the old one. */
-static dtrain_result dtrain_nccl__choose_lane(dtrain_nccl__comm *comm)
-{
-    dtrain_nccl__hub *hub = comm->hub;
-    const dtrain_device_ops *ops = hub->device->ops;
-    const bool tensor = comm->base.axis && strcmp(comm->base.axis, "tensor") == 0;
-    dtrain_nccl__lane *const lane = &hub->lanes[tensor && comm->next && hub->lanes[1].stream];
-    if (lane == comm->lane) return DTRAIN_OK;
-    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, comm->lane->stream));
-    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, lane->stream));
-    comm->lane = lane;
-    return DTRAIN_OK;
-}
-
 /* Do the steps of a start; the caller turns the error of a step into the communicator's. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
@@ -1340,11 +1293,30 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
 {
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
-    if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    DTRAIN_NCCL_TRY(dtrain_nccl__choose_lane(comm));
+    const bool message = dtrain_nccl__is_point_to_point(what->kind);
+    const bool tensor = comm->base.axis && strcmp(comm->base.axis, "tensor") == 0;
+    dtrain_nccl__lane *const lane = &hub->lanes[tensor && comm->next && hub->lanes[1].stream];
+    if (!message || lane != comm->lane) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    /* A mesh names its axes after the first operations of their communicators: the new lane waits
+     * for the old one. */
+    if (lane != comm->lane) {
+        DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, comm->lane->stream));
+        DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, lane->stream));
+        comm->lane = lane;
+    }
     DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
     work->what = *what;
-    if (what->count == 0) dtrain_nccl__use_placeholder(work);
+    if (what->count == 0) { /* replace it by an operation on a single integer in host memory */
+        work->placeholder = 1;
+        work->what.count = 1;
+        work->what.dtype = DTRAIN_DTYPE_I32;
+        work->what.send = work->what.recv = &work->placeholder;
+    }
+    if (what->count == 0 && !message) {
+        work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
+        work->what.op = DTRAIN_REDUCE_SUM;
+        work->what.root = -1;
+    }
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
     DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, comm->lane->stream));
     DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
@@ -1362,10 +1334,15 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
     dtrain_nccl__hub *hub = comm->hub;
     const char *call = dtrain_nccl__call_name(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
     bool capturing;
     *out = NULL;
     if (comm->dead) return dtrain_nccl__comm_error(comm);
-    DTRAIN_NCCL_TRY(dtrain_nccl__check_start(comm, what));
+    if (unit && what->count && ((uintptr_t)what->send | (uintptr_t)what->recv) % unit)
+        return dtrain_nccl__fail(hub, DTRAIN_ERROR_ARGUMENT,
+                                 "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
+                                 "these are at %p and %p",
+                                 call, unit, what->send, what->recv);
     DTRAIN_NCCL_TRY(dtrain_nccl__capturing(hub, &capturing));
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, call));
     dtrain_nccl__work *work = dtrain_nccl__take_work(comm);
@@ -1382,20 +1359,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
 
 /* ---- Ending -----------------------------------------------------------------------------------*/
 
-static void dtrain_nccl__scale_host(const dtrain_collective *what, double factor)
-{
-    for (size_t i = 0; i < what->count; i++) {
-        const float scale = (float)factor;
-        float *wide = (float *)what->recv + i;
-        uint16_t *half = (uint16_t *)what->recv + i;
-        if (what->dtype == DTRAIN_DTYPE_F64) ((double *)what->recv)[i] *= factor;
-        else if (what->dtype == DTRAIN_DTYPE_F32) *wide *= scale;
-        else
-            *half =
-                dtrain_half_from_f32(what->dtype, dtrain_half_to_f32(what->dtype, *half) * scale);
-    }
-}
-
 /* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
  * host. */
 static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
@@ -1405,10 +1368,16 @@ static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nc
     dtrain_axpby_args args;
     if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1) return DTRAIN_OK;
     if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
-    if (work->host_recv) {
-        dtrain_nccl__scale_host(what, scale);
-        return DTRAIN_OK;
+    for (size_t i = 0; i < what->count && work->host_recv; i++) {
+        float *wide = (float *)what->recv + i;
+        uint16_t *half = (uint16_t *)what->recv + i;
+        if (what->dtype == DTRAIN_DTYPE_F64) ((double *)what->recv)[i] *= scale;
+        else if (what->dtype == DTRAIN_DTYPE_F32) *wide *= (float)scale;
+        else
+            *half = dtrain_half_from_f32(what->dtype,
+                                         dtrain_half_to_f32(what->dtype, *half) * (float)scale);
     }
+    if (work->host_recv) return DTRAIN_OK;
     memset(&args, 0, sizeof args);
     args.count = (int64_t)what->count;
     args.a = scale;
@@ -1750,59 +1719,32 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
 }
 #endif
 
-/* List the ranks of the parent with this rank's color, by key and then by rank: a stable insertion
- * sort. pairs (size, 2) are (color, key); members has room for `size`; returns how many there
- * are. */
-static int dtrain_nccl__members(const dtrain_nccl__comm *parent, const int32_t *pairs, int color,
-                                int *members, int *rank)
-{
-    int count = 0;
-    for (int i = 0; i < parent->base.size; i++) {
-        int at = count;
-        if (pairs[2 * i] != color) continue;
-        for (; at > 0 && pairs[2 * members[at - 1] + 1] > pairs[2 * i + 1]; at--)
-            members[at] = members[at - 1];
-        members[at] = i;
-        count++;
-    }
-    for (int i = 0; i < count; i++) {
-        if (members[i] == parent->base.rank) *rank = i;
-        members[i] = parent->base.world_ranks[members[i]];
-    }
-    return count;
-}
-
-static dtrain_result dtrain_nccl__split_steps(dtrain_nccl__comm *parent, int color, int key,
-                                              int32_t *pairs, int *members,
-                                              dtrain_nccl__comm **child)
-{
-    const int32_t mine[2] = {color < 0 ? -1 : color, key};
-    char name[sizeof parent->name];
-    int rank = 0;
-    DTRAIN_NCCL_TRY(dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_SPLIT, mine, pairs, 2));
-    snprintf(name, sizeof name, "%.40s/%u.%d", parent->name, ++parent->split_count, color);
-    if (color >= 0) {
-        const int size = dtrain_nccl__members(parent, pairs, color, members, &rank);
-        DTRAIN_NCCL_TRY(dtrain_nccl__comm_make(parent->hub, size, rank, members, name, child));
-    }
-    return dtrain_nccl__split_native(parent, color, *child);
-}
-
+/* Split: every rank learns the color and key of all, and lists the ranks with its color by key and
+ * then by rank, by a stable insertion sort. */
 static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, dtrain_comm **out)
 {
     dtrain_nccl__comm *parent = (dtrain_nccl__comm *)base, *child = NULL;
     dtrain_nccl__hub *hub = parent->hub;
-    const size_t pair_bytes = (size_t)base->size * 2 * sizeof(int32_t);
-    const size_t member_bytes = (size_t)base->size * sizeof(int);
+    const int32_t mine[2] = {color < 0 ? -1 : color, key};
+    int32_t all[DTRAIN_MAX_RANKS][2];
+    int members[DTRAIN_MAX_RANKS], count = 0, rank = 0;
+    char name[sizeof parent->name];
     *out = NULL;
     if (parent->dead) return dtrain_nccl__comm_error(parent);
-    int32_t *pairs = (int32_t *)dtrain_nccl__alloc(hub, pair_bytes);
-    int *members = (int *)dtrain_nccl__alloc(hub, member_bytes);
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    if (pairs && members)
-        result = dtrain_nccl__split_steps(parent, color, key, pairs, members, &child);
-    dtrain_nccl__free(hub, pairs, pair_bytes);
-    dtrain_nccl__free(hub, members, member_bytes);
+    dtrain_result result = dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_SPLIT, mine, all, 2);
+    for (int i = 0; i < base->size && color >= 0 && result == DTRAIN_OK; i++) {
+        if (all[i][0] != color) continue;
+        int at = count++;
+        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
+        members[at] = i;
+    }
+    for (int i = 0; i < count; i++) {
+        if (members[i] == base->rank) rank = i;
+        members[i] = base->world_ranks[members[i]];
+    }
+    snprintf(name, sizeof name, "%.40s/%u.%d", parent->name, ++parent->split_count, color);
+    if (count) result = dtrain_nccl__comm_make(hub, count, rank, members, name, &child);
+    if (result == DTRAIN_OK) result = dtrain_nccl__split_native(parent, color, child);
     if (result == DTRAIN_OK) {
         *out = child ? &child->base : NULL;
         return DTRAIN_OK;
@@ -1954,17 +1896,11 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
-/* Tell whether NCCL orders the kernels of different communicators as the host has launched them. */
-static bool dtrain_nccl__orders_launches(const dtrain_nccl__hub *hub)
-{
-    const char *text = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-    return hub->version >= 22600 && text && atoi(text) > 0;
-}
-
 /* Do all that can fail on this rank alone. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
+    const char *order = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
     if (ops->host_memory || !ops->stream_native)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "NCCL needs ranks on GPUs, and the device is \"%s\"; set device_ops to "
@@ -1977,7 +1913,9 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
                            cudaGetErrorString(error));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[0].event));
-    for (int i = 0; i < (dtrain_nccl__orders_launches(hub) ? DTRAIN_NCCL__LANES : 1); i++) {
+    /* Does NCCL order the kernels of different communicators as the host has launched them? */
+    const bool ordered = hub->version >= 22600 && order && atoi(order) > 0;
+    for (int i = 0; i < (ordered ? DTRAIN_NCCL__LANES : 1); i++) {
         dtrain_nccl__lane *lane = &hub->lanes[i];
         DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &lane->stream));
         DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[1 + i].event));
