@@ -1591,23 +1591,6 @@ typedef enum dtrain_accumulation {
     DTRAIN_ACCUMULATION_SHARD_EVERY = 3
 } dtrain_accumulation;
 
-/* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
- * USENIX ATC 2021). With GRADS or PARAMS one rank alone counts as a shard that is everything. On a
- * device whose memory is the host's: UNSUPPORTED.
- *
- *     OPTIMIZER   state and a master copy of this rank's values, read from the device when the
- *                 optimizer is created; the update runs on the CPU, while gradients come and new
- *                 values go back
- *     GRADS       gradient shards; later micro-batches are added by the CPU. Needs OPTIMIZER and a
- *                 kind that shards gradients, not under DTRAIN_ACCUMULATION_LAST
- *     PARAMS      parameter shards: they are the master copy, and gather brings them to the device.
- *                 Needs OPTIMIZER and a kind that shards parameters
- *
- * dtrain_shard's pointers are host memory where the class is offloaded. */
-#define DTRAIN_OFFLOAD_OPTIMIZER 1u
-#define DTRAIN_OFFLOAD_GRADS 2u
-#define DTRAIN_OFFLOAD_PARAMS 4u
-
 struct dtrain_compression_desc; /* strategy/compression.h */
 
 #define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX /* for optimizer_states: SGD without momentum */
@@ -1621,7 +1604,7 @@ typedef struct dtrain_strategy_desc {
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
                                    travel as, in kinds that shard them; shards stay fp32 */
     uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
-    uint32_t offload;          /* DTRAIN_OFFLOAD_*; 0 = nothing */
+    uint32_t offload;          /* DTRAIN_OFFLOAD_*, see strategy/memory.h; 0 = nothing */
     uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
                                    host */
     bool no_overlap;           /* communicate in finish and gather only; with the same bits */
@@ -1824,6 +1807,23 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
  *
  * that fits the limit: communication grows along the list and memory falls. None fits: an error
  * that says how much is missing and what would help. */
+
+/* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
+ * USENIX ATC 2021). With GRADS or PARAMS one rank alone counts as a shard that is everything. On a
+ * device whose memory is the host's: UNSUPPORTED.
+ *
+ *     OPTIMIZER   state and a master copy of this rank's values, read from the device when the
+ *                 optimizer is created; the update runs on the CPU, while gradients come and new
+ *                 values go back
+ *     GRADS       gradient shards; later micro-batches are added by the CPU. Needs OPTIMIZER and a
+ *                 kind that shards gradients, not under DTRAIN_ACCUMULATION_LAST
+ *     PARAMS      parameter shards: they are the master copy, and gather brings them to the device.
+ *                 Needs OPTIMIZER and a kind that shards parameters
+ *
+ * dtrain_shard's pointers are host memory where the class is offloaded. */
+#define DTRAIN_OFFLOAD_OPTIMIZER 1u
+#define DTRAIN_OFFLOAD_GRADS 2u
+#define DTRAIN_OFFLOAD_PARAMS 4u
 
 /* The bytes of one rank, by class. */
 typedef struct dtrain_memory {
@@ -13697,15 +13697,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements);
-DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
+
+/* strategy/view.c */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
 
 /* strategy/memory.c */
+DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements);
+DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words);
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
 
@@ -14400,22 +14402,6 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
     return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
 }
 
-DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
-{
-    return (int64_t)(dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE) /
-                     sizeof(float));
-}
-
-DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements)
-{
-    return layout->dtype == DTRAIN_DTYPE_F64 ? 2 * elements : elements;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words)
-{
-    return layout->dtype == DTRAIN_DTYPE_F64 ? words / 2 : words;
-}
-
 /* Return the length of a parameter that is the same on all ranks of the tensor axis. */
 static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
 {
@@ -14687,8 +14673,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    const size_t count = layout->count, cuts = (size_t)layout->ranks + 1;
-    dtrain__free(a, layout->cuts, count + 1, cuts * sizeof *layout->cuts);
+    const size_t count = layout->count;
+    dtrain__free(a, layout->cuts, count + 1, ((size_t)layout->ranks + 1) * sizeof *layout->cuts);
     dtrain__free(a, layout->owners, count, sizeof *layout->owners);
     dtrain__free(a, layout->units, count, sizeof *layout->units);
     dtrain__free(a, layout->buckets, count + 1, sizeof *layout->buckets);
@@ -14702,34 +14688,6 @@ DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layou
     return bucket && bucket->sharded ? bucket : NULL;
 }
 
-/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
- * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
-DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
-                                        size_t i, int64_t first, int64_t count, int64_t *low)
-{
-    const dtrain_param *p = &layout->params[i];
-    const dtrain__entry *entry = &layout->entries[i];
-    *low = dtrain__max(entry->offset, first);
-    if (p->state.storage != p || entry->bucket != bucket) return 0;
-    return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
-}
-
-/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
- * return false if it keeps none. */
-DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
-                                   int64_t *count)
-{
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    *offset = 0;
-    *count = layout->params[i].count;
-    if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (!bucket) return dtrain__has_memory(&layout->params[i]);
-    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *count = dtrain__elements(layout, *count);
-    *offset = dtrain__elements(layout, *offset - layout->entries[i].offset);
-    return *count > 0;
-}
-
 /* ==== src/strategy/memory.c =================================================================== */
 
 /* Memory of a layout
@@ -14737,6 +14695,22 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
  * Three blocks: values, gradients, buffers; and a fourth one in host memory for shards that are
  * offloaded. The same code runs twice: first to count their bytes, then, when the blocks are
  * allocated, to cut them into pieces. */
+
+DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
+{
+    return (int64_t)(dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE) /
+                     sizeof(float));
+}
+
+DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements)
+{
+    return layout->dtype == DTRAIN_DTYPE_F64 ? 2 * elements : elements;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words)
+{
+    return layout->dtype == DTRAIN_DTYPE_F64 ? words / 2 : words;
+}
 
 /* Cut the next piece, of count fp32 elements, from a block. */
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count)
@@ -15178,9 +15152,8 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 }
 
 /* Take every bucket under way as far as it can go without waiting. There is no progress thread:
- * collectives move only in such calls, one at every ready, which are a layer's backward apart; each
- * reads the clock twice and one cache line per rank. A bucket begins a step only after all buckets
- * before it have. */
+ * collectives move only in such calls, one at every ready. A bucket begins a step only after all
+ * buckets before it have. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
     uint32_t slowest = DTRAIN__REDUCED; /* the smallest step of the buckets so far */
@@ -15245,12 +15218,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* End a backward. The order of these calls matters. Ranks exchange which gradients are missing
- * after each has walked the units that its backward has stepped over and launched all buckets, and
- * an error for a missing one is returned after all buckets were waited for. So a step that fails
- * for a missing gradient has made the same collectives as one that succeeds, and the next step
- * finds all ranks at the same place. Units that were fetched ahead are waited for, because the
- * update overwrites the shards that their collectives read. */
+/* End a backward. The order of these calls matters: a step that fails for a missing gradient makes
+ * the same collectives as one that succeeds, and the next step finds all ranks at the same place.
+ * Units that were fetched ahead are waited for, because the update overwrites the shards that their
+ * collectives read. */
 static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
     const size_t all = strategy->layout.bucket_count;
@@ -16093,10 +16064,10 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
 }
 
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
- * rank, whatever gradients a rank has or lacks: the gradients of the units after it are reduced,
- * its values gathered, the next unit's values fetched. So a rank may step over units, or end early:
- * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
- * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
+ * rank, whatever gradients it has: those of the units after it are reduced, its values gathered,
+ * the next unit's fetched. So a rank may step over units, or end early: its next gather, or finish,
+ * walks them. A unit whose slot a forward inside this backward has taken, on all ranks, is brought
+ * again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -16231,12 +16202,8 @@ static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dty
 
 /* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this
  * one gathers this rank's slice from the other nodes, dtrain__gather_inside the slices of this
- * node.
- *
- * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
- * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
- * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
- * million parameters, 512 tokens a rank), which is why there is none. */
+ * node. A shard is rounded anew each time: a rounded copy beside the master would save 4 ms of a
+ * step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), for 2 bytes of memory an element. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
@@ -16411,30 +16378,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Put the parts that ranks of the tensor axis have of a parameter together in `host`. Each sends
- * its own to the others, through `staging`, which holds the largest: parts differ in length. */
-static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_param *part,
-                                        float *staging, float *host)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    dtrain__share share;
-    for (int r = 0; r < groups->tensor_ranks; r++) {
-        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
-        if (r == groups->tensor_rank)
-            DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, part->value,
-                                           (size_t)share.count * sizeof *staging));
-        DTRAIN__TRY(dtrain_broadcast(groups->tensor, staging, (size_t)share.count, DTRAIN_DTYPE_F32,
-                                     r, NULL));
-        for (int64_t i = 0, run; i < share.count; i += run) {
-            const int64_t at = dtrain__share_place(&share, i, &run);
-            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Read a parameter of which ranks of the tensor axis have parts, if this rank has one. Collective
- * over the mesh. */
+/* Read a parameter of which ranks of the tensor axis have parts, if this rank has one: each sends
+ * its own to the others, through `staging`, which holds the largest, for parts differ in length.
+ * Collective over the mesh. */
 static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
                                         float *host)
 {
@@ -16448,8 +16394,20 @@ static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_
     float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
                                             "a part of a parameter");
     dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
-    if (result == DTRAIN_OK && part->count)
-        result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
+    for (int r = 0; r < groups->tensor_ranks && part->count && result == DTRAIN_OK; r++) {
+        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
+        if (r == groups->tensor_rank)
+            result = dtrain_device_copy(strategy->device, staging, part->value,
+                                        (size_t)share.count * sizeof *staging);
+        if (result == DTRAIN_OK)
+            result = dtrain_broadcast(groups->tensor, staging, (size_t)share.count,
+                                      DTRAIN_DTYPE_F32, r, NULL);
+        result = dtrain__strategy_keep(strategy, result);
+        for (int64_t i = 0, run; i < share.count && result == DTRAIN_OK; i += run) {
+            const int64_t at = dtrain__share_place(&share, i, &run);
+            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
+        }
+    }
     dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
     return result;
 }
@@ -17635,27 +17593,24 @@ DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtra
     strategy->batch_comm = comm->number;
 }
 
-/* Where batches are normalised over several ranks, these make a call there in their forward, with
- * which this one differs at once; if none of them has a batch, all make this one. */
-static dtrain_result dtrain__join_batches(dtrain_strategy *strategy)
-{
-    dtrain_comm *comm = dtrain__comm_numbered(strategy->world, strategy->batch_comm);
-    const dtrain_result result = comm ? dtrain_barrier(comm) : DTRAIN_OK;
-    if (result == DTRAIN_OK) return result;
-    return dtrain_fail(result,
-                       "dtrain_strategy_join: rank %d has no batch left, and a batch normalisation "
-                       "(dtrain_batch_norm_desc.comm) needs one of each rank; end all ranks with "
-                       "the shortest data, or leave comm NULL (%s)",
-                       strategy->world->rank, dtrain__bare(dtrain_last_error()));
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
 {
     const char *const call = "dtrain_strategy_join";
     if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__join_batches(strategy)));
+    /* Where batches are normalised over several ranks, these make a call there in their forward,
+     * with which this one differs at once; if none of them has a batch, all make this one. */
+    dtrain_comm *batches = dtrain__comm_numbered(strategy->world, strategy->batch_comm);
+    dtrain_result result = batches ? dtrain_barrier(batches) : DTRAIN_OK;
+    if (result != DTRAIN_OK)
+        result = dtrain_fail(
+            result,
+            "%s: rank %d has no batch left, and a batch normalisation "
+            "(dtrain_batch_norm_desc.comm) needs one of each rank; end all ranks with the shortest "
+            "data, or leave comm NULL (%s)",
+            call, strategy->world->rank, dtrain__bare(dtrain_last_error()));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     DTRAIN__TRY(dtrain__join_forward(strategy));
     return dtrain__join_backward(strategy, over);
 }
@@ -18670,31 +18625,6 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
-                                      dtrain_shard *shard)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    const dtrain_param *p = &strategy->params[i];
-    memset(shard, 0, sizeof *shard);
-    shard->param = p;
-    int64_t offset, count;
-    if (!dtrain__piece(layout, i, &offset, &count)) return false;
-    shard->offset = offset;
-    shard->count = count;
-    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
-    void *value = wide ? p->typed_value : p->value, *grad = wide ? p->typed_grad : p->grad;
-    if (bucket) {
-        const int64_t first = layout->entries[i].offset - bucket->shard_first;
-        const int64_t at = first + dtrain__words(layout, offset);
-        value = bucket->value_shard + at;
-        grad = dtrain__after(bucket->grad_shard, at);
-    }
-    if (wide) shard->typed_value = value, shard->typed_grad = grad;
-    else shard->value = (float *)value, shard->grad = (const float *)grad;
-    return true;
-}
-
 /* Point a parameter at memory of the library, where the host has given none. */
 static void dtrain__lend(dtrain_strategy *strategy, size_t i)
 {
@@ -18752,13 +18682,6 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
- * end has an address inside it. */
-static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
-{
-    return layout->bytes[block] + DTRAIN__CACHE_LINE;
-}
-
 /* 4. Do everything local that can fail, so that ranks agree on the outcome once: make the layout
  * and the tables beside it, allocate its blocks, zeroed, point everything at them, initialise. A
  * bucket has as many handles as it has collectives under way at once: with ZERO3 one an owner, with
@@ -18790,7 +18713,8 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        const size_t bytes = dtrain__block_bytes(layout, block);
+        /* a cache line more: an empty tensor at the end has an address inside it */
+        const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
         if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
         else if (dtrain__block_is_read(layout, block))
@@ -18919,7 +18843,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     }
     dtrain__offload_close(strategy);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        const size_t bytes = dtrain__block_bytes(layout, block);
+        const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
         if (!layout->memory[block]) continue;
         if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
         else if (dtrain__block_is_read(layout, block))
@@ -19094,6 +19018,59 @@ DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i
     return p->state.storage == p && strategy->layout.entries[i].trainable;
 }
 
+/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
+ * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
+DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                        size_t i, int64_t first, int64_t count, int64_t *low)
+{
+    const dtrain_param *p = &layout->params[i];
+    const dtrain__entry *entry = &layout->entries[i];
+    *low = dtrain__max(entry->offset, first);
+    if (p->state.storage != p || entry->bucket != bucket) return 0;
+    return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
+}
+
+/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
+ * return false if it keeps none. */
+DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
+                                   int64_t *count)
+{
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    *offset = 0;
+    *count = layout->params[i].count;
+    if (layout->params[i].state.storage != &layout->params[i]) return false;
+    if (!bucket) return dtrain__has_memory(&layout->params[i]);
+    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
+    *count = dtrain__elements(layout, *count);
+    *offset = dtrain__elements(layout, *offset - layout->entries[i].offset);
+    return *count > 0;
+}
+
+DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
+                                      dtrain_shard *shard)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    const dtrain_param *p = &strategy->params[i];
+    memset(shard, 0, sizeof *shard);
+    shard->param = p;
+    int64_t offset, count;
+    if (!dtrain__piece(layout, i, &offset, &count)) return false;
+    shard->offset = offset;
+    shard->count = count;
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
+    void *value = wide ? p->typed_value : p->value, *grad = wide ? p->typed_grad : p->grad;
+    if (bucket) {
+        const int64_t first = layout->entries[i].offset - bucket->shard_first;
+        const int64_t at = first + dtrain__words(layout, offset);
+        value = bucket->value_shard + at;
+        grad = dtrain__after(bucket->grad_shard, at);
+    }
+    if (wide) shard->typed_value = value, shard->typed_grad = grad;
+    else shard->value = (float *)value, shard->grad = (const float *)grad;
+    return true;
+}
+
 /* Each copy of the model has the same shard once, and every rank a whole value. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {
@@ -19148,23 +19125,19 @@ typedef struct dtrain__planned {
     dtrain__stage_map stages;
 } dtrain__planned;
 
-/* Return how many tensors of optimizer state a parameter will have. */
-static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
-{
-    const uint32_t group = param->state.storage->group;
-    const bool own = group && group <= desc->group_count;
-    const uint32_t states = own ? desc->group_states[group - 1] : desc->optimizer_states;
-    return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
-}
-
 /* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
+    const dtrain_strategy_desc *desc = layout->desc;
     int64_t staging = 0;
     uint64_t state = 0;
-    for (size_t i = 0; i < layout->count; i++)
-        state += dtrain__update_bytes(
-            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &staging);
+    for (size_t i = 0; i < layout->count; i++) {
+        const uint32_t group = layout->params[i].state.storage->group;
+        const bool own = group && group <= desc->group_count;
+        const uint32_t states = own ? desc->group_states[group - 1] : desc->optimizer_states;
+        const bool none = states == DTRAIN_OPTIMIZER_STATES_NONE;
+        state += dtrain__update_bytes(layout, i, none ? 0 : states, false, &staging);
+    }
     state += 2 * (uint64_t)staging * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);
@@ -19172,7 +19145,7 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
     one.grads = layout->grad_bytes;
     one.buffers = layout->bytes[DTRAIN__BUFFERS];
     one.host = layout->bytes[DTRAIN__HOST];
-    if (layout->desc->offload) one.host += state;
+    if (desc->offload) one.host += state;
     else one.optimizer = state;
     one.total = one.params + one.grads + one.buffers + one.optimizer;
     const uint64_t host = one.host > memory->host ? one.host : memory->host;
@@ -19331,35 +19304,30 @@ typedef struct dtrain__candidates {
     int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
 } dtrain__candidates;
 
-/* Set desc to the i-th candidate; return false when the ranks or other fields exclude it.
- * node_ranks: ranks of each node, 0 where nodes differ. */
-static bool dtrain__auto_candidate(int ranks, uint32_t node_ranks, size_t i,
-                                   dtrain_strategy_desc *desc)
-{
-    const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
-    desc->kind = dtrain__auto_order[i];
-    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
-                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
-                                                                  : DTRAIN_STRATEGY_DDP;
-    if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind->replicas && (node_ranks == 0 || node_ranks == (uint32_t)ranks)) return false;
-    if (kind->replicas || (desc->hierarchical && !desc->node_size)) desc->node_size = node_ranks;
-    return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
-}
-
-/* Plan all candidates. Local. */
+/* Plan all candidates that the ranks and other fields do not exclude. node_ranks: ranks of each
+ * node, 0 where nodes differ. Local. */
 static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dtrain_param *params,
                                              size_t count, const dtrain_strategy_desc *given,
                                              int ranks, uint32_t node_ranks,
                                              dtrain__candidates *all)
 {
+    const uint32_t alone = given->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
+                           : given->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
+                                                                   : DTRAIN_STRATEGY_DDP;
     bool any = false;
     memset(all, 0, sizeof *all);
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++) {
-        all->descs[i] = *given;
+        dtrain_strategy_desc *desc = &all->descs[i];
+        const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
+        *desc = *given;
+        desc->kind = dtrain__auto_order[i];
         all->totals[i] = INT64_MAX;
-        if (!dtrain__auto_candidate(ranks, node_ranks, i, &all->descs[i])) continue;
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &all->descs[i], ranks, &all->memory[i]));
+        if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) continue;
+        if (kind->replicas && (node_ranks == 0 || node_ranks == (uint32_t)ranks)) continue;
+        if (kind->replicas || (desc->hierarchical && !desc->node_size))
+            desc->node_size = node_ranks;
+        if (dtrain__resolve_kind(desc, kind) != DTRAIN_OK) continue;
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, desc, ranks, &all->memory[i]));
         all->totals[i] = (int64_t)all->memory[i].total;
         any = true;
     }

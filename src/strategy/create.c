@@ -60,31 +60,6 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
-                                      dtrain_shard *shard)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    const dtrain_param *p = &strategy->params[i];
-    memset(shard, 0, sizeof *shard);
-    shard->param = p;
-    int64_t offset, count;
-    if (!dtrain__piece(layout, i, &offset, &count)) return false;
-    shard->offset = offset;
-    shard->count = count;
-    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
-    void *value = wide ? p->typed_value : p->value, *grad = wide ? p->typed_grad : p->grad;
-    if (bucket) {
-        const int64_t first = layout->entries[i].offset - bucket->shard_first;
-        const int64_t at = first + dtrain__words(layout, offset);
-        value = bucket->value_shard + at;
-        grad = dtrain__after(bucket->grad_shard, at);
-    }
-    if (wide) shard->typed_value = value, shard->typed_grad = grad;
-    else shard->value = (float *)value, shard->grad = (const float *)grad;
-    return true;
-}
-
 /* Point a parameter at memory of the library, where the host has given none. */
 static void dtrain__lend(dtrain_strategy *strategy, size_t i)
 {
@@ -142,13 +117,6 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
- * end has an address inside it. */
-static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
-{
-    return layout->bytes[block] + DTRAIN__CACHE_LINE;
-}
-
 /* 4. Do everything local that can fail, so that ranks agree on the outcome once: make the layout
  * and the tables beside it, allocate its blocks, zeroed, point everything at them, initialise. A
  * bucket has as many handles as it has collectives under way at once: with ZERO3 one an owner, with
@@ -180,7 +148,8 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        const size_t bytes = dtrain__block_bytes(layout, block);
+        /* a cache line more: an empty tensor at the end has an address inside it */
+        const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
         if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
         else if (dtrain__block_is_read(layout, block))
@@ -309,7 +278,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     }
     dtrain__offload_close(strategy);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        const size_t bytes = dtrain__block_bytes(layout, block);
+        const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
         if (!layout->memory[block]) continue;
         if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
         else if (dtrain__block_is_read(layout, block))

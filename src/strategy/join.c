@@ -37,27 +37,24 @@ DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtra
     strategy->batch_comm = comm->number;
 }
 
-/* Where batches are normalised over several ranks, these make a call there in their forward, with
- * which this one differs at once; if none of them has a batch, all make this one. */
-static dtrain_result dtrain__join_batches(dtrain_strategy *strategy)
-{
-    dtrain_comm *comm = dtrain__comm_numbered(strategy->world, strategy->batch_comm);
-    const dtrain_result result = comm ? dtrain_barrier(comm) : DTRAIN_OK;
-    if (result == DTRAIN_OK) return result;
-    return dtrain_fail(result,
-                       "dtrain_strategy_join: rank %d has no batch left, and a batch normalisation "
-                       "(dtrain_batch_norm_desc.comm) needs one of each rank; end all ranks with "
-                       "the shortest data, or leave comm NULL (%s)",
-                       strategy->world->rank, dtrain__bare(dtrain_last_error()));
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
 {
     const char *const call = "dtrain_strategy_join";
     if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__join_batches(strategy)));
+    /* Where batches are normalised over several ranks, these make a call there in their forward,
+     * with which this one differs at once; if none of them has a batch, all make this one. */
+    dtrain_comm *batches = dtrain__comm_numbered(strategy->world, strategy->batch_comm);
+    dtrain_result result = batches ? dtrain_barrier(batches) : DTRAIN_OK;
+    if (result != DTRAIN_OK)
+        result = dtrain_fail(
+            result,
+            "%s: rank %d has no batch left, and a batch normalisation "
+            "(dtrain_batch_norm_desc.comm) needs one of each rank; end all ranks with the shortest "
+            "data, or leave comm NULL (%s)",
+            call, strategy->world->rank, dtrain__bare(dtrain_last_error()));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     DTRAIN__TRY(dtrain__join_forward(strategy));
     return dtrain__join_backward(strategy, over);
 }

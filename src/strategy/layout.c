@@ -46,22 +46,6 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
     return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
 }
 
-DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
-{
-    return (int64_t)(dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE) /
-                     sizeof(float));
-}
-
-DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements)
-{
-    return layout->dtype == DTRAIN_DTYPE_F64 ? 2 * elements : elements;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words)
-{
-    return layout->dtype == DTRAIN_DTYPE_F64 ? words / 2 : words;
-}
-
 /* Return the length of a parameter that is the same on all ranks of the tensor axis. */
 static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
 {
@@ -333,8 +317,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    const size_t count = layout->count, cuts = (size_t)layout->ranks + 1;
-    dtrain__free(a, layout->cuts, count + 1, cuts * sizeof *layout->cuts);
+    const size_t count = layout->count;
+    dtrain__free(a, layout->cuts, count + 1, ((size_t)layout->ranks + 1) * sizeof *layout->cuts);
     dtrain__free(a, layout->owners, count, sizeof *layout->owners);
     dtrain__free(a, layout->units, count, sizeof *layout->units);
     dtrain__free(a, layout->buckets, count + 1, sizeof *layout->buckets);
@@ -346,32 +330,4 @@ DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layou
 {
     dtrain__bucket *bucket = layout->entries[i].bucket;
     return bucket && bucket->sharded ? bucket : NULL;
-}
-
-/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
- * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
-DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
-                                        size_t i, int64_t first, int64_t count, int64_t *low)
-{
-    const dtrain_param *p = &layout->params[i];
-    const dtrain__entry *entry = &layout->entries[i];
-    *low = dtrain__max(entry->offset, first);
-    if (p->state.storage != p || entry->bucket != bucket) return 0;
-    return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
-}
-
-/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
- * return false if it keeps none. */
-DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
-                                   int64_t *count)
-{
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    *offset = 0;
-    *count = layout->params[i].count;
-    if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (!bucket) return dtrain__has_memory(&layout->params[i]);
-    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *count = dtrain__elements(layout, *count);
-    *offset = dtrain__elements(layout, *offset - layout->entries[i].offset);
-    return *count > 0;
 }

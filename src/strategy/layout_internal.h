@@ -176,14 +176,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements);
-DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
+
+/* strategy/view.c */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
 
 /* strategy/memory.c */
+DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements);
+DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words);
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);

@@ -7,6 +7,22 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
+DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
+{
+    return (int64_t)(dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE) /
+                     sizeof(float));
+}
+
+DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements)
+{
+    return layout->dtype == DTRAIN_DTYPE_F64 ? 2 * elements : elements;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words)
+{
+    return layout->dtype == DTRAIN_DTYPE_F64 ? words / 2 : words;
+}
+
 /* Cut the next piece, of count fp32 elements, from a block. */
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count)
 {

@@ -15,6 +15,23 @@
 #include "strategy/params.h"
 #include "strategy/strategy.h"
 
+/* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
+ * USENIX ATC 2021). With GRADS or PARAMS one rank alone counts as a shard that is everything. On a
+ * device whose memory is the host's: UNSUPPORTED.
+ *
+ *     OPTIMIZER   state and a master copy of this rank's values, read from the device when the
+ *                 optimizer is created; the update runs on the CPU, while gradients come and new
+ *                 values go back
+ *     GRADS       gradient shards; later micro-batches are added by the CPU. Needs OPTIMIZER and a
+ *                 kind that shards gradients, not under DTRAIN_ACCUMULATION_LAST
+ *     PARAMS      parameter shards: they are the master copy, and gather brings them to the device.
+ *                 Needs OPTIMIZER and a kind that shards parameters
+ *
+ * dtrain_shard's pointers are host memory where the class is offloaded. */
+#define DTRAIN_OFFLOAD_OPTIMIZER 1u
+#define DTRAIN_OFFLOAD_GRADS 2u
+#define DTRAIN_OFFLOAD_PARAMS 4u
+
 /* The bytes of one rank, by class. */
 typedef struct dtrain_memory {
     uint64_t params, grads, optimizer, activations, activation_grads;

@@ -17,23 +17,19 @@ typedef struct dtrain__planned {
     dtrain__stage_map stages;
 } dtrain__planned;
 
-/* Return how many tensors of optimizer state a parameter will have. */
-static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
-{
-    const uint32_t group = param->state.storage->group;
-    const bool own = group && group <= desc->group_count;
-    const uint32_t states = own ? desc->group_states[group - 1] : desc->optimizer_states;
-    return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
-}
-
 /* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
+    const dtrain_strategy_desc *desc = layout->desc;
     int64_t staging = 0;
     uint64_t state = 0;
-    for (size_t i = 0; i < layout->count; i++)
-        state += dtrain__update_bytes(
-            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &staging);
+    for (size_t i = 0; i < layout->count; i++) {
+        const uint32_t group = layout->params[i].state.storage->group;
+        const bool own = group && group <= desc->group_count;
+        const uint32_t states = own ? desc->group_states[group - 1] : desc->optimizer_states;
+        const bool none = states == DTRAIN_OPTIMIZER_STATES_NONE;
+        state += dtrain__update_bytes(layout, i, none ? 0 : states, false, &staging);
+    }
     state += 2 * (uint64_t)staging * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);
@@ -41,7 +37,7 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
     one.grads = layout->grad_bytes;
     one.buffers = layout->bytes[DTRAIN__BUFFERS];
     one.host = layout->bytes[DTRAIN__HOST];
-    if (layout->desc->offload) one.host += state;
+    if (desc->offload) one.host += state;
     else one.optimizer = state;
     one.total = one.params + one.grads + one.buffers + one.optimizer;
     const uint64_t host = one.host > memory->host ? one.host : memory->host;
@@ -200,35 +196,30 @@ typedef struct dtrain__candidates {
     int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
 } dtrain__candidates;
 
-/* Set desc to the i-th candidate; return false when the ranks or other fields exclude it.
- * node_ranks: ranks of each node, 0 where nodes differ. */
-static bool dtrain__auto_candidate(int ranks, uint32_t node_ranks, size_t i,
-                                   dtrain_strategy_desc *desc)
-{
-    const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
-    desc->kind = dtrain__auto_order[i];
-    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
-                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
-                                                                  : DTRAIN_STRATEGY_DDP;
-    if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind->replicas && (node_ranks == 0 || node_ranks == (uint32_t)ranks)) return false;
-    if (kind->replicas || (desc->hierarchical && !desc->node_size)) desc->node_size = node_ranks;
-    return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
-}
-
-/* Plan all candidates. Local. */
+/* Plan all candidates that the ranks and other fields do not exclude. node_ranks: ranks of each
+ * node, 0 where nodes differ. Local. */
 static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dtrain_param *params,
                                              size_t count, const dtrain_strategy_desc *given,
                                              int ranks, uint32_t node_ranks,
                                              dtrain__candidates *all)
 {
+    const uint32_t alone = given->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
+                           : given->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
+                                                                   : DTRAIN_STRATEGY_DDP;
     bool any = false;
     memset(all, 0, sizeof *all);
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++) {
-        all->descs[i] = *given;
+        dtrain_strategy_desc *desc = &all->descs[i];
+        const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
+        *desc = *given;
+        desc->kind = dtrain__auto_order[i];
         all->totals[i] = INT64_MAX;
-        if (!dtrain__auto_candidate(ranks, node_ranks, i, &all->descs[i])) continue;
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &all->descs[i], ranks, &all->memory[i]));
+        if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) continue;
+        if (kind->replicas && (node_ranks == 0 || node_ranks == (uint32_t)ranks)) continue;
+        if (kind->replicas || (desc->hierarchical && !desc->node_size))
+            desc->node_size = node_ranks;
+        if (dtrain__resolve_kind(desc, kind) != DTRAIN_OK) continue;
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, desc, ranks, &all->memory[i]));
         all->totals[i] = (int64_t)all->memory[i].total;
         any = true;
     }

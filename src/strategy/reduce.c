@@ -218,9 +218,8 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 }
 
 /* Take every bucket under way as far as it can go without waiting. There is no progress thread:
- * collectives move only in such calls, one at every ready, which are a layer's backward apart; each
- * reads the clock twice and one cache line per rank. A bucket begins a step only after all buckets
- * before it have. */
+ * collectives move only in such calls, one at every ready. A bucket begins a step only after all
+ * buckets before it have. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
     uint32_t slowest = DTRAIN__REDUCED; /* the smallest step of the buckets so far */
@@ -285,12 +284,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* End a backward. The order of these calls matters. Ranks exchange which gradients are missing
- * after each has walked the units that its backward has stepped over and launched all buckets, and
- * an error for a missing one is returned after all buckets were waited for. So a step that fails
- * for a missing gradient has made the same collectives as one that succeeds, and the next step
- * finds all ranks at the same place. Units that were fetched ahead are waited for, because the
- * update overwrites the shards that their collectives read. */
+/* End a backward. The order of these calls matters: a step that fails for a missing gradient makes
+ * the same collectives as one that succeeds, and the next step finds all ranks at the same place.
+ * Units that were fetched ahead are waited for, because the update overwrites the shards that their
+ * collectives read. */
 static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
     const size_t all = strategy->layout.bucket_count;

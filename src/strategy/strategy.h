@@ -93,23 +93,6 @@ typedef enum dtrain_accumulation {
     DTRAIN_ACCUMULATION_SHARD_EVERY = 3
 } dtrain_accumulation;
 
-/* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
- * USENIX ATC 2021). With GRADS or PARAMS one rank alone counts as a shard that is everything. On a
- * device whose memory is the host's: UNSUPPORTED.
- *
- *     OPTIMIZER   state and a master copy of this rank's values, read from the device when the
- *                 optimizer is created; the update runs on the CPU, while gradients come and new
- *                 values go back
- *     GRADS       gradient shards; later micro-batches are added by the CPU. Needs OPTIMIZER and a
- *                 kind that shards gradients, not under DTRAIN_ACCUMULATION_LAST
- *     PARAMS      parameter shards: they are the master copy, and gather brings them to the device.
- *                 Needs OPTIMIZER and a kind that shards parameters
- *
- * dtrain_shard's pointers are host memory where the class is offloaded. */
-#define DTRAIN_OFFLOAD_OPTIMIZER 1u
-#define DTRAIN_OFFLOAD_GRADS 2u
-#define DTRAIN_OFFLOAD_PARAMS 4u
-
 struct dtrain_compression_desc; /* strategy/compression.h */
 
 #define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX /* for optimizer_states: SGD without momentum */
@@ -123,7 +106,7 @@ typedef struct dtrain_strategy_desc {
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
                                    travel as, in kinds that shard them; shards stay fp32 */
     uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
-    uint32_t offload;          /* DTRAIN_OFFLOAD_*; 0 = nothing */
+    uint32_t offload;          /* DTRAIN_OFFLOAD_*, see strategy/memory.h; 0 = nothing */
     uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
                                    host */
     bool no_overlap;           /* communicate in finish and gather only; with the same bits */

@@ -191,10 +191,10 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
 }
 
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
- * rank, whatever gradients a rank has or lacks: the gradients of the units after it are reduced,
- * its values gathered, the next unit's values fetched. So a rank may step over units, or end early:
- * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
- * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
+ * rank, whatever gradients it has: those of the units after it are reduced, its values gathered,
+ * the next unit's fetched. So a rank may step over units, or end early: its next gather, or finish,
+ * walks them. A unit whose slot a forward inside this backward has taken, on all ranks, is brought
+ * again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -329,12 +329,8 @@ static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dty
 
 /* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this
  * one gathers this rank's slice from the other nodes, dtrain__gather_inside the slices of this
- * node.
- *
- * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
- * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
- * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
- * million parameters, 512 tokens a rank), which is why there is none. */
+ * node. A shard is rounded anew each time: a rounded copy beside the master would save 4 ms of a
+ * step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), for 2 bytes of memory an element. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {

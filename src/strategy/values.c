@@ -108,30 +108,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Put the parts that ranks of the tensor axis have of a parameter together in `host`. Each sends
- * its own to the others, through `staging`, which holds the largest: parts differ in length. */
-static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_param *part,
-                                        float *staging, float *host)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    dtrain__share share;
-    for (int r = 0; r < groups->tensor_ranks; r++) {
-        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
-        if (r == groups->tensor_rank)
-            DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, part->value,
-                                           (size_t)share.count * sizeof *staging));
-        DTRAIN__TRY(dtrain_broadcast(groups->tensor, staging, (size_t)share.count, DTRAIN_DTYPE_F32,
-                                     r, NULL));
-        for (int64_t i = 0, run; i < share.count; i += run) {
-            const int64_t at = dtrain__share_place(&share, i, &run);
-            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Read a parameter of which ranks of the tensor axis have parts, if this rank has one. Collective
- * over the mesh. */
+/* Read a parameter of which ranks of the tensor axis have parts, if this rank has one: each sends
+ * its own to the others, through `staging`, which holds the largest, for parts differ in length.
+ * Collective over the mesh. */
 static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
                                         float *host)
 {
@@ -145,8 +124,20 @@ static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_
     float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
                                             "a part of a parameter");
     dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
-    if (result == DTRAIN_OK && part->count)
-        result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
+    for (int r = 0; r < groups->tensor_ranks && part->count && result == DTRAIN_OK; r++) {
+        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
+        if (r == groups->tensor_rank)
+            result = dtrain_device_copy(strategy->device, staging, part->value,
+                                        (size_t)share.count * sizeof *staging);
+        if (result == DTRAIN_OK)
+            result = dtrain_broadcast(groups->tensor, staging, (size_t)share.count,
+                                      DTRAIN_DTYPE_F32, r, NULL);
+        result = dtrain__strategy_keep(strategy, result);
+        for (int64_t i = 0, run; i < share.count && result == DTRAIN_OK; i += run) {
+            const int64_t at = dtrain__share_place(&share, i, &run);
+            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
+        }
+    }
     dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
     return result;
 }
