@@ -5,7 +5,7 @@
  *       the tape or the host        on this rank                         among the ranks
  *
  *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
- *     2                             dtrain__launch_bucket: if all its    all-reduce of the bucket,
+ *     2                             dtrain__launch_buckets: if all its   all-reduce of the bucket,
  *                                   gradients are marked, begin the      under way from here on
  *                                   first of its steps
  *       backward of the next layer

@@ -65,8 +65,8 @@ mutant "backward: what does not count is left in place" tape/backward.c 's/    i
 mutant "strategy: gradients of rows are not summed" strategy/tensor.c '/_tensor_begin(/,/^}/s/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
 mutant "strategy: sums are not unpacked" strategy/tensor.c 's/return bucket->tensor_packed ?/return false ?/'
 mutant "strategy: sums in a mean" strategy/tensor.c 's/    packed += dtrain__padded(count);/    for (int64_t k = 0; k < count \&\& !back; k++) packed[k] \/= 2;\n&/'
-mutant "norm: each rank counts what is whole" strategy/norm.c 's/!whole || strategy->groups.tensor_rank == 0/true/'
-mutant "norm: the first rank counts what is cut" strategy/norm.c 's/!whole || strategy->groups.tensor_rank == 0/strategy->groups.tensor_rank == 0/'
-mutant "weights: the unit is that of one's own axis" strategy/weights.c 's/(float)dtrain__weight_ranks(&strategy->groups)/(float)layout->all/'
+mutant "norm: each rank counts what is whole" strategy/norm.c 's/: whole \&\& groups->tensor_rank)/: false)/'
+mutant "norm: the first rank counts what is cut" strategy/norm.c 's/: whole \&\& groups->tensor_rank)/: groups->tensor_rank)/'
+mutant "weights: the unit is that of one's own axis" strategy/weights.c 's/weighing = ranks \/ groups->pipeline_ranks/weighing = layout->all/'
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
