@@ -5172,17 +5172,6 @@ DTRAIN__PRIVATE bool dtrain__is_finite(float value)
  * should. NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does:
  * the bulk conversions of device/ give the same bits by other means. */
 
-/* A denormal result counts units of 2^-24: the mantissa (with its hidden bit) is shifted down by
- * 126 - exponent. Below 2^-25 everything rounds to zero. */
-static uint32_t dtrain__f16_denormal(uint32_t magnitude)
-{
-    const uint32_t shift = 126u - (magnitude >> 23);
-    if (shift > 24) return 0;
-    const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
-    const uint32_t half = 1u << (shift - 1);
-    return (mantissa + half - 1u + (mantissa >> shift & 1u)) >> shift;
-}
-
 DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value)
 {
     const uint32_t bits = dtrain__f32_bits(value);
@@ -5194,7 +5183,15 @@ DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value)
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
     if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* 65520 and more */
-    if (magnitude < 0x38800000u) return (uint16_t)(sign | dtrain__f16_denormal(magnitude));
+    if (magnitude < 0x38800000u) {
+        /* a denormal result counts units of 2^-24: the mantissa, with its hidden bit, is shifted
+         * down by 126 - exponent; below 2^-25 everything rounds to zero */
+        const uint32_t shift = 126u - (magnitude >> 23);
+        if (shift > 24) return (uint16_t)sign;
+        const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+        const uint32_t half = 1u << (shift - 1);
+        return (uint16_t)(sign | (mantissa + half - 1u + (mantissa >> shift & 1u)) >> shift);
+    }
     const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
     return (uint16_t)(sign | (rounded - 0x38000000u) >> 13); /* exponent bias 127 -> 15 */
 }
@@ -5807,7 +5804,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file);
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region);
-DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes);
 DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes);
@@ -5820,7 +5816,6 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
 DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
 DTRAIN__PRIVATE int dtrain__signal_caught(void);
-DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world);
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
@@ -5849,7 +5844,11 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
-    info->stop_requested = dtrain__stop_requested(world);
+    /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
+     * launcher has not seen a signal that was sent to one rank alone */
+    const int signal = world->catches ? dtrain__signal_caught() : 0;
+    if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
+    info->stop_requested = signal != 0;
     info->allocator = world->allocator;
 }
 
@@ -6138,22 +6137,16 @@ static void dtrain__dump_now(dtrain_world *world)
 }
 
 /* Show that this rank is inside the library, and dump if a signal has asked for it. */
-static void dtrain__show_beat(dtrain_world *world, uint64_t now)
+DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
 {
     dtrain__ring *ring = world->timeline.ring;
+    dtrain__tick(world, now);
     if (!ring) return;
     dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == ring->asked) return;
     ring->asked = asked;
     if (world->catches && ring->code == DTRAIN_OK) dtrain__dump_now(world);
-}
-
-/* Show it from inside a wait. */
-DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
-{
-    dtrain__tick(world, now);
-    dtrain__show_beat(world, now);
 }
 
 /* Enter a public call that may wait for other ranks, and return the time. */
@@ -6163,7 +6156,7 @@ DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
     (void)dtrain__span_begin_at(world, DTRAIN_SPAN_COMM, name, DTRAIN__UNNUMBERED, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
-    dtrain__show_beat(world, now);
+    dtrain__beat(world, now);
     return now;
 }
 
@@ -6172,7 +6165,7 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
 {
     const uint64_t now = dtrain__now_ns();
     dtrain__span_end_at(world, world->timeline.depth - 1, now);
-    dtrain__show_beat(world, now);
+    dtrain__beat(world, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
     if (result == DTRAIN_OK) *dtrain__last_code() = DTRAIN_OK;
@@ -6854,11 +6847,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
     }
 }
 
-DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank)
-{
-    return control->arenas + (size_t)rank * control->arena_bytes;
-}
-
 /* Say whether every rank can read and write all of these bytes at this address. */
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
 {
@@ -6930,7 +6918,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     world->ranges[i].begin = at;
     world->ranges[i].end = at + bytes;
     world->range_count++;
-    *out = dtrain__arena(world->control, world->rank) + at;
+    *out = world->control->arenas + (size_t)world->rank * all + at;
     return DTRAIN_OK;
 }
 
@@ -6938,7 +6926,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
  * is handed out next reads as zero. An address that is not of this arena is ignored. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
-    char *arena = dtrain__arena(world->control, world->rank);
+    char *arena = world->control->arenas + (size_t)world->rank * world->control->arena_bytes;
     for (size_t i = 0; memory && i < world->range_count; i++) {
         const dtrain__range range = world->ranges[i];
         if (arena + range.begin != memory) continue;
@@ -8079,16 +8067,6 @@ DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain
 
 /* Return the signal that this process has caught, 0 for none. */
 DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }
-
-/* Say whether a signal has asked this rank to stop. Note the signal in the control page too: a run
- * that was asked to stop is not restarted, and the launcher has not seen a signal that was sent to
- * one rank alone. */
-DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world)
-{
-    const int number = world->catches ? dtrain__signal_caught() : 0;
-    if (number && *world->mine) dtrain__store(&world->control->caught, number);
-    return number != 0;
-}
 
 /* ==== src/comm/comm.c ========================================================================= */
 
@@ -35385,9 +35363,7 @@ typedef struct dtrain__console {
 
 typedef struct dtrain__prometheus {
     double write_at;                         /* when the file may be replaced again */
-    double steps;                            /* so far */
     double kind_bytes[DTRAIN__METRIC_COUNT]; /* so far, of KIND_bytes */
-    double wall_time;                        /* of the last step */
     char *next;                              /* (next_bytes) path of the next version */
     size_t next_bytes;
 } dtrain__prometheus;
@@ -35436,6 +35412,7 @@ struct dtrain_metrics {
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
+    size_t histograms_bytes;
 
     double started; /* when the first step began */
     dtrain_step_record last;
@@ -35479,13 +35456,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
                                                             const dtrain_histogram *histogram);
 
 /* monitor/metrics.c */
-DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
-                                             const dtrain_histogram *histogram);
+DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, const dtrain_histogram *histogram,
+                                        const dtrain_summary *end);
 
 /* monitor/histogram.c */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
 
 /* monitor/nvml.c */
 DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics);
@@ -35504,18 +35480,6 @@ static const dtrain_metrics_sink dtrain__writers[DTRAIN__WRITERS] = {
     {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
      dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}};
 
-/* Count the result of a sink's call. The sentence of the first failure is a warning. */
-static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result result)
-{
-    const char *why = dtrain_last_error();
-    metrics->busy = false;
-    if (result == DTRAIN_OK) metrics->infos[i].written++;
-    else if (metrics->infos[i].lost++ == 0)
-        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "metrics, %s: %s; training goes on without the records that are lost",
-                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result));
-}
-
 /* Prepare for the call of a sink: an error that stands afterwards is the sink's. */
 static void dtrain__sink_enter(dtrain_metrics *metrics)
 {
@@ -35523,15 +35487,26 @@ static void dtrain__sink_enter(dtrain_metrics *metrics)
     (void)dtrain__set_last_error(DTRAIN_OK, "");
 }
 
-/* Hand a histogram to the sinks that take them. */
-DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
-                                             const dtrain_histogram *histogram)
+/* Hand the end to all sinks, or a histogram, or without both the sample of a step. Count the
+ * results; the sentence of a sink's first failure is a warning. */
+DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, const dtrain_histogram *histogram,
+                                        const dtrain_summary *end)
 {
-    for (size_t i = 0; i < metrics->sink_count; i++) {
+    for (size_t i = 0; i < metrics->opened; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        if (!sink->histogram) continue;
+        dtrain_metrics_sink_info *info = &metrics->infos[i];
+        if (end ? !sink->finish : histogram ? !sink->histogram : !sink->step) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->histogram(sink->user, histogram));
+        const dtrain_result result = end         ? sink->finish(sink->user, end)
+                                     : histogram ? sink->histogram(sink->user, histogram)
+                                                 : sink->step(sink->user, &metrics->sample);
+        const char *why = dtrain_last_error();
+        metrics->busy = false;
+        if (result == DTRAIN_OK) info->written++;
+        else if (info->lost++ == 0)
+            dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
+                       "metrics, %s: %s; training goes on without the records that are lost",
+                       info->name, why[0] ? why : dtrain_result_text(result));
     }
 }
 
@@ -35698,12 +35673,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     s->seconds = now - metrics->started;
     dtrain__nvml_sample(metrics);
     dtrain__metrics_fill(metrics, record);
-    for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        if (!sink->step) continue;
-        dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->step(sink->user, &metrics->sample));
-    }
+    dtrain__sinks_take(metrics, NULL, NULL);
     const uint32_t every = metrics->desc.histogram_every;
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
 }
@@ -35739,12 +35709,7 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
     dtrain_metrics_query(metrics, &info);
-    for (size_t i = 0; i < metrics->opened; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        if (!sink->finish) continue;
-        dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->finish(sink->user, &info.summary));
-    }
+    dtrain__sinks_take(metrics, NULL, &info.summary);
     dtrain__text *text = dtrain__record_begin(metrics);
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *sink = &metrics->infos[i];
@@ -35776,7 +35741,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
-    dtrain__histograms_destroy(metrics);
+    dtrain__free(&allocator, metrics->histograms, 1, metrics->histograms_bytes);
     dtrain__text_free(&metrics->text);
     dtrain__free(&allocator, metrics->prometheus.next, metrics->prometheus.next_bytes, 1);
     dtrain__free(&allocator, metrics->tensorboard.path, metrics->tensorboard.path_bytes, 1);
@@ -36483,13 +36448,15 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
         "", "sent_bytes_total", "Bytes that rank 0 sent, by kind of collective.", "", true, false};
     char label[64];
     dtrain__prometheus_one(metrics, "finished", "1 when the run is over.", false, finished);
-    dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true, p->steps);
-    if (p->steps > 0) {
+    dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true,
+                           (double)metrics->summary.steps);
+    if (metrics->summary.steps > 0) {
         dtrain__prometheus_one(metrics, "step", "Number of the last step, from 1.", false,
                                (double)metrics->last.step);
-        dtrain__prometheus_one(metrics, "last_step_timestamp_seconds",
-                               "When the last step was reported, in whole seconds.", false,
-                               floor(p->wall_time)); /* nine digits would be tens of them */
+        dtrain__prometheus_one(
+            metrics, "last_step_timestamp_seconds",
+            "When the last step was reported, in whole seconds.", false,
+            floor(metrics->sample.wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
         const dtrain_metric *row = &table[id];
@@ -36554,8 +36521,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__prometheus_step(void *user,
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__prometheus *p = &metrics->prometheus;
     const double now = dtrain_seconds();
-    p->steps++;
-    p->wall_time = sample->wall_time;
     for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++)
         if (sample->known[id]) p->kind_bytes[id] += sample->values[id];
     if (now < p->write_at) return DTRAIN_OK;
@@ -36922,11 +36887,6 @@ typedef struct dtrain__histograms {
     dtrain__moments all[1]; /* (ranks, TOGETHER) */
 } dtrain__histograms;
 
-static size_t dtrain__histograms_bytes(int ranks)
-{
-    return sizeof(dtrain__histograms) + sizeof(dtrain__moments) * DTRAIN__TOGETHER * (size_t)ranks;
-}
-
 /* Count values, times a scale, of the device's memory or the host's. */
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
@@ -37028,7 +36988,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
         whole.tag = tag;
         whole.limits = h->limits;
         whole.buckets = h->buckets;
-        dtrain__sinks_histogram(metrics, &whole);
+        dtrain__sinks_take(metrics, &whole, NULL);
     }
     memset(h->counts, 0, sizeof h->counts);
     memset(h->mine, 0, DTRAIN__TOGETHER * sizeof *h->mine);
@@ -37068,20 +37028,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
     if (!trainer)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: histogram_every needs a trainer in desc");
+    const size_t all = sizeof(dtrain__moments) * DTRAIN__TOGETHER * (size_t)trainer->ranks;
+    metrics->histograms_bytes = sizeof(dtrain__histograms) + all;
     dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
-        &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
+        &metrics->allocator, 1, metrics->histograms_bytes, "histograms");
     if (!h) return DTRAIN_ERROR_MEMORY;
     h->world = metrics->world;
     h->trainer = trainer;
     h->mine = h->all + trainer->rank * DTRAIN__TOGETHER;
     return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
-{
-    dtrain__histograms *h = metrics->histograms;
-    if (h) dtrain__free(&metrics->allocator, h, 1, dtrain__histograms_bytes(h->trainer->ranks));
-    metrics->histograms = NULL;
 }
 
 /* ==== src/monitor/nvml.c ====================================================================== */

@@ -54,17 +54,6 @@ DTRAIN__PRIVATE bool dtrain__is_finite(float value)
  * should. NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does:
  * the bulk conversions of device/ give the same bits by other means. */
 
-/* A denormal result counts units of 2^-24: the mantissa (with its hidden bit) is shifted down by
- * 126 - exponent. Below 2^-25 everything rounds to zero. */
-static uint32_t dtrain__f16_denormal(uint32_t magnitude)
-{
-    const uint32_t shift = 126u - (magnitude >> 23);
-    if (shift > 24) return 0;
-    const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
-    const uint32_t half = 1u << (shift - 1);
-    return (mantissa + half - 1u + (mantissa >> shift & 1u)) >> shift;
-}
-
 DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value)
 {
     const uint32_t bits = dtrain__f32_bits(value);
@@ -76,7 +65,15 @@ DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value)
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
     if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* 65520 and more */
-    if (magnitude < 0x38800000u) return (uint16_t)(sign | dtrain__f16_denormal(magnitude));
+    if (magnitude < 0x38800000u) {
+        /* a denormal result counts units of 2^-24: the mantissa, with its hidden bit, is shifted
+         * down by 126 - exponent; below 2^-25 everything rounds to zero */
+        const uint32_t shift = 126u - (magnitude >> 23);
+        if (shift > 24) return (uint16_t)sign;
+        const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+        const uint32_t half = 1u << (shift - 1);
+        return (uint16_t)(sign | (mantissa + half - 1u + (mantissa >> shift & 1u)) >> shift);
+    }
     const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
     return (uint16_t)(sign | (rounded - 0x38000000u) >> 13); /* exponent bias 127 -> 15 */
 }

@@ -54,11 +54,6 @@ typedef struct dtrain__histograms {
     dtrain__moments all[1]; /* (ranks, TOGETHER) */
 } dtrain__histograms;
 
-static size_t dtrain__histograms_bytes(int ranks)
-{
-    return sizeof(dtrain__histograms) + sizeof(dtrain__moments) * DTRAIN__TOGETHER * (size_t)ranks;
-}
-
 /* Count values, times a scale, of the device's memory or the host's. */
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
@@ -160,7 +155,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
         whole.tag = tag;
         whole.limits = h->limits;
         whole.buckets = h->buckets;
-        dtrain__sinks_histogram(metrics, &whole);
+        dtrain__sinks_take(metrics, &whole, NULL);
     }
     memset(h->counts, 0, sizeof h->counts);
     memset(h->mine, 0, DTRAIN__TOGETHER * sizeof *h->mine);
@@ -200,18 +195,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
     if (!trainer)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: histogram_every needs a trainer in desc");
+    const size_t all = sizeof(dtrain__moments) * DTRAIN__TOGETHER * (size_t)trainer->ranks;
+    metrics->histograms_bytes = sizeof(dtrain__histograms) + all;
     dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
-        &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
+        &metrics->allocator, 1, metrics->histograms_bytes, "histograms");
     if (!h) return DTRAIN_ERROR_MEMORY;
     h->world = metrics->world;
     h->trainer = trainer;
     h->mine = h->all + trainer->rank * DTRAIN__TOGETHER;
     return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
-{
-    dtrain__histograms *h = metrics->histograms;
-    if (h) dtrain__free(&metrics->allocator, h, 1, dtrain__histograms_bytes(h->trainer->ranks));
-    metrics->histograms = NULL;
 }

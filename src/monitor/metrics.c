@@ -33,18 +33,6 @@ static const dtrain_metrics_sink dtrain__writers[DTRAIN__WRITERS] = {
     {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
      dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}};
 
-/* Count the result of a sink's call. The sentence of the first failure is a warning. */
-static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result result)
-{
-    const char *why = dtrain_last_error();
-    metrics->busy = false;
-    if (result == DTRAIN_OK) metrics->infos[i].written++;
-    else if (metrics->infos[i].lost++ == 0)
-        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "metrics, %s: %s; training goes on without the records that are lost",
-                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result));
-}
-
 /* Prepare for the call of a sink: an error that stands afterwards is the sink's. */
 static void dtrain__sink_enter(dtrain_metrics *metrics)
 {
@@ -52,15 +40,26 @@ static void dtrain__sink_enter(dtrain_metrics *metrics)
     (void)dtrain__set_last_error(DTRAIN_OK, "");
 }
 
-/* Hand a histogram to the sinks that take them. */
-DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
-                                             const dtrain_histogram *histogram)
+/* Hand the end to all sinks, or a histogram, or without both the sample of a step. Count the
+ * results; the sentence of a sink's first failure is a warning. */
+DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, const dtrain_histogram *histogram,
+                                        const dtrain_summary *end)
 {
-    for (size_t i = 0; i < metrics->sink_count; i++) {
+    for (size_t i = 0; i < metrics->opened; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        if (!sink->histogram) continue;
+        dtrain_metrics_sink_info *info = &metrics->infos[i];
+        if (end ? !sink->finish : histogram ? !sink->histogram : !sink->step) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->histogram(sink->user, histogram));
+        const dtrain_result result = end         ? sink->finish(sink->user, end)
+                                     : histogram ? sink->histogram(sink->user, histogram)
+                                                 : sink->step(sink->user, &metrics->sample);
+        const char *why = dtrain_last_error();
+        metrics->busy = false;
+        if (result == DTRAIN_OK) info->written++;
+        else if (info->lost++ == 0)
+            dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
+                       "metrics, %s: %s; training goes on without the records that are lost",
+                       info->name, why[0] ? why : dtrain_result_text(result));
     }
 }
 
@@ -227,12 +226,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     s->seconds = now - metrics->started;
     dtrain__nvml_sample(metrics);
     dtrain__metrics_fill(metrics, record);
-    for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        if (!sink->step) continue;
-        dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->step(sink->user, &metrics->sample));
-    }
+    dtrain__sinks_take(metrics, NULL, NULL);
     const uint32_t every = metrics->desc.histogram_every;
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
 }
@@ -268,12 +262,7 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
     dtrain_metrics_query(metrics, &info);
-    for (size_t i = 0; i < metrics->opened; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        if (!sink->finish) continue;
-        dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->finish(sink->user, &info.summary));
-    }
+    dtrain__sinks_take(metrics, NULL, &info.summary);
     dtrain__text *text = dtrain__record_begin(metrics);
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *sink = &metrics->infos[i];
@@ -305,7 +294,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
-    dtrain__histograms_destroy(metrics);
+    dtrain__free(&allocator, metrics->histograms, 1, metrics->histograms_bytes);
     dtrain__text_free(&metrics->text);
     dtrain__free(&allocator, metrics->prometheus.next, metrics->prometheus.next_bytes, 1);
     dtrain__free(&allocator, metrics->tensorboard.path, metrics->tensorboard.path_bytes, 1);

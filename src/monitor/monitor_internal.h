@@ -213,9 +213,7 @@ typedef struct dtrain__console {
 
 typedef struct dtrain__prometheus {
     double write_at;                         /* when the file may be replaced again */
-    double steps;                            /* so far */
     double kind_bytes[DTRAIN__METRIC_COUNT]; /* so far, of KIND_bytes */
-    double wall_time;                        /* of the last step */
     char *next;                              /* (next_bytes) path of the next version */
     size_t next_bytes;
 } dtrain__prometheus;
@@ -264,6 +262,7 @@ struct dtrain_metrics {
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
+    size_t histograms_bytes;
 
     double started; /* when the first step began */
     dtrain_step_record last;
@@ -307,13 +306,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
                                                             const dtrain_histogram *histogram);
 
 /* monitor/metrics.c */
-DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
-                                             const dtrain_histogram *histogram);
+DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, const dtrain_histogram *histogram,
+                                        const dtrain_summary *end);
 
 /* monitor/histogram.c */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
 
 /* monitor/nvml.c */
 DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics);

@@ -72,13 +72,15 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
         "", "sent_bytes_total", "Bytes that rank 0 sent, by kind of collective.", "", true, false};
     char label[64];
     dtrain__prometheus_one(metrics, "finished", "1 when the run is over.", false, finished);
-    dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true, p->steps);
-    if (p->steps > 0) {
+    dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true,
+                           (double)metrics->summary.steps);
+    if (metrics->summary.steps > 0) {
         dtrain__prometheus_one(metrics, "step", "Number of the last step, from 1.", false,
                                (double)metrics->last.step);
-        dtrain__prometheus_one(metrics, "last_step_timestamp_seconds",
-                               "When the last step was reported, in whole seconds.", false,
-                               floor(p->wall_time)); /* nine digits would be tens of them */
+        dtrain__prometheus_one(
+            metrics, "last_step_timestamp_seconds",
+            "When the last step was reported, in whole seconds.", false,
+            floor(metrics->sample.wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
         const dtrain_metric *row = &table[id];
@@ -143,8 +145,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__prometheus_step(void *user,
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__prometheus *p = &metrics->prometheus;
     const double now = dtrain_seconds();
-    p->steps++;
-    p->wall_time = sample->wall_time;
     for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++)
         if (sample->known[id]) p->kind_bytes[id] += sample->values[id];
     if (now < p->write_at) return DTRAIN_OK;

@@ -67,11 +67,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
     }
 }
 
-DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank)
-{
-    return control->arenas + (size_t)rank * control->arena_bytes;
-}
-
 /* Say whether every rank can read and write all of these bytes at this address. */
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
 {
@@ -143,7 +138,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     world->ranges[i].begin = at;
     world->ranges[i].end = at + bytes;
     world->range_count++;
-    *out = dtrain__arena(world->control, world->rank) + at;
+    *out = world->control->arenas + (size_t)world->rank * all + at;
     return DTRAIN_OK;
 }
 
@@ -151,7 +146,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
  * is handed out next reads as zero. An address that is not of this arena is ignored. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
-    char *arena = dtrain__arena(world->control, world->rank);
+    char *arena = world->control->arenas + (size_t)world->rank * world->control->arena_bytes;
     for (size_t i = 0; memory && i < world->range_count; i++) {
         const dtrain__range range = world->ranges[i];
         if (arena + range.begin != memory) continue;

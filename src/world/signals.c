@@ -110,13 +110,3 @@ DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain
 
 /* Return the signal that this process has caught, 0 for none. */
 DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }
-
-/* Say whether a signal has asked this rank to stop. Note the signal in the control page too: a run
- * that was asked to stop is not restarted, and the launcher has not seen a signal that was sent to
- * one rank alone. */
-DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world)
-{
-    const int number = world->catches ? dtrain__signal_caught() : 0;
-    if (number && *world->mine) dtrain__store(&world->control->caught, number);
-    return number != 0;
-}

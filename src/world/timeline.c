@@ -285,22 +285,16 @@ static void dtrain__dump_now(dtrain_world *world)
 }
 
 /* Show that this rank is inside the library, and dump if a signal has asked for it. */
-static void dtrain__show_beat(dtrain_world *world, uint64_t now)
+DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
 {
     dtrain__ring *ring = world->timeline.ring;
+    dtrain__tick(world, now);
     if (!ring) return;
     dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == ring->asked) return;
     ring->asked = asked;
     if (world->catches && ring->code == DTRAIN_OK) dtrain__dump_now(world);
-}
-
-/* Show it from inside a wait. */
-DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
-{
-    dtrain__tick(world, now);
-    dtrain__show_beat(world, now);
 }
 
 /* Enter a public call that may wait for other ranks, and return the time. */
@@ -310,7 +304,7 @@ DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
     (void)dtrain__span_begin_at(world, DTRAIN_SPAN_COMM, name, DTRAIN__UNNUMBERED, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
-    dtrain__show_beat(world, now);
+    dtrain__beat(world, now);
     return now;
 }
 
@@ -319,7 +313,7 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
 {
     const uint64_t now = dtrain__now_ns();
     dtrain__span_end_at(world, world->timeline.depth - 1, now);
-    dtrain__show_beat(world, now);
+    dtrain__beat(world, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
     if (result == DTRAIN_OK) *dtrain__last_code() = DTRAIN_OK;

@@ -58,7 +58,11 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
-    info->stop_requested = dtrain__stop_requested(world);
+    /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
+     * launcher has not seen a signal that was sent to one rank alone */
+    const int signal = world->catches ? dtrain__signal_caught() : 0;
+    if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
+    info->stop_requested = signal != 0;
     info->allocator = world->allocator;
 }
 

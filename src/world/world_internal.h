@@ -211,7 +211,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file);
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region);
-DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes);
 DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes);
@@ -224,5 +223,4 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
 DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
 DTRAIN__PRIVATE int dtrain__signal_caught(void);
-DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world);
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
