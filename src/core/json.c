@@ -323,17 +323,6 @@ DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json)
     return c && strchr("{[\"tfn", c) ? c : 0;
 }
 
-/* Step over a number: -? (0 | [1-9][0-9]*) (. [0-9]+)? ([eE] [+-]? [0-9]+)? */
-static bool dtrain__json_skip_number(dtrain__json *json)
-{
-    (void)dtrain__json_accept(json, '-');
-    if (!dtrain__json_accept(json, '0') && !dtrain__json_digits(json, "a digit")) return false;
-    if (dtrain__json_accept(json, '.') && !dtrain__json_digits(json, "a digit")) return false;
-    if (!dtrain__json_accept(json, 'e') && !dtrain__json_accept(json, 'E')) return true;
-    if (!dtrain__json_accept(json, '+')) (void)dtrain__json_accept(json, '-');
-    return dtrain__json_digits(json, "a digit");
-}
-
 /* Recursion ends at DTRAIN__JSON_DEPTH. */
 DTRAIN__PRIVATE bool dtrain__json_skip(dtrain__json *json)
 {
@@ -347,7 +336,13 @@ DTRAIN__PRIVATE bool dtrain__json_skip(dtrain__json *json)
         while (dtrain__json_item(json)) (void)dtrain__json_skip(json);
         return json->result == DTRAIN_OK;
     case '"': return dtrain__json_string(json, NULL, 0);
-    case '0': return dtrain__json_skip_number(json);
+    case '0': /* -? (0 | [1-9][0-9]*) (. [0-9]+)? ([eE] [+-]? [0-9]+)? */
+        (void)dtrain__json_accept(json, '-');
+        if (!dtrain__json_accept(json, '0') && !dtrain__json_digits(json, "a digit")) return false;
+        if (dtrain__json_accept(json, '.') && !dtrain__json_digits(json, "a digit")) return false;
+        if (!dtrain__json_accept(json, 'e') && !dtrain__json_accept(json, 'E')) return true;
+        if (!dtrain__json_accept(json, '+')) (void)dtrain__json_accept(json, '-');
+        return dtrain__json_digits(json, "a digit");
     case 't': return dtrain__json_word(json, "true");
     case 'f': return dtrain__json_word(json, "false");
     case 'n': return dtrain__json_word(json, "null");

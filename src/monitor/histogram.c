@@ -88,27 +88,6 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
     return DTRAIN_OK;
 }
 
-/* Find the part of a trainable parameter that this rank counts: ranks that hold the same divide it
- * evenly among themselves. What is whole on all ranks of a tensor axis the first of them counts,
- * and what stages of several ranks have the first of those. */
-static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
-{
-    const dtrain_strategy *strategy = h->trainer->state.strategy;
-    size_t all;
-    int holders;
-    const bool cut = dtrain__params_of(strategy, &all)[i].cut.axis != DTRAIN_CUT_NONE;
-    if (h->trainer->groups->tensor_rank && !cut) return;
-    if (dtrain__stage_first(strategy, i) != h->trainer->groups->pipeline_rank) return;
-    if (!dtrain__shard_of(strategy, i, part)) return;
-    const int number = dtrain__holders(strategy, i, &holders);
-    const int64_t first =
-        part->count / holders * number + dtrain__min(number, part->count % holders);
-    const int64_t count = part->count / holders + (number < part->count % holders);
-    if (part->value) part->value += first;
-    if (part->grad) part->grad += first;
-    part->count = count;
-}
-
 /* Add up the histograms of all ranks in slots [0, used), and hand them to the sinks. Slots 2 i and
  * 2 i + 1 are the weights and gradients of parameters[i]. */
 static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const size_t *parameters,
@@ -163,7 +142,9 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
 }
 
 /* Make the histograms of this step. Gradients are those of the step that has ended, before clipping
- * and without the loss scale. */
+ * and without the loss scale. Ranks that hold the same part of a parameter divide it evenly among
+ * themselves; the first rank of a tensor axis counts what is whole on all of them, and the first of
+ * several stages what they share. */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 {
     dtrain__histograms *h = metrics->histograms;
@@ -175,10 +156,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
     int used = 0;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_metrics_step"));
     for (size_t i = 0; i < count; i++) {
+        const bool whole = h->trainer->groups->tensor_rank && params[i].cut.axis == DTRAIN_CUT_NONE;
         dtrain_shard part;
+        int holders;
         if (!dtrain__is_updated(&params[i])) continue;
         memset(&part, 0, sizeof part);
-        dtrain__histogram_part(h, i, &part);
+        if (!whole && dtrain__stage_first(strategy, i) == h->trainer->groups->pipeline_rank &&
+            dtrain__shard_of(strategy, i, &part)) {
+            const int number = dtrain__holders(strategy, i, &holders);
+            const int64_t all = part.count, rest = all % holders;
+            const int64_t first = all / holders * number + dtrain__min(number, rest);
+            if (part.value) part.value += first;
+            if (part.grad) part.grad += first;
+            part.count = all / holders + (number < rest);
+        }
         parameters[used / 2] = i;
         DTRAIN__TRY(dtrain__histogram_fill(h, used++, part.value, part.count, 1));
         DTRAIN__TRY(dtrain__histogram_fill(h, used++, part.grad, part.count, unscale));
