@@ -178,8 +178,8 @@
        2 state     what must survive a run, checkpoints, import and export
        3 models    tape, operations and their CPU kernels, pipelines' runner, data, trainer
        4 monitor   metrics for terminal, JSON, TensorBoard, Prometheus; traces
-   A CPU kernel of a ring that is left out, and a launch that asks for a trace without ring 4, return
-   DTRAIN_ERROR_UNSUPPORTED.
+   A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So does a rank without
+   ring 4 whose launch asks for a trace.
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of

@@ -108,8 +108,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
 }
 
 /* Open a file to append records to. It does not block: training must not wait for the reader of a
- * pipe. Cut off what follows the last line end of a file that is there: the run before may have been
- * killed while it wrote a line. */
+ * pipe. Cut off what follows the last line end of a file that is there: the run before may have
+ * been killed while it wrote a line. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append)
 {

@@ -97,8 +97,8 @@ static void dtrain__trace_close(dtrain_world *world)
                    trace->path, strerror(out->error));
 }
 
-/* Write an event; the file may end after it. The arrow of a bucket's collective begins in the rank's
- * own track. A call has the first lane that is free since it began. Calls of the tensor axis, for
+/* Write an event; the file may end after it. The arrow of a bucket's collective begins in the track
+ * of the rank. A call has the first lane that is free since it began. Calls of the tensor axis, for
  * which a layer waits, have separate lanes. */
 static void dtrain__trace_put(dtrain_world *world, uint64_t number)
 {

@@ -20,8 +20,8 @@ typedef struct dtrain__host_record {
 
 /* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. A
  * host is a hash of what is equal for ranks that can see each other's processes and memory: host
- * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks of
- * the host; only want of descriptors or memory is this rank's own failure. */
+ * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks
+ * of the host; only want of descriptors or memory is this rank's own failure. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -107,8 +107,8 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
 static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
 
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY bytes for each rank, too many for
- * a small stack. */
+ * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY
+ * bytes for each rank, too many for a small stack. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region, char *scratch)
 {

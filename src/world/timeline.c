@@ -344,7 +344,7 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
     (void)dtrain__set_last_error(code, found);
 }
 
-/* ---- JSON for traces and dumps, without allocating ---------------------------------------------*/
+/* ---- JSON for traces and dumps, without allocating --------------------------------------------*/
 
 DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out)
 {

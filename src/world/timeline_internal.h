@@ -90,6 +90,13 @@ typedef struct dtrain__event_reader {
     void (*end)(dtrain_world *world);                   /* the world ends */
 } dtrain__event_reader;
 
+#if DTRAIN__MONITOR
+/* Open a trace and make it the reader of this rank's events. Ring 4 has the function; a launch
+ * without that ring refuses traces (launch/rank.c). */
+DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
+                                                   const dtrain_trace_desc *desc);
+#endif
+
 /* Only the thread of rank_main uses it. */
 typedef struct dtrain__timeline {
     uint64_t spent_ns[DTRAIN_SPAN_KINDS];
@@ -148,9 +155,3 @@ DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__writer_add(dtrain__writer *out
                                                              const char *format, ...);
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text);
 DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event);
-
-#if DTRAIN__MONITOR
-/* monitor/trace.c */
-DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
-                                                   const dtrain_trace_desc *desc);
-#endif
