@@ -404,8 +404,8 @@
        2 state     what must survive a run, checkpoints, import and export
        3 models    tape, operations and their CPU kernels, pipelines' runner, data, trainer
        4 monitor   metrics for terminal, JSON, TensorBoard, Prometheus; traces
-   A CPU kernel of a ring that is left out, and a launch that asks for a trace without ring 4, return
-   DTRAIN_ERROR_UNSUPPORTED.
+   A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So does a rank without
+   ring 4 whose launch asks for a trace.
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
@@ -5548,6 +5548,13 @@ typedef struct dtrain__event_reader {
     void (*end)(dtrain_world *world);                   /* the world ends */
 } dtrain__event_reader;
 
+#if DTRAIN__MONITOR
+/* Open a trace and make it the reader of this rank's events. Ring 4 has the function; a launch
+ * without that ring refuses traces (launch/rank.c). */
+DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
+                                                   const dtrain_trace_desc *desc);
+#endif
+
 /* Only the thread of rank_main uses it. */
 typedef struct dtrain__timeline {
     uint64_t spent_ns[DTRAIN_SPAN_KINDS];
@@ -5606,12 +5613,6 @@ DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__writer_add(dtrain__writer *out
                                                              const char *format, ...);
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text);
 DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event);
-
-#if DTRAIN__MONITOR
-/* monitor/trace.c */
-DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
-                                                   const dtrain_trace_desc *desc);
-#endif
 
 #include <arpa/inet.h>
 #include <netdb.h>
@@ -6196,7 +6197,7 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
     (void)dtrain__set_last_error(code, found);
 }
 
-/* ---- JSON for traces and dumps, without allocating ---------------------------------------------*/
+/* ---- JSON for traces and dumps, without allocating --------------------------------------------*/
 
 DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out)
 {
@@ -6690,10 +6691,10 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 
-/* Publish this rank's record, and collect those of all others. Read whether a rank has left before
- * reading its slot for the last time: a record that it wrote before it left counts. Where ranks
- * share no page, records come through rank 0; so when rank 0 waits for nobody, it is the one that is
- * behind, whichever record is missing. */
+/* Publish this rank's record, and collect the records of all others. Read whether a rank has left
+ * before reading its slot for the last time: a record that it wrote before it left counts. Where
+ * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the one
+ * that is behind, whichever record is missing. */
 static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
                                         void *all)
 {
@@ -7681,21 +7682,15 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     if (there != 1)
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
                                   end->name, r->place->port);
-    if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
-        dtrain__try_failed(r,
-                           "what listens at %s port %u has another DTRAIN_JOB_KEY than this rank "
-                           "or belongs to another run",
-                           end->name, r->place->port);
-        r->stranger = true;
-        r->until_ns = r->start_ns + DTRAIN__PATIENCE_NS;
-        return false;
-    }
-    if (reply.result == DTRAIN__REPLY_OTHER_JOB) {
-        dtrain__try_failed(r,
-                           "what listens at %s port %u is rank 0 of a job with other settings or "
-                           "data than this rank has; DTRAIN_JOB_KEY tells jobs apart",
-                           end->name, r->place->port);
-        if (!r->stranger)
+    const bool known = reply.proof == dtrain__proof(r, hello.proof, &reply, sizeof reply);
+    if (!known || reply.result == DTRAIN__REPLY_OTHER_JOB) {
+        dtrain__try_failed(r, "what listens at %s port %u %s", end->name, r->place->port,
+                           known ? "is rank 0 of a job with other settings or data than this rank "
+                                   "has; DTRAIN_JOB_KEY tells jobs apart"
+                                 : "has another DTRAIN_JOB_KEY than this rank or belongs to "
+                                   "another run");
+        if (!known) r->until_ns = r->start_ns + DTRAIN__PATIENCE_NS;
+        else if (!r->stranger)
             r->until_ns = dtrain__now_ns() + DTRAIN__OTHER_JOB_NS + DTRAIN__PATIENCE_NS;
         r->stranger = true;
         return false;
@@ -7791,8 +7786,8 @@ typedef struct dtrain__host_record {
 
 /* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. A
  * host is a hash of what is equal for ranks that can see each other's processes and memory: host
- * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks of
- * the host; only want of descriptors or memory is this rank's own failure. */
+ * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks
+ * of the host; only want of descriptors or memory is this rank's own failure. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -7878,8 +7873,8 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
 static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
 
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY bytes for each rank, too many for
- * a small stack. */
+ * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY
+ * bytes for each rank, too many for a small stack. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region, char *scratch)
 {
@@ -35576,10 +35571,12 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: run_name has more than 200 bytes");
     /* one piece of memory: metrics, sinks, infos, texts */
-    const size_t room = DTRAIN__WRITERS + desc->sink_count;
+    const size_t each = sizeof(dtrain_metrics_sink) + sizeof(dtrain_metrics_sink_info);
     dtrain_metrics_desc resolved = *desc;
-    size_t bytes = sizeof(dtrain_metrics) + dtrain__strings_keep(&resolved, NULL);
-    bytes += room * (sizeof(dtrain_metrics_sink) + sizeof(dtrain_metrics_sink_info));
+    size_t bytes = sizeof(dtrain_metrics) + dtrain__strings_keep(&resolved, NULL), room, lists;
+    if (!dtrain__size_add(DTRAIN__WRITERS, desc->sink_count, &room) ||
+        !dtrain__size_mul(room, each, &lists) || !dtrain__size_add(bytes, lists, &bytes))
+        bytes = SIZE_MAX; /* which nobody has */
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, bytes, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
@@ -35597,11 +35594,9 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
-    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
-    metrics->summary.val_loss = metrics->summary.val_accuracy = DTRAIN__NAN;
-    metrics->summary.tokens_per_second = DTRAIN__NAN;
-    metrics->summary.step_ms = metrics->summary.comm_ms = DTRAIN__NAN;
-    metrics->summary.exposed_comm_ms = metrics->summary.data_ms = DTRAIN__NAN;
+    dtrain_summary *s = &metrics->summary;
+    s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
+    s->tokens_per_second = s->step_ms = s->comm_ms = s->exposed_comm_ms = s->data_ms = DTRAIN__NAN;
     metrics->sample.count = DTRAIN__METRIC_COUNT;
     metrics->sample.metrics = dtrain__metric_table();
     metrics->sample.values = metrics->values;
@@ -36029,8 +36024,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
 }
 
 /* Open a file to append records to. It does not block: training must not wait for the reader of a
- * pipe. Cut off what follows the last line end of a file that is there: the run before may have been
- * killed while it wrote a line. */
+ * pipe. Cut off what follows the last line end of a file that is there: the run before may have
+ * been killed while it wrote a line. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append)
 {
@@ -37275,8 +37270,8 @@ static void dtrain__trace_close(dtrain_world *world)
                    trace->path, strerror(out->error));
 }
 
-/* Write an event; the file may end after it. The arrow of a bucket's collective begins in the rank's
- * own track. A call has the first lane that is free since it began. Calls of the tensor axis, for
+/* Write an event; the file may end after it. The arrow of a bucket's collective begins in the track
+ * of the rank. A call has the first lane that is free since it began. Calls of the tensor axis, for
  * which a layer waits, have separate lanes. */
 static void dtrain__trace_put(dtrain_world *world, uint64_t number)
 {

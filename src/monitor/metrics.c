@@ -134,10 +134,12 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: run_name has more than 200 bytes");
     /* one piece of memory: metrics, sinks, infos, texts */
-    const size_t room = DTRAIN__WRITERS + desc->sink_count;
+    const size_t each = sizeof(dtrain_metrics_sink) + sizeof(dtrain_metrics_sink_info);
     dtrain_metrics_desc resolved = *desc;
-    size_t bytes = sizeof(dtrain_metrics) + dtrain__strings_keep(&resolved, NULL);
-    bytes += room * (sizeof(dtrain_metrics_sink) + sizeof(dtrain_metrics_sink_info));
+    size_t bytes = sizeof(dtrain_metrics) + dtrain__strings_keep(&resolved, NULL), room, lists;
+    if (!dtrain__size_add(DTRAIN__WRITERS, desc->sink_count, &room) ||
+        !dtrain__size_mul(room, each, &lists) || !dtrain__size_add(bytes, lists, &bytes))
+        bytes = SIZE_MAX; /* which nobody has */
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, bytes, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
@@ -155,11 +157,9 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
-    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
-    metrics->summary.val_loss = metrics->summary.val_accuracy = DTRAIN__NAN;
-    metrics->summary.tokens_per_second = DTRAIN__NAN;
-    metrics->summary.step_ms = metrics->summary.comm_ms = DTRAIN__NAN;
-    metrics->summary.exposed_comm_ms = metrics->summary.data_ms = DTRAIN__NAN;
+    dtrain_summary *s = &metrics->summary;
+    s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
+    s->tokens_per_second = s->step_ms = s->comm_ms = s->exposed_comm_ms = s->data_ms = DTRAIN__NAN;
     metrics->sample.count = DTRAIN__METRIC_COUNT;
     metrics->sample.metrics = dtrain__metric_table();
     metrics->sample.values = metrics->values;

@@ -466,21 +466,15 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     if (there != 1)
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
                                   end->name, r->place->port);
-    if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
-        dtrain__try_failed(r,
-                           "what listens at %s port %u has another DTRAIN_JOB_KEY than this rank "
-                           "or belongs to another run",
-                           end->name, r->place->port);
-        r->stranger = true;
-        r->until_ns = r->start_ns + DTRAIN__PATIENCE_NS;
-        return false;
-    }
-    if (reply.result == DTRAIN__REPLY_OTHER_JOB) {
-        dtrain__try_failed(r,
-                           "what listens at %s port %u is rank 0 of a job with other settings or "
-                           "data than this rank has; DTRAIN_JOB_KEY tells jobs apart",
-                           end->name, r->place->port);
-        if (!r->stranger)
+    const bool known = reply.proof == dtrain__proof(r, hello.proof, &reply, sizeof reply);
+    if (!known || reply.result == DTRAIN__REPLY_OTHER_JOB) {
+        dtrain__try_failed(r, "what listens at %s port %u %s", end->name, r->place->port,
+                           known ? "is rank 0 of a job with other settings or data than this rank "
+                                   "has; DTRAIN_JOB_KEY tells jobs apart"
+                                 : "has another DTRAIN_JOB_KEY than this rank or belongs to "
+                                   "another run");
+        if (!known) r->until_ns = r->start_ns + DTRAIN__PATIENCE_NS;
+        else if (!r->stranger)
             r->until_ns = dtrain__now_ns() + DTRAIN__OTHER_JOB_NS + DTRAIN__PATIENCE_NS;
         r->stranger = true;
         return false;
