@@ -39,19 +39,27 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
 DTRAIN__KERNEL(activation_backward)
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    const dtrain_dtype dtype = a->dtype;
-    const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
+    const bool apply = a->activation != DTRAIN_ACTIVATION_NONE;
+    const bool store = apply || a->d_in != a->d_out;
+    float buffers[3][DTRAIN__KERNEL_BLOCK];
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
     for (int64_t row = 0; row < a->rows; row++)
-        for (int64_t j = begin; j < end; j += DTRAIN__W) {
-            const int64_t at = row * a->n + j, n = end - j;
-            dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
-            if (a->activation != DTRAIN_ACTIVATION_NONE)
-                d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
-            if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
-            if (a->d_bias)
-                dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
+        for (int64_t j = begin; j < end; j += DTRAIN__KERNEL_BLOCK) {
+            const int64_t at = row * a->n + j, count = dtrain__min(end - j, DTRAIN__KERNEL_BLOCK);
+            const float *d_out = DTRAIN__K(widened)(a->d_out, a->dtype, at, count, buffers[0]);
+            const float *x =
+                apply ? DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[1]) : d_out;
+            float *d_in = DTRAIN__K(written)(a->d_in, a->dtype, at, buffers[2]);
+            float *sums = a->d_bias ? a->d_bias + j : NULL;
+            for (int64_t i = 0; i < count; i += DTRAIN__W) {
+                const int64_t n = count - i;
+                dtrain__v d = dtrain__vload_n(d_out + i, n);
+                if (apply) d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_n(x + i, n), d);
+                if (store) dtrain__vstore_n(d_in + i, d, n);
+                if (sums) dtrain__vstore_n(sums + i, dtrain__vload_n(sums + i, n) + d, n);
+            }
+            if (store) DTRAIN__K(rounded)(a->d_in, a->dtype, at, count, d_in);
         }
 }
 
@@ -60,12 +68,23 @@ DTRAIN__KERNEL(activation_backward)
 DTRAIN__KERNEL(activate)
 {
     const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
     for (int64_t row = begin; row < end; row++)
-        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
-            const int64_t at = row * a->ldc + j, n = a->n - j;
-            dtrain__v x = dtrain__vload_as(a->c, a->c_dtype, at, n);
-            if (a->bias) x += dtrain__vload_n(a->bias + j, n);
-            if (a->aux) dtrain__vstore_as(a->aux, a->c_dtype, at, x, n);
-            dtrain__vstore_as(a->c, a->c_dtype, at, DTRAIN__K(vactivate)(a->activation, x), n);
+        for (int64_t j = 0; j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+            const int64_t at = row * a->ldc + j,
+                          count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK);
+            const float *bias = a->bias ? a->bias + j : NULL;
+            float *aux = a->aux ? DTRAIN__K(written)(a->aux, a->c_dtype, at, buffers[0]) : NULL;
+            float *c = DTRAIN__K(written)(a->c, a->c_dtype, at, buffers[1]);
+            DTRAIN__K(widened)(a->c, a->c_dtype, at, count, c);
+            for (int64_t i = 0; i < count; i += DTRAIN__W) {
+                const int64_t n = count - i;
+                dtrain__v x = dtrain__vload_n(c + i, n);
+                if (bias) x += dtrain__vload_n(bias + i, n);
+                if (aux) dtrain__vstore_n(aux + i, x, n);
+                dtrain__vstore_n(c + i, DTRAIN__K(vactivate)(a->activation, x), n);
+            }
+            if (aux) DTRAIN__K(rounded)(a->aux, a->c_dtype, at, count, aux);
+            DTRAIN__K(rounded)(a->c, a->c_dtype, at, count, c);
         }
 }

@@ -2,35 +2,48 @@
  *
  * Bandwidth is the limit: 8 to 28 bytes an element. */
 
-DTRAIN__KERNEL_AS(add)
+DTRAIN__KERNEL(add)
 {
     const dtrain_add_args *a = (const dtrain_add_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        dtrain__vstore_as(a->out, x_dtype, i, x + dtrain__vload_as(a->y, y_dtype, i, n), n);
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]);
+        const float *y = DTRAIN__K(widened)(a->y, a->y_dtype, at, count, buffers[1]);
+        float *out = DTRAIN__K(written)(a->out, a->x_dtype, at, buffers[0]);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            dtrain__vstore_n(out + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(y + i, n), n);
+        }
+        DTRAIN__K(rounded)(a->out, a->x_dtype, at, count, out);
     }
 }
 
-DTRAIN__KERNEL_AS(axpby)
+DTRAIN__KERNEL(axpby)
 {
     const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
+    const dtrain_dtype dtype = args->dtype;
     const bool constant = args->broadcast || !args->x;
-    float value = (float)args->a;
+    float value = (float)args->a, buffers[2][DTRAIN__KERNEL_BLOCK];
     if (constant && args->x) value *= dtrain__element(args->x, dtype, 0);
     const dtrain__v a = dtrain__vset(value), b = dtrain__vset((float)args->b);
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        dtrain__v y = a;
-        if (args->accumulate) {
-            const dtrain__v old = dtrain__vload_as(args->y, dtype, i, n);
-            y = constant ? dtrain__vfma(b, old, a)
-                         : dtrain__vfma(a, dtrain__vload_as(args->x, dtype, i, n), b * old);
-        } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
-        dtrain__vstore_as(args->y, dtype, i, y, n);
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = NULL, *old = NULL;
+        float *y = DTRAIN__K(written)(args->y, dtype, at, buffers[0]);
+        if (!constant) x = DTRAIN__K(widened)(args->x, dtype, at, count, buffers[1]);
+        if (args->accumulate) old = DTRAIN__K(widened)(args->y, dtype, at, count, y);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            dtrain__v sum = a;
+            if (old) {
+                const dtrain__v last = dtrain__vload_n(old + i, n);
+                sum = constant ? dtrain__vfma(b, last, a)
+                               : dtrain__vfma(a, dtrain__vload_n(x + i, n), b * last);
+            } else if (!constant) sum = a * dtrain__vload_n(x + i, n);
+            dtrain__vstore_n(y + i, sum, n);
+        }
+        DTRAIN__K(rounded)(args->y, dtype, at, count, y);
     }
 }
 
@@ -144,68 +157,55 @@ DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p)
     return __builtin_convertvector(*(const DTRAIN__K(vhalf) *)p, DTRAIN__K(vd));
 }
 
-DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
-                                           dtrain_dtype dtype, bool squares)
-{
-    DTRAIN__K(vd) even = {0}, odd = {0};
-    double total = 0;
-    float buffer[2 * DTRAIN__H];
-    int64_t i = begin;
-    for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
-        const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
-        const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
-        even += squares ? low * low : low;
-        odd += squares ? high * high : high;
-    }
-    even += odd;
-    for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
-    for (; i < end; i++) {
-        const double x = (double)dtrain__element(a->x, dtype, i);
-        total += squares ? x * x : x;
-    }
-    return total;
-}
-
-DTRAIN__KERNEL_AS(sum)
+DTRAIN__KERNEL(sum)
 {
     const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const bool squares = a->squares;
+    const int64_t step = 2 * DTRAIN__H;
+    float buffer[DTRAIN__KERNEL_BLOCK];
     for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->count ? past : a->count;
-        job->sums[chunk] = a->squares ? DTRAIN__K(sum_chunk)(a, first, last, dtype, true)
-                                      : DTRAIN__K(sum_chunk)(a, first, last, dtype, false);
+        const int64_t first = chunk * job->chunk, past = dtrain__min(first + job->chunk, a->count);
+        const int64_t last = past - (past - first) % step;
+        DTRAIN__K(vd) even = {0}, odd = {0};
+        double total = 0;
+        for (int64_t at = first; at < last; at += DTRAIN__KERNEL_BLOCK) {
+            const int64_t count = dtrain__min(last - at, DTRAIN__KERNEL_BLOCK);
+            const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffer);
+            for (int64_t i = 0; squares && i < count; i += step) {
+                const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x + i);
+                const DTRAIN__K(vd) high = DTRAIN__K(vwiden)(x + i + DTRAIN__H);
+                even += low * low;
+                odd += high * high;
+            }
+            for (int64_t i = 0; !squares && i < count; i += step) {
+                even += DTRAIN__K(vwiden)(x + i);
+                odd += DTRAIN__K(vwiden)(x + i + DTRAIN__H);
+            }
+        }
+        even += odd;
+        for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
+        for (int64_t i = last; i < past; i++) {
+            const double x = (double)dtrain__element(a->x, a->dtype, i);
+            total += squares ? x * x : x;
+        }
+        job->sums[chunk] = total;
     }
-}
-
-/* One vector at a time, through fp32. */
-DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
-                                          dtrain_dtype from, dtrain_dtype to)
-{
-    int64_t i = begin;
-    for (; i + DTRAIN__W <= end; i += DTRAIN__W) {
-        const uint16_t *half = (const uint16_t *)a->x + i;
-        const dtrain__v x = from <= DTRAIN_DTYPE_F32    ? dtrain__vload((const float *)a->x + i)
-                            : from == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half)
-                                                        : DTRAIN__K(from_f16)(half);
-        if (to <= DTRAIN_DTYPE_F32) dtrain__vstore((float *)a->y + i, x);
-        else if (to == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)((uint16_t *)a->y + i, x);
-        else DTRAIN__K(to_f16)((uint16_t *)a->y + i, x);
-    }
-    if (i < end) dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
 }
 
 DTRAIN__KERNEL(convert)
 {
     const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
     const dtrain_dtype from = a->x_dtype, to = a->y_dtype;
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    if (from == to) {
-        const size_t bytes = dtrain_dtype_bytes(from), at = (size_t)begin * bytes;
-        memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
-    } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
-    else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
-    else DTRAIN__K(convert_as)(a, begin, end, from, to);
+    float buffer[DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        float *y = DTRAIN__K(written)(a->y, to, at, buffer);
+        if (from == to) {
+            const size_t bytes = dtrain_dtype_bytes(from), first = (size_t)at * bytes;
+            memmove((char *)a->y + first, (const char *)a->x + first, (size_t)count * bytes);
+        } else DTRAIN__K(rounded)
+        (a->y, to, at, count, DTRAIN__K(widened)(a->x, from, at, count, y));
+    }
 }
 
 /* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
@@ -275,21 +275,29 @@ DTRAIN__KERNEL(dropout)
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
     const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
+    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
     uint32_t words[4 * DTRAIN__H];
-    for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
-        if (whole_blocks)
-            DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + i) / 4, words);
-        else dtrain__part_words(&a->part, seed, a->stream, i, 4 * DTRAIN__H, words);
-        for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
-            const int64_t n = end - i - j;
-            dtrain__vi u;
-            memcpy(&u, words + j, sizeof u);
-            u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
-            const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
-            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_as(a->x, a->dtype, i + j, n);
-            kept = dtrain__vkeep(kept, ~dropped);
-            if (a->accumulate) kept += dtrain__vload_as(a->y, a->dtype, i + j, n);
-            dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
+        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
+        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
+        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
+            if (whole_blocks)
+                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
+            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
+            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
+                const int64_t n = count - j;
+                dtrain__vi u;
+                memcpy(&u, words + j - i, sizeof u);
+                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
+                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
+                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
+                if (old) sum += dtrain__vload_n(old + j, n);
+                dtrain__vstore_n(y + j, sum, n);
+            }
         }
+        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
     }
 }

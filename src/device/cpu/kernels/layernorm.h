@@ -45,34 +45,46 @@ DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a,
                                                  float *buffer)
 {
     const int64_t first = row * a->n;
-    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t at = first + i, n = a->n - i;
-        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
-                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
-        dtrain__vstore(buffer + i, sum);
-        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
+    float other[DTRAIN__KERNEL_BLOCK];
+    const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
+    for (int64_t j = 0; a->residual && j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK), at = first + j;
+        const float *residual = DTRAIN__K(widened)(a->residual, a->y_dtype, at, count, other);
+        float *sum = DTRAIN__K(written)(a->sum, a->x_dtype, at, buffer + j);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            dtrain__vstore_n(sum + i,
+                             dtrain__vload_n(x + j + i, n) + dtrain__vload_n(residual + i, n), n);
+        }
+        DTRAIN__K(rounded)(a->sum, a->x_dtype, at, count, sum);
     }
-    return buffer;
+    return a->residual ? DTRAIN__K(written)(a->sum, a->x_dtype, first, buffer) : x;
 }
 
 DTRAIN__KERNEL(layernorm)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    const dtrain_dtype y_dtype = a->y_dtype;
+    float buffer[DTRAIN__KERNEL_BLOCK];
     for (int64_t row = begin; row < end; row++) {
         const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
         const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
         const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
         const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
-            __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
-            const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
-                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
+        for (int64_t j = 0; j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+            const int64_t count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK);
+            const float *weight = a->weight + j, *bias = a->bias ? a->bias + j : NULL;
+            float *y = DTRAIN__K(written)(a->y, a->y_dtype, row * a->n + j, buffer);
+            for (int64_t i = 0; i < count; i += DTRAIN__W) {
+                const int64_t n = count - i;
+                const dtrain__v normal = (dtrain__vload_n(x + j + i, n) - m) * r;
+                const dtrain__v shift = bias ? dtrain__vload_n(bias + i, n) : dtrain__vset(0);
+                __builtin_prefetch(x + a->n + j +
+                                   i); /* the next row: this one keeps the core busy */
+                dtrain__vstore_n(y + i, dtrain__vfma(normal, dtrain__vload_n(weight + i, n), shift),
+                                 n);
+            }
+            DTRAIN__K(rounded)(a->y, a->y_dtype, row * a->n + j, count, y);
         }
         if (a->mean) a->mean[row] = mean;
         a->rstd[row] = rstd;
@@ -84,67 +96,75 @@ DTRAIN__KERNEL(layernorm)
  * Where the mean is no function of x, mean(g) drops out.
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
-DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
-                                              float *weight_sum, float means[2])
+DTRAIN__ROUTINE void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               float *weight_sum, float means[2])
 {
-    const int64_t first = row * a->n;
-    const void *x = a->x, *d_y = a->d_y;
     const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
     const dtrain__v r = dtrain__vset(a->rstd[row]);
-    float *bias_sum = weight_sum + a->n;
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
-        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
-        const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
-        g_sum += g;
-        gh_sum = dtrain__vfma(g, h, gh_sum);
-        dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
-        dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
+    for (int64_t j = 0; j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK), at = row * a->n + j;
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]);
+        const float *d_y = DTRAIN__K(widened)(a->d_y, a->y_dtype, at, count, buffers[1]);
+        float *weights = weight_sum + j, *biases = weights + a->n;
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            const dtrain__v d = dtrain__vload_n(d_y + i, n);
+            const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+            const dtrain__v g = d * dtrain__vload_n(a->weight + j + i, n);
+            g_sum += g;
+            gh_sum = dtrain__vfma(g, h, gh_sum);
+            dtrain__vstore_n(weights + i, dtrain__vfma(d, h, dtrain__vload_n(weights + i, n)), n);
+            dtrain__vstore_n(biases + i, dtrain__vload_n(biases + i, n) + d, n);
+        }
     }
     means[0] = a->mean ? dtrain__vsum(g_sum) / (float)a->n : 0;
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
-DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
-                                               const float means[2])
+DTRAIN__ROUTINE void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a,
+                                                int64_t row, const float means[2])
 {
-    const int64_t first = row * a->n;
-    const void *x = a->x, *d_y = a->d_y;
-    void *d_x = a->d_x, *d_residual = a->d_residual;
     const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
     const dtrain__v r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
-        const dtrain__v g =
-            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
-        dtrain__v slope = r * (g - g_mean - h * gh_mean);
-        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
-        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
-        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
+    float buffers[3][DTRAIN__KERNEL_BLOCK];
+    for (int64_t j = 0; j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK), at = row * a->n + j;
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]), *old = NULL;
+        const float *d_y = DTRAIN__K(widened)(a->d_y, a->y_dtype, at, count, buffers[1]);
+        float *d_x = DTRAIN__K(written)(a->d_x, a->x_dtype, at, buffers[2]);
+        if (a->accumulate_x) old = DTRAIN__K(widened)(a->d_x, a->x_dtype, at, count, d_x);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+            const dtrain__v g = dtrain__vload_n(d_y + i, n) * dtrain__vload_n(a->weight + j + i, n);
+            dtrain__v slope = r * (g - g_mean - h * gh_mean);
+            if (old) slope += dtrain__vload_n(old + i, n);
+            dtrain__vstore_n(d_x + i, slope, n);
+        }
+        DTRAIN__K(rounded)(a->d_x, a->x_dtype, at, count, d_x);
+        if (!a->d_residual) continue;
+        float *copy = DTRAIN__K(written)(a->d_residual, a->y_dtype, at, d_x);
+        if (copy != d_x) memcpy(copy, d_x, (size_t)count * sizeof *copy);
+        DTRAIN__K(rounded)(a->d_residual, a->y_dtype, at, count, d_x);
     }
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-DTRAIN__KERNEL_AS(layernorm_backward)
+DTRAIN__KERNEL(layernorm_backward)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     float means[2];
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk;
-        const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
+        const int64_t last = dtrain__min(first + job->chunk, a->rows);
         float *sums = job->scratch + chunk * 2 * a->n;
         memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
         for (int64_t row = first; row < last; row++) {
-            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
-            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
+            DTRAIN__K(layernorm_sums)(a, row, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, means);
         }
     }
 }

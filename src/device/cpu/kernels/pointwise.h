@@ -53,39 +53,57 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtr
 DTRAIN__KERNEL(pointwise)
 {
     const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
-    const dtrain_dtype x_dtype = a->x_dtype;
-    const dtrain_dtype other_dtype = a->other_dtype;
-    const dtrain_dtype y_dtype = a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        dtrain__v other = x;
-        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
-        dtrain__vstore_as(a->y, y_dtype, i, DTRAIN__K(vpointwise)(a->kind, x, other), n);
+    float buffers[3][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]), *other = x;
+        float *y = DTRAIN__K(written)(a->y, a->y_dtype, at, buffers[2]);
+        if (a->other) other = DTRAIN__K(widened)(a->other, a->other_dtype, at, count, buffers[1]);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            dtrain__vstore_n(y + i,
+                             DTRAIN__K(vpointwise)(a->kind, dtrain__vload_n(x + i, n),
+                                                   dtrain__vload_n(other + i, n)),
+                             n);
+        }
+        DTRAIN__K(rounded)(a->y, a->y_dtype, at, count, y);
     }
 }
 
-DTRAIN__KERNEL_AS(pointwise_backward)
+/* Compute the gradient of one argument of a block. */
+DTRAIN__ROUTINE void DTRAIN__K(pointwise_slope)(const dtrain_pointwise_backward_args *a, bool of_x,
+                                                const float *x, const float *other,
+                                                const float *d_y, int64_t at, int64_t count)
+{
+    const dtrain_dtype dtype = of_x ? a->x_dtype : a->other_dtype;
+    void *to = of_x ? a->d_x : a->d_other;
+    float buffer[DTRAIN__KERNEL_BLOCK], *d = DTRAIN__K(written)(to, dtype, at, buffer);
+    const float *old = NULL;
+    if (!to) return;
+    if (of_x ? a->accumulate_x : a->accumulate_other)
+        old = DTRAIN__K(widened)(to, dtype, at, count, d);
+    for (int64_t i = 0; i < count; i += DTRAIN__W) {
+        const int64_t n = count - i;
+        const dtrain__v u = dtrain__vload_n(x + i, n), v = dtrain__vload_n(other + i, n);
+        const dtrain__v slope = dtrain__vload_n(d_y + i, n);
+        dtrain__v sum = of_x ? DTRAIN__K(vslope_x)(a->kind, u, v, slope)
+                             : DTRAIN__K(vslope_other)(a->kind, u, v, slope);
+        if (old) sum += dtrain__vload_n(old + i, n);
+        dtrain__vstore_n(d + i, sum, n);
+    }
+    DTRAIN__K(rounded)(to, dtype, at, count, d);
+}
+
+DTRAIN__KERNEL(pointwise_backward)
 {
     const dtrain_pointwise_backward_args *a = (const dtrain_pointwise_backward_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        const dtrain__v d_y = dtrain__vload_as(a->d_y, y_dtype, i, n);
-        dtrain__v other = x;
-        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
-        if (a->d_x) {
-            dtrain__v d = DTRAIN__K(vslope_x)(a->kind, x, other, d_y);
-            if (a->accumulate_x) d += dtrain__vload_as(a->d_x, x_dtype, i, n);
-            dtrain__vstore_as(a->d_x, x_dtype, i, d, n);
-        }
-        if (a->d_other) {
-            dtrain__v d = DTRAIN__K(vslope_other)(a->kind, x, other, d_y);
-            if (a->accumulate_other) d += dtrain__vload_as(a->d_other, other_dtype, i, n);
-            dtrain__vstore_as(a->d_other, other_dtype, i, d, n);
-        }
+    float buffers[3][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]), *other = x;
+        const float *d_y = DTRAIN__K(widened)(a->d_y, a->y_dtype, at, count, buffers[1]);
+        if (a->other) other = DTRAIN__K(widened)(a->other, a->other_dtype, at, count, buffers[2]);
+        DTRAIN__K(pointwise_slope)(a, true, x, other, d_y, at, count);
+        DTRAIN__K(pointwise_slope)(a, false, x, other, d_y, at, count);
     }
 }

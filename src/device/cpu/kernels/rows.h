@@ -12,11 +12,12 @@ DTRAIN__KERNEL(softmax)
         const float top = DTRAIN__K(row_top)(x, a->n, -FLT_MAX);
         const dtrain__v t = dtrain__vset(top);
         const dtrain__v inverse = dtrain__vset(1 / DTRAIN__K(row_exp_sum)(x, a->n, top));
+        float *y = DTRAIN__K(written)(a->y, a->dtype, row * a->n, buffer);
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
             const int64_t n = a->n - i;
-            dtrain__vstore_as(a->y, a->dtype, row * a->n + i,
-                              dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
+            dtrain__vstore_n(y + i, dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
         }
+        DTRAIN__K(rounded)(a->y, a->dtype, row * a->n, a->n, y);
     }
 }
 

@@ -108,31 +108,33 @@ DTRAIN__KERNEL(cross_entropy_backward)
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
     const dtrain_dtype dtype = a->dtype;
+    const size_t bytes = dtype <= DTRAIN_DTYPE_F32 ? 4 : 2;
+    float buffer[DTRAIN__KERNEL_BLOCK];
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const int64_t classes = dtrain__classes_here(a);
     const dtrain__v scale = dtrain__vset(factor);
-    const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
+    const float one_hot = factor * (1 - a->smoothing);
     const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__classes_whole(a));
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         const dtrain__v rest = dtrain__vset(a->lse_rest ? a->lse_rest[row] : 0);
         const int64_t first = row * a->n, column = dtrain__target_column(a, row);
-        const int64_t target = first + column;
         const bool ignored = a->targets[row] == -1;
-        for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
-            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
-        if (ignored) continue;
-        /* The target's element is read before d_logits, which may be logits, is written. */
-        const dtrain__v wanted =
-            column >= 0 ? dtrain__vload_as(a->logits, dtype, target, 1) : dtrain__vset(0);
-        for (int64_t i = 0; i < classes; i += DTRAIN__W) {
-            const int64_t n = classes - i;
-            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
-            dtrain__vstore_as(a->d_logits, dtype, first + i,
-                              dtrain__vexp(x - lse - rest) * scale - uniform, n);
+        const int64_t padding = ignored ? 0 : classes;
+        memset((char *)a->d_logits + (size_t)(first + padding) * bytes, 0,
+               (size_t)(a->n - padding) * bytes);
+        for (int64_t j = 0; j < classes && !ignored; j += DTRAIN__KERNEL_BLOCK) {
+            const int64_t count = dtrain__min(classes - j, DTRAIN__KERNEL_BLOCK), at = first + j;
+            const int64_t target = column - j;
+            float *d = DTRAIN__K(written)(a->d_logits, dtype, at, buffer);
+            const float *x = DTRAIN__K(widened)(a->logits, dtype, at, count, d);
+            for (int64_t i = 0; i < count; i += DTRAIN__W) {
+                const dtrain__v share =
+                    dtrain__vexp(dtrain__vload_n(x + i, count - i) - lse - rest);
+                dtrain__vstore_n(d + i, share * scale - uniform, count - i);
+            }
+            if (target >= 0 && target < count) d[target] -= one_hot;
+            DTRAIN__K(rounded)(a->d_logits, dtype, at, count, d);
         }
-        if (column >= 0)
-            dtrain__vstore_as(a->d_logits, dtype, target,
-                              dtrain__vexp(wanted - lse - rest) * scale - uniform - one_hot, 1);
     }
 }

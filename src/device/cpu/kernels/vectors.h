@@ -252,14 +252,15 @@ DTRAIN__VECTOR void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 }
 #endif
 
+/* Scalars have no tails: n is 1 or more. */
 DTRAIN__VECTOR dtrain__v dtrain__vload_n(const float *p, int64_t n)
 {
-    return n >= DTRAIN__W ? dtrain__vload(p) : DTRAIN__K(vpart_load)(p, n);
+    return n >= DTRAIN__W || DTRAIN__W == 1 ? dtrain__vload(p) : DTRAIN__K(vpart_load)(p, n);
 }
 
 DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
 {
-    if (n >= DTRAIN__W) dtrain__vstore(p, v);
+    if (n >= DTRAIN__W || DTRAIN__W == 1) dtrain__vstore(p, v);
     else DTRAIN__K(vpart_store)(p, v, n);
 }
 
@@ -502,13 +503,43 @@ DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, d
     else DTRAIN__K(vstore_half)(half, DTRAIN_DTYPE_BF16, v, n);
 }
 
-/* `count` elements from `at` on as fp32: in place, or widened into `buffer`, which has room for
- * whole vectors. */
-DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype, int64_t at,
-                                               int64_t count, float *buffer)
+/* ---- Blocks -------------------------------------------------------------------------------------
+ *
+ * Kernels on single elements take blocks that stay in L1: halves are widened into a buffer, the
+ * arithmetic is a loop over fp32, whose results are rounded from another buffer. Arrays of fp32 are
+ * read and written in place. */
+
+#define DTRAIN__KERNEL_BLOCK 512 /* elements */
+
+/* Return `count` elements from `at` on as fp32: in place, or widened into `buffer`. */
+DTRAIN__ROUTINE const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype, int64_t at,
+                                                int64_t count, float *buffer)
 {
+    const uint16_t *half = (const uint16_t *)p + at;
+    int64_t i = 0;
     if (dtype <= DTRAIN_DTYPE_F32) return (const float *)p + at;
-    for (int64_t i = 0; i < count; i += DTRAIN__W)
-        dtrain__vstore(buffer + i, dtrain__vload_as(p, dtype, at + i, count - i));
+    for (; dtype == DTRAIN_DTYPE_BF16 && i + DTRAIN__W <= count; i += DTRAIN__W)
+        dtrain__vstore(buffer + i, DTRAIN__K(from_bf16)(half + i));
+    for (; i < count; i += DTRAIN__W)
+        dtrain__vstore_n(buffer + i, DTRAIN__K(vload_half)(half + i, dtype, count - i), count - i);
     return buffer;
+}
+
+/* Return where a kernel writes elements from `at` on: in place, or into `buffer` for rounded. */
+DTRAIN__HELPER float *DTRAIN__K(written)(void *p, dtrain_dtype dtype, int64_t at, float *buffer)
+{
+    return dtype <= DTRAIN_DTYPE_F32 ? (float *)p + at : buffer;
+}
+
+/* Round `count` results from `buffer` to elements from `at` on; fp32 is in place already. */
+DTRAIN__ROUTINE void DTRAIN__K(rounded)(void *p, dtrain_dtype dtype, int64_t at, int64_t count,
+                                        const float *buffer)
+{
+    uint16_t *half = (uint16_t *)p + at;
+    int64_t i = 0;
+    if (dtype <= DTRAIN_DTYPE_F32) return;
+    for (; dtype == DTRAIN_DTYPE_BF16 && i + DTRAIN__W <= count; i += DTRAIN__W)
+        DTRAIN__K(to_bf16)(half + i, dtrain__vload(buffer + i));
+    for (; i < count; i += DTRAIN__W)
+        DTRAIN__K(vstore_half)(half + i, dtype, dtrain__vload_n(buffer + i, count - i), count - i);
 }
