@@ -29,8 +29,8 @@ DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k,
                                      int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
                                      float *c, int64_t c_row, bool accumulate)
 {
-    for (int64_t i = 0; i < m; i += 6) {
-        const int rows = m - i < 6 ? (int)(m - i) : 6;
+    for (int64_t i = 0; i < m; i += DTRAIN__SHORT_MR) {
+        const int rows = (int)dtrain__min(m - i, DTRAIN__SHORT_MR);
         const int64_t j0 = shape == DTRAIN__C_UPPER ? i / DTRAIN__N * DTRAIN__N : 0;
         const int64_t p0 = shape == DTRAIN__A_UPPER ? i : 0;
         const int64_t p1 = shape == DTRAIN__A_LOWER && i + rows < k ? i + rows : k;

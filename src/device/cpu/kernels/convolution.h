@@ -12,15 +12,18 @@
  * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as
  * many rows, for layers with few output channels. */
 
-#define DTRAIN__TWELVE(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#define DTRAIN__TWELVE(DO) DTRAIN__SHORT(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #if DTRAIN__W == 16
 #define DTRAIN__NARROW_MR 24
 #define DTRAIN__NARROW_ROWS(DO) \
     DTRAIN__TWELVE(DO)          \
     DO(12) DO(13) DO(14) DO(15) DO(16) DO(17) DO(18) DO(19) DO(20) DO(21) DO(22) DO(23)
+#elif DTRAIN__W == 1
+#define DTRAIN__NARROW_MR DTRAIN__MR
+#define DTRAIN__NARROW_ROWS DTRAIN__ROWS
 #else
 #define DTRAIN__NARROW_MR 12
-#define DTRAIN__NARROW_ROWS(DO) DTRAIN__TWELVE(DO)
+#define DTRAIN__NARROW_ROWS DTRAIN__TWELVE
 #endif
 
 #define DTRAIN__NARROW_BEGIN(r)         \

@@ -3,13 +3,19 @@
  * Matrix multiplication: the parts of gemm.c that depend on the instruction set. */
 
 #define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
-#define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#if DTRAIN__W == 1                /* scalars: half the text, at half the speed */
+#define DTRAIN__SHORT_MR 2
+#define DTRAIN__SHORT(DO) DO(0) DO(1)
+#else
+#define DTRAIN__SHORT_MR 6 /* rows of a tile of attention */
+#define DTRAIN__SHORT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#endif
 #if DTRAIN__W == 16
 #define DTRAIN__MR 12 /* rows of a tile of GEMM */
-#define DTRAIN__ROWS(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#define DTRAIN__ROWS(DO) DTRAIN__SHORT(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #else
-#define DTRAIN__MR 6
-#define DTRAIN__ROWS(DO) DTRAIN__SIX(DO)
+#define DTRAIN__MR DTRAIN__SHORT_MR
+#define DTRAIN__ROWS DTRAIN__SHORT
 #endif
 
 /* The register tile, C (rows, two vectors) = alpha A B + beta C: the only place of this library
@@ -62,7 +68,7 @@ DTRAIN__ROUTINE void DTRAIN__K(tile)(int rows, int64_t k, const float *a, int64_
                                      float *c, int64_t c_row)
 {
     const float alpha = 1;
-    DTRAIN__TILE(DTRAIN__SIX, DTRAIN__ROW_STEP)
+    DTRAIN__TILE(DTRAIN__SHORT, DTRAIN__ROW_STEP)
 }
 
 /* A packed: element (i,p) is a[p * MR + i]. */

@@ -29,6 +29,8 @@
 #undef DTRAIN__W
 #undef DTRAIN__ON
 #undef DTRAIN__HELPER
+#undef DTRAIN__SHORT_MR
+#undef DTRAIN__SHORT
 #undef DTRAIN__MR
 #undef DTRAIN__ROWS
 #undef DTRAIN__NARROW_MR

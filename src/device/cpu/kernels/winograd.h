@@ -311,7 +311,7 @@ DTRAIN__KERNEL(winograd)
 #if DTRAIN__W == 16
 #define DTRAIN__LANES(DO) DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15)
 #elif DTRAIN__W == 8
-#define DTRAIN__LANES(DO) DTRAIN__SIX(DO) DO(6) DO(7)
+#define DTRAIN__LANES(DO) DTRAIN__SHORT(DO) DO(6) DO(7)
 #else
 #define DTRAIN__LANES(DO) DO(0) DO(1) DO(2) DO(3)
 #endif
