@@ -18,34 +18,6 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Find out whether two ranks sit on one device, as their node's index and the device's id tell. */
-static dtrain_result dtrain__shared_device(dtrain_world *world, bool *shared)
-{
-    typedef struct place {
-        dtrain_device_info info;
-        int node;
-    } place;
-    place mine;
-    memset(&mine, 0, sizeof mine);
-    DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
-    mine.node = world->node;
-    place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
-                                        "a table of devices");
-    if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
-    for (int i = 0; result == DTRAIN_OK && i < world->size; i++)
-        for (int k = 0; k < i && !*shared; k++) {
-            *shared = all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0;
-            if (*shared && world->rank == 0)
-                dtrain_log(world, DTRAIN_LOG_INFO,
-                           "ranks %d and %d share one device (%s of %u): collectives go through "
-                           "host memory",
-                           k, i, all[i].info.name, all[i].info.count);
-        }
-    dtrain__free(&world->allocator, all, (size_t)world->size, sizeof *all);
-    return result;
-}
-
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out)
 {
     if (!name || !out)
@@ -62,21 +34,46 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         name);
 }
 
-/* Choose and make the world's communicator: nobody else decides which backend it is. */
+/* Choose and make the world's communicator: nobody else decides which backend it is. Two ranks sit
+ * on one device if their node's index and the device's id are the same. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
+    typedef struct place {
+        dtrain_device_info info;
+        int node;
+    } place;
     const dtrain_comm_ops *const mpi = dtrain__mpi_comm_ops();
     const dtrain_comm_ops *const local = dtrain__local_comm_ops(false);
     const dtrain_comm_ops *ops = world->control->arenas || !mpi ? local : mpi;
     const bool on_host = world->device->ops->host_memory;
-    bool shared = false;
+    const size_t size = (size_t)world->size;
     if (world->comm_ops) ops = world->comm_ops;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)ops->abi, (unsigned)DTRAIN_COMM_ABI);
     if (!on_host && !ops->transport) {
-        DTRAIN__TRY(dtrain__shared_device(world, &shared));
+        bool shared = false;
+        place mine;
+        memset(&mine, 0, sizeof mine);
+        DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
+        mine.node = world->node;
+        place *all =
+            (place *)dtrain__alloc(&world->allocator, size, sizeof *all, "a table of devices");
+        if (!all) return DTRAIN_ERROR_MEMORY;
+        const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
+        for (int n = 0; result == DTRAIN_OK && n < world->size * world->size && !shared; n++) {
+            const int i = n / world->size, k = n % world->size;
+            shared =
+                k < i && all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0;
+            if (shared && world->rank == 0)
+                dtrain_log(world, DTRAIN_LOG_INFO,
+                           "ranks %d and %d share one device (%s of %u): collectives go through "
+                           "host memory",
+                           k, i, all[i].info.name, all[i].info.count);
+        }
+        dtrain__free(&world->allocator, all, size, sizeof *all);
+        DTRAIN__TRY(result);
         if (shared) ops = local;
     } else if (!on_host && ops == local && world->rank == 0 && world->size > 1) {
         dtrain_log(world, DTRAIN_LOG_INFO,
@@ -93,7 +90,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
  * own was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
-    if (world->comm && world->comm->ops->start != dtrain__engine_start) (void)world->comm->ops->destroy(world->comm);
+    if (world->comm && world->comm->ops->start != dtrain__engine_start)
+        (void)world->comm->ops->destroy(world->comm);
     while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 

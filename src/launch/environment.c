@@ -245,24 +245,6 @@ static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
      {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES"}},
 };
 
-/* Read local rank and size of one family, where it has them. */
-static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
-                                       dtrain__placement *out)
-{
-    const char *const *names = family->variables;
-    bool has_rank, has_size;
-    DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &has_rank, &out->local_rank));
-    DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &has_size, &out->local_size));
-    if (has_size && (out->local_size < 1 || out->local_size > out->size))
-        return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], out->local_size, names[DTRAIN__SIZE],
-                                    out->size, "a node has from 1 to world size ranks");
-    const int limit = has_size ? out->local_size : out->size;
-    if (!has_rank || out->local_rank < limit) return DTRAIN_OK;
-    return dtrain__env_conflict(names[DTRAIN__LOCAL_RANK], out->local_rank,
-                                names[has_size ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
-                                "local ranks go from 0 to the local size less one");
-}
-
 /* Find where the ranks meet. The port is DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's
  * port is its own, so the one DTRAIN__PORT_OFFSET above is used (below, at the end of the range).
  * The address is as said in the environment, else this host when all ranks are on it, else what the
@@ -327,7 +309,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
             DTRAIN__TRY(dtrain__read_pair(env, family->variables[DTRAIN__RANK],
                                           family->variables[DTRAIN__SIZE], indexed && !i, &found,
                                           out));
-        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
+    }
+    if (found) {
+        const char *const *names = family->variables;
+        bool has_rank, has_size;
+        DTRAIN__TRY(
+            dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &has_rank, &out->local_rank));
+        DTRAIN__TRY(
+            dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &has_size, &out->local_size));
+        if (has_size && (out->local_size < 1 || out->local_size > out->size))
+            return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], out->local_size,
+                                        names[DTRAIN__SIZE], out->size,
+                                        "a node has from 1 to world size ranks");
+        const int limit = has_size ? out->local_size : out->size;
+        if (has_rank && out->local_rank >= limit)
+            return dtrain__env_conflict(names[DTRAIN__LOCAL_RANK], out->local_rank,
+                                        names[has_size ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
+                                        "local ranks go from 0 to the local size less one");
     }
     const bool alone = !found || out->size == 1;
     if (alone) memset(out, 0, sizeof *out), out->size = 1;

@@ -40,9 +40,6 @@ static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? v
 
 /* ---- Ranks as processes -----------------------------------------------------------------------*/
 
-static const int dtrain__forwarded_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
-#define DTRAIN__FORWARDED (sizeof dtrain__forwarded_signals / sizeof dtrain__forwarded_signals[0])
-
 static void dtrain__signal_ranks(dtrain__launch *launch, int number)
 {
     for (uint32_t i = 0; i < launch->desc.rank_count; i++)
@@ -199,39 +196,6 @@ static bool dtrain__take_child_signal(void)
     return sigtimedwait(&only_child, NULL, &no_time) == SIGCHLD;
 }
 
-/* Say whether the host ignores SIGCHLD: then there are no exit statuses to wait for. */
-static bool dtrain__ignores_children(const dtrain__launch *launch)
-{
-    return launch->child_action.sa_handler == SIG_IGN ||
-           (launch->child_action.sa_flags & SA_NOCLDWAIT);
-}
-
-/* Block the signals that the launcher waits for by sigtimedwait, from before the first fork until
- * after the last restart. Where the host ignores SIGCHLD, set the default action meanwhile. */
-static void dtrain__signals_block(dtrain__launch *launch)
-{
-    sigemptyset(&launch->watched);
-    sigaddset(&launch->watched, SIGCHLD);
-    for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
-        if (dtrain__forwarded_signals[i] != SIGHUP || !dtrain__hangup_ignored())
-            sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
-    sigaction(SIGCHLD, NULL, &launch->child_action);
-    pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
-    launch->child_was_pending = dtrain__take_child_signal();
-    if (dtrain__ignores_children(launch)) signal(SIGCHLD, SIG_DFL);
-}
-
-/* Give signals back to the host. Remove the last SIGCHLD of a rank from the queue: a handler of the
- * host would wait for a child that is gone. One that was pending before, of another child, is
- * raised again. */
-static void dtrain__signals_restore(dtrain__launch *launch)
-{
-    while (dtrain__take_child_signal()) continue;
-    if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
-    if (launch->child_was_pending) kill(getpid(), SIGCHLD);
-    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-}
-
 /* ---- Ranks as threads -------------------------------------------------------------------------*/
 
 typedef struct dtrain__rank_thread {
@@ -276,19 +240,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 }
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
-
-/* Choose the directory of flight records; NULL: none are written. */
-static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
-{
-    const char *directory = desc->flight_directory;
-    if (!directory || !directory[0]) directory = getenv("DTRAIN_FLIGHT_DIRECTORY");
-    desc->flight_directory = directory && directory[0] ? directory : NULL;
-    if (!desc->flight_directory || strlen(directory) < DTRAIN__FLIGHT_PATH) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
-        strlen(directory), DTRAIN__FLIGHT_PATH - 1);
-}
 
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
@@ -336,7 +287,13 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "dtrain_launch: node_ranks is %u, expected a divisor of the %d ranks (1 "
                            "makes every rank a node)",
                            desc->node_ranks, place->size);
-    DTRAIN__TRY(dtrain__resolve_flight(desc));
+    if (!desc->flight_directory || !desc->flight_directory[0])
+        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
+    if (desc->flight_directory && strlen(desc->flight_directory) >= DTRAIN__FLIGHT_PATH)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
+            strlen(desc->flight_directory), DTRAIN__FLIGHT_PATH - 1);
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -452,11 +409,17 @@ static uint64_t dtrain__job_number(const dtrain__launch *launch)
     return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
 }
 
+/* A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
+ * first fork until after the last restart. Where the host ignores SIGCHLD there would be no exit
+ * statuses to wait for, so it gets the default action meanwhile. */
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info)
 {
+    static const int forwarded[] = {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGHUP};
     dtrain__launch launch;
     dtrain_launch_info ignored;
+    struct sigaction child_action;
+    bool ignores_children = false, child_was_pending = false;
     sigset_t old_mask;
     if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
@@ -475,14 +438,31 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     const bool catches = launch.desc.catch_signals && !launch.launcher;
     if (result == DTRAIN_OK && catches)
         result = dtrain__signals_begin(launch.desc.flight_directory != NULL, &old_mask);
+    if (result == DTRAIN_OK && launch.launcher) {
+        sigemptyset(&launch.watched);
+        sigaddset(&launch.watched, SIGCHLD);
+        for (int i = 0; i < (dtrain__hangup_ignored() ? 5 : 6); i++)
+            sigaddset(&launch.watched, forwarded[i]);
+        sigaction(SIGCHLD, NULL, &child_action);
+        ignores_children =
+            child_action.sa_handler == SIG_IGN || (child_action.sa_flags & SA_NOCLDWAIT);
+        pthread_sigmask(SIG_BLOCK, &launch.watched, &launch.old_mask);
+        child_was_pending = dtrain__take_child_signal();
+        if (ignores_children) signal(SIGCHLD, SIG_DFL);
+    }
     if (result == DTRAIN_OK) {
-        if (launch.launcher) dtrain__signals_block(&launch);
         do result = dtrain__attempt(&launch, info);
         while (dtrain__restart(&launch, &result, info));
-        if (launch.launcher) dtrain__signals_restore(&launch);
-        if (catches) dtrain__signals_end(&old_mask);
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
         info->restart_count = launch.place.restart_count + launch.restart_count;
+        if (catches) dtrain__signals_end(&old_mask);
+
+        /* Remove the last SIGCHLD of a rank from the queue: a handler of the host would wait for a
+         * child that is gone. One that was pending before, of another child, is raised again. */
+        while (launch.launcher && dtrain__take_child_signal()) continue;
+        if (ignores_children) sigaction(SIGCHLD, &child_action, NULL);
+        if (child_was_pending) kill(getpid(), SIGCHLD);
+        if (launch.launcher) pthread_sigmask(SIG_SETMASK, &launch.old_mask, NULL);
     }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;

@@ -43,10 +43,8 @@ typedef struct dtrain__launch {
     int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
     int passed_on;                /* last signal forwarded, SIGUSR1 and SIGUSR2 included */
     uint64_t stop_ns;             /* when the last request to stop came */
-    bool child_was_pending;       /* SIGCHLD, when the launch began */
-    struct sigaction child_action;
-    sigset_t watched, old_mask; /* `watched` is blocked while this process forks ranks */
-    uint32_t gate;              /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
+    sigset_t watched, old_mask;   /* `watched` is blocked while this process forks ranks */
+    uint32_t gate;                /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
 
     /* Attempts. */
     uint64_t attempt_ns;    /* when this attempt began */

@@ -56,31 +56,6 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Wait before a restart, and return the signal that asks the run to stop meanwhile, or 0. Signals
- * that are forwarded are blocked and come from sigtimedwait; with threads they are the host's,
- * unless they are caught. */
-static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
-{
-    const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
-    sigset_t stops;
-    sigemptyset(&stops);
-    if (launch->launcher) stops = launch->watched;
-    sigdelset(&stops, SIGCHLD);
-    for (;;) {
-        const uint64_t now = dtrain__now_ns(), left = now < end ? end - now : 0;
-        struct timespec nap;
-        siginfo_t what;
-        nap.tv_sec = 0;
-        nap.tv_nsec = (long)(left < longest ? left : longest);
-        const int number = sigtimedwait(&stops, &what, &nap);
-        const bool asks = number == SIGUSR1 && launch->desc.catch_signals;
-        if (number > 0 && ((number != SIGUSR1 && number != SIGUSR2) || asks)) return number;
-        if (!launch->launcher && launch->desc.catch_signals && dtrain__signal_caught())
-            return dtrain__signal_caught();
-        if (!left) return 0;
-    }
-}
-
 /* Decide whether a run that has ended is started again, and wait until then. An attempt that could
  * not start all ranks the first time is not repeated: its desc or its machine is wrong. */
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
@@ -108,8 +83,27 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
         return false;
     }
     dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s: %s", what, last);
-    const int number = dtrain__back_off(launch, wait_ns);
-    if (number) {
+
+    /* Wait, for a signal too that asks the run to stop meanwhile. Signals that are forwarded are
+     * blocked and come from sigtimedwait; with threads they are the host's, unless they are
+     * caught. */
+    const bool catches = launch->desc.catch_signals;
+    sigset_t stops;
+    sigemptyset(&stops);
+    if (launch->launcher) stops = launch->watched;
+    sigdelset(&stops, SIGCHLD);
+    int number = 0;
+    for (uint64_t now = dtrain__now_ns(), end = now + wait_ns; now < end && number <= 0;) {
+        struct timespec nap = {0, 0};
+        siginfo_t what_came;
+        nap.tv_nsec = (long)dtrain__min((int64_t)(end - now), 50000000);
+        number = sigtimedwait(&stops, &what_came, &nap);
+        if (number == SIGUSR2 || (number == SIGUSR1 && !catches)) number = 0;
+        if (!launch->launcher && catches && dtrain__signal_caught())
+            number = dtrain__signal_caught();
+        now = dtrain__now_ns();
+    }
+    if (number > 0) {
         info->signal = number;
         info->exit_code = 128 + number;
         *result = dtrain_fail(*result,
