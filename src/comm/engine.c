@@ -414,6 +414,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     dtrain__engine *comm = dtrain__engine_of(base);
     const size_t bytes = dtrain__send_bytes(what, base->size);
     const size_t kept = offsetof(dtrain__work, heard);
+    const dtrain_call call = {what->count, what->kind, (uint32_t)what->dtype, what->op, what->root};
     dtrain_result result = DTRAIN_OK;
     *out = NULL;
     if (comm->failed) return dtrain__engine_standing(comm);
@@ -436,11 +437,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     if (dtrain__gets(what, base->rank)) work->op.recv_bytes = dtrain__recv_bytes(what, base->size);
     work->op.small =
         bytes <= DTRAIN_SMALL_BYTES && bytes * (size_t)base->size <= (size_t)DTRAIN__SMALL_TOTAL;
-    work->op.call.count = what->count;
-    work->op.call.kind = what->kind;
-    work->op.call.dtype = (uint32_t)what->dtype;
-    work->op.call.op = what->op;
-    work->op.call.root = what->root;
+    work->op.call = call;
     if (comm->staged) result = dtrain__copy_in(comm, work);
     if (result != DTRAIN_OK) {
         dtrain__recycle(comm, work);

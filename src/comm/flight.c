@@ -15,15 +15,44 @@
 #include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
 
-/* Write what this rank knows of each rank. */
-static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, uint64_t now)
+/* Write who is in a communicator, and the sequence number of this rank's last call of it. */
+static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *comm, bool failed,
+                                      bool first)
 {
+    dtrain__writer_add(out, "%s{\"communicator\": %lld, \"first\": %d, \"started\": %llu, ",
+                       first ? "\n  " : ",\n  ", (long long)comm->number, comm->world_ranks[0],
+                       (unsigned long long)comm->started);
+    dtrain__writer_add(out, "\"failed\": %s, \"ranks\": [", failed ? "true" : "false");
+    for (int i = 0; i < comm->size; i++)
+        dtrain__writer_add(out, "%s%d", i ? ", " : "", comm->world_ranks[i]);
+    dtrain__writer_add(out, "]}");
+}
+
+/* Write what this rank knows of itself, of each rank, of its communicators and of their calls. */
+static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
+{
+    static const char *const states[] = {"queued", "started", "done", "failed"};
+    const dtrain__ring *ring = world->timeline.ring;
+    const uint64_t now = dtrain__now_ns();
+    uint64_t next = ring->count + 1, calls = 0;
+    bool first = true, listed = !world->comm;
+    char host[256] = "";
+    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
+    dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
+                       world->rank, world->size, (long long)getpid());
+    dtrain__writer_string(out, "host", host);
+    dtrain__writer_add(out, ", \"restart_count\": %u, \"time\": %lld, \"now_ns\": %llu,\n",
+                       world->restart_count, (long long)time(NULL), (unsigned long long)now);
+    dtrain__writer_add(out, " \"result\": %d, ", (int)ring->code);
+    dtrain__writer_string(out, "error", ring->error);
+    dtrain__writer_add(out, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
+                       dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
     for (int i = 0; i < world->size; i++) {
         const dtrain__pulse *pulse = &world->control->pulses[i];
         const uint64_t beat = dtrain__load(&pulse->beat_ns);
-        const uint32_t how = dtrain__load(&world->control->exits[i].how);
         char end[160] = "";
-        if (how != DTRAIN__RUNNING) dtrain__describe_end(world->control, i, end, sizeof end);
+        if (dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING)
+            dtrain__describe_end(world->control, i, end, sizeof end);
         const long long silent = now > beat ? (long long)(now - beat) : 0;
         dtrain__writer_add(out, "%s{\"rank\": %d, \"silent_ns\": %lld, \"inside\": %s, ",
                            i ? ",\n  " : "\n  ", i, beat ? silent : -1,
@@ -39,40 +68,6 @@ static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, u
         dtrain__writer_string(out, "end", end);
         dtrain__writer_add(out, "}");
     }
-}
-
-/* Write who is in a communicator, and the sequence number of this rank's last call of it. */
-static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *comm, bool failed,
-                                      bool first)
-{
-    dtrain__writer_add(out, "%s{\"communicator\": %lld, \"first\": %d, \"started\": %llu, ",
-                       first ? "\n  " : ",\n  ", (long long)comm->number, comm->world_ranks[0],
-                       (unsigned long long)comm->started);
-    dtrain__writer_add(out, "\"failed\": %s, \"ranks\": [", failed ? "true" : "false");
-    for (int i = 0; i < comm->size; i++)
-        dtrain__writer_add(out, "%s%d", i ? ", " : "", comm->world_ranks[i]);
-    dtrain__writer_add(out, "]}");
-}
-
-static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
-{
-    static const char *const states[] = {"queued", "started", "done", "failed"};
-    const dtrain__ring *ring = world->timeline.ring;
-    uint64_t next = ring->count + 1, calls = 0;
-    bool first = true, listed = !world->comm;
-    char host[256] = "";
-    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
-    dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
-                       world->rank, world->size, (long long)getpid());
-    dtrain__writer_string(out, "host", host);
-    dtrain__writer_add(out, ", \"restart_count\": %u, \"time\": %lld, \"now_ns\": %llu,\n",
-                       world->restart_count, (long long)time(NULL),
-                       (unsigned long long)dtrain__now_ns());
-    dtrain__writer_add(out, " \"result\": %d, ", (int)ring->code);
-    dtrain__writer_string(out, "error", ring->error);
-    dtrain__writer_add(out, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
-                       dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
-    dtrain__dump_ranks(out, world, dtrain__now_ns());
 
     /* The communicators of the engine, and the world's; others are not listed anywhere. */
     dtrain__writer_add(out, "],\n \"communicators\": [");

@@ -77,26 +77,6 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     return DTRAIN_OK;
 }
 
-/* Warn where ranks of one tensor axis are on several nodes: it sends more than all other axes. */
-static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
-{
-    dtrain_comm *tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
-    dtrain_world_info own; /* node_ranks counts */
-    dtrain_world_query(mesh->world, &own);
-    int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
-    DTRAIN__TRY(
-        dtrain_all_reduce(tensor, most, most, 2, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
-    int32_t crosses = most[0] != -most[1];
-    DTRAIN__TRY(dtrain_all_reduce(mesh->all, &crosses, &crosses, 1, DTRAIN_DTYPE_I32,
-                                  DTRAIN_REDUCE_MAX, NULL));
-    if (crosses && mesh->info.rank == 0)
-        dtrain_log(mesh->world, DTRAIN_LOG_WARNING,
-                   "dtrain_mesh_create: the tensor axis of %d ranks crosses nodes: it sends more "
-                   "than any other axis, and in the middle of every layer; keep it inside a node",
-                   mesh->info.tensor);
-    return DTRAIN_OK;
-}
-
 /* The ranks are split along what strategies and models use: each axis, also one of a single rank,
  * and the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
  * DATA and another axis, are made when they are asked for. */
@@ -145,7 +125,23 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     }
     for (size_t i = 0; i < sizeof used / sizeof *used && all && result == DTRAIN_OK; i++)
         result = dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i]));
-    if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
+    if (all && result == DTRAIN_OK && mesh->info.tensor > 1) {
+        dtrain_world_info own; /* node_ranks counts */
+        dtrain_world_query(world, &own);
+        int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
+        result = dtrain_all_reduce(dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR), most, most, 2,
+                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
+        int32_t crosses = most[0] != -most[1];
+        if (result == DTRAIN_OK)
+            result = dtrain_all_reduce(all, &crosses, &crosses, 1, DTRAIN_DTYPE_I32,
+                                       DTRAIN_REDUCE_MAX, NULL);
+        if (result == DTRAIN_OK && crosses && mesh->info.rank == 0)
+            dtrain_log(world, DTRAIN_LOG_WARNING,
+                       "dtrain_mesh_create: the tensor axis of %d ranks crosses nodes: it sends "
+                       "more than any other axis, and in the middle of every layer; keep it inside "
+                       "a node",
+                       mesh->info.tensor);
+    }
     if (result == DTRAIN_OK) *out = mesh;
     else dtrain_mesh_destroy(mesh);
     return result;

@@ -254,36 +254,6 @@ static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine
 }
 #endif
 
-static dtrain_result dtrain_nccl__check_hellos(const dtrain_nccl__hello *all, int count)
-{
-    char first[24], other[24];
-    for (int i = 0; i < count; i++) {
-        if (all[i].magic != DTRAIN_NCCL_HELLO)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "rank %d of %d was built with another version of dtrain_nccl.h", i,
-                               count);
-        if (all[i].status != DTRAIN_OK)
-            return dtrain_fail((dtrain_result)all[i].status, "on rank %d: %.*s", all[i].world_rank,
-                               (int)sizeof all[i].error, all[i].error);
-    }
-    for (int i = 1; i < count; i++)
-        if (all[i].version != all[0].version)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "rank %d runs NCCL %s and rank %d NCCL %s: they do not talk to each "
-                               "other; install the same version everywhere",
-                               all[0].world_rank, dtrain_nccl__version_text(all[0].version, first),
-                               all[i].world_rank, dtrain_nccl__version_text(all[i].version, other));
-    for (int i = 1; i < count; i++)
-        for (int j = 0; j < i; j++)
-            if (strncmp(all[i].device, all[j].device, sizeof all[i].device) == 0)
-                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                                   "ranks %d and %d sit on the same device (%.48s), which NCCL "
-                                   "refuses; start as many ranks as there are GPUs, or leave "
-                                   "comm_ops NULL for the local communicator",
-                                   all[j].world_rank, all[i].world_rank, all[i].device);
-    return DTRAIN_OK;
-}
-
 /* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
  * so far, whose sentence goes to all. */
 static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain_result prepared,
@@ -293,6 +263,8 @@ static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain
     dtrain_nccl__hello hello;
     dtrain_nccl__id_record id_record;
     dtrain_device_info info;
+    const int size = dtrain_world_size(world);
+    char first[24], other[24];
     memset(&hello, 0, sizeof hello);
     memset(&id_record, 0, sizeof id_record);
     memset(&info, 0, sizeof info);
@@ -306,8 +278,32 @@ static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &hello, sizeof hello, all));
-    DTRAIN_NCCL_TRY(
-        dtrain_nccl__check_hellos((const dtrain_nccl__hello *)all, dtrain_world_size(world)));
+    const dtrain_nccl__hello *hellos = (const dtrain_nccl__hello *)all;
+    for (int i = 0; i < size; i++) {
+        if (hellos[i].magic != DTRAIN_NCCL_HELLO)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "rank %d of %d was built with another version of dtrain_nccl.h", i,
+                               size);
+        if (hellos[i].status != DTRAIN_OK)
+            return dtrain_fail((dtrain_result)hellos[i].status, "on rank %d: %.*s",
+                               hellos[i].world_rank, (int)sizeof hellos[i].error, hellos[i].error);
+    }
+    for (int i = 1; i < size; i++)
+        if (hellos[i].version != hellos[0].version)
+            return dtrain_fail(
+                DTRAIN_ERROR_MISMATCH,
+                "rank %d runs NCCL %s and rank %d NCCL %s: they do not talk to each other; install "
+                "the same version everywhere",
+                hellos[0].world_rank, dtrain_nccl__version_text(hellos[0].version, first),
+                hellos[i].world_rank, dtrain_nccl__version_text(hellos[i].version, other));
+    for (int i = 1; i < size; i++)
+        for (int j = 0; j < i; j++)
+            if (strncmp(hellos[i].device, hellos[j].device, sizeof hellos[i].device) == 0)
+                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                   "ranks %d and %d sit on the same device (%.48s), which NCCL "
+                                   "refuses; start as many ranks as there are GPUs, or leave "
+                                   "comm_ops NULL for the local communicator",
+                                   hellos[j].world_rank, hellos[i].world_rank, hellos[i].device);
     if (dtrain_world_rank(world) == 0) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
         id_record.status = dtrain_nccl__code(made);

@@ -129,34 +129,25 @@ static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__
 }
 
 /* Append to `text`, for each communicator, the oldest operation that has not finished and the
- * number of collectives this rank has started. */
-static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t room)
+ * number of collectives this rank has started. With NULL log all operations that it remembers. */
+static void dtrain_nccl__report(dtrain_nccl__hub *hub, char *text, size_t room)
 {
-    size_t used = strlen(text);
+    size_t used = text ? strlen(text) : 0;
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
              record = record->next) {
             const char *state = dtrain_nccl__state(hub, record);
             char what[200];
-            if (strncmp(state, "not ", 4) != 0 || used >= room) continue;
+            if (text && (strncmp(state, "not ", 4) != 0 || used >= room)) continue;
             dtrain_nccl__describe(comm, record, what, sizeof what);
+            if (!text) {
+                dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what, state);
+                continue;
+            }
             snprintf(text + used, room - used, "; %s: %s, %llu collectives started", what, state,
                      (unsigned long long)comm->collectives);
             used = strlen(text);
             break;
-        }
-    }
-}
-
-static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
-{
-    for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
-             record = record->next) {
-            char what[200];
-            dtrain_nccl__describe(comm, record, what, sizeof what);
-            dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what,
-                       dtrain_nccl__state(hub, record));
         }
     }
 }
@@ -216,14 +207,14 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     snprintf(hub->text, sizeof hub->text, "%s", text);
-    dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
+    dtrain_nccl__report(hub, hub->text, sizeof hub->text);
     hub->code = code; /* from here on dtrain_nccl__watch ends every wait for the device */
     if (!hub->closing) {
         dtrain_world_abort(hub->world, code, hub->text);
         dtrain_nccl__compare(hub); /* with the first report, which may be another rank's */
     }
     if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
-        dtrain_nccl__log_rings(hub);
+        dtrain_nccl__report(hub, NULL, 0);
     dtrain_nccl__abort_all(hub);
     return dtrain_nccl__hub_error(hub);
 }

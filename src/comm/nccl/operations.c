@@ -208,7 +208,7 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
     case DTRAIN_REDUCE_MIN: return ncclMin;
     case DTRAIN_REDUCE_MAX: return ncclMax;
     case DTRAIN_REDUCE_PROD: return ncclProd;
-    default: return ncclSum; /* DTRAIN_REDUCE_MEAN too: see dtrain_nccl__scale */
+    default: return ncclSum; /* DTRAIN_REDUCE_MEAN too: see dtrain_nccl__wait_steps */
     }
 }
 
@@ -429,15 +429,23 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
 
 /* ---- Ending -----------------------------------------------------------------------------------*/
 
-/* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
- * host. */
-static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
+static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
+    dtrain_nccl__hub *hub = comm->hub;
     const dtrain_collective *what = &work->what;
+    const size_t recv_bytes = dtrain_nccl__recv_bytes(comm, what);
+    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    if (work->block)
+        DTRAIN_NCCL_TRY(dtrain_nccl__await_event(hub, work->record,
+                                                 dtrain_nccl__call_name(work->record->what.kind)));
+    else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
+    if (work->host_recv)
+        memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work), recv_bytes);
+    if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1 || recv_bytes == 0) return DTRAIN_OK;
+
+    /* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
+     * host. */
     const double scale = 1.0 / comm->base.size;
-    dtrain_axpby_args args;
-    if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1) return DTRAIN_OK;
-    if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
     for (size_t i = 0; i < what->count && work->host_recv; i++) {
         float *wide = (float *)what->recv + i;
         uint16_t *half = (uint16_t *)what->recv + i;
@@ -448,27 +456,14 @@ static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nc
                                          dtrain_half_to_f32(what->dtype, *half) * (float)scale);
     }
     if (work->host_recv) return DTRAIN_OK;
+    dtrain_axpby_args args;
     memset(&args, 0, sizeof args);
     args.count = (int64_t)what->count;
     args.a = scale;
     args.x = what->recv;
     args.y = what->recv;
     args.dtype = what->dtype;
-    return comm->hub->device->ops->axpby(comm->hub->device, &args);
-}
-
-static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
-{
-    dtrain_nccl__hub *hub = comm->hub;
-    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    if (work->block)
-        DTRAIN_NCCL_TRY(dtrain_nccl__await_event(hub, work->record,
-                                                 dtrain_nccl__call_name(work->record->what.kind)));
-    else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
-    if (work->host_recv)
-        memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work),
-               dtrain_nccl__recv_bytes(comm, &work->what));
-    return dtrain_nccl__scale(comm, work);
+    return hub->device->ops->axpby(hub->device, &args);
 }
 
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__wait(dtrain_work *base)

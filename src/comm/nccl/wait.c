@@ -50,35 +50,30 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, cons
     return DTRAIN_OK;
 }
 
-/* Check a stream's mark: record it again if it has been passed, else count the time. */
-static dtrain_result dtrain_nccl__check_mark(dtrain_nccl__hub *hub, dtrain_nccl__stream_mark *mark,
-                                             double gap)
-{
-    const dtrain_device_ops *ops = hub->device->ops;
-    bool passed = true;
-    if (mark->recorded) DTRAIN_NCCL_TRY(ops->event_query(hub->device, mark->event, &passed));
-    if (!passed) {
-        mark->waited += gap < 1 ? gap : 1;
-        return mark->waited < hub->deadline ? DTRAIN_OK : DTRAIN_ERROR_TIMEOUT;
-    }
-    mark->waited = 0;
-    mark->recorded = true;
-    return ops->event_record(hub->device, mark->event, mark->stream);
-}
-
 /* Watch for failures while the device waits (dtrain_device.while_waiting). Cheap when called often:
  * it polls once a millisecond. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
 {
     dtrain_nccl__hub *hub = (dtrain_nccl__hub *)user;
+    const dtrain_device_ops *ops = hub->device->ops;
     const double now = dtrain_seconds(), gap = now - hub->last_watch;
     if (hub->code != DTRAIN_OK) return dtrain_nccl__hub_error(hub);
     if (gap < 1e-3) return DTRAIN_OK;
     hub->last_watch = now;
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "waiting for the device"));
     for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) {
-        if (!hub->marks[i].event) continue;
-        const dtrain_result result = dtrain_nccl__check_mark(hub, &hub->marks[i], gap);
+        /* Record the stream's mark again if it has been passed, else count the time. */
+        dtrain_nccl__stream_mark *mark = &hub->marks[i];
+        dtrain_result result = DTRAIN_OK;
+        bool passed = true;
+        if (!mark->event) continue;
+        if (mark->recorded) result = ops->event_query(hub->device, mark->event, &passed);
+        mark->waited = passed ? 0 : mark->waited + (gap < 1 ? gap : 1);
+        if (!passed && mark->waited >= hub->deadline) result = DTRAIN_ERROR_TIMEOUT;
+        if (result == DTRAIN_OK && passed) {
+            mark->recorded = true;
+            result = ops->event_record(hub->device, mark->event, mark->stream);
+        }
         if (result == DTRAIN_ERROR_TIMEOUT)
             return dtrain_nccl__fail(hub, result,
                                      "the %s stream of the device has not moved for %.1f s",
