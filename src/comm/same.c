@@ -5,10 +5,9 @@
  * all with an error, and the communicator is as good as before.
  *
  * Settings that differ between ranks would train to numbers that mean nothing. First comes one hash
- * over all of them; where that differs all ranks search together, item by item and then field by
- * field, up to the first that differs. All of them see the same outcome of each comparison, so they
- * make the same collectives. Item 0 is the name of the call, so that ranks in different calls
- * hear of that. */
+ * over all of them; where that differs all ranks search together, field by field, up to the first
+ * that differs. All of them see the same outcome of each comparison, so they make the same
+ * collectives. Field 0 is the name of the call, so that ranks in different calls hear of that. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -47,62 +46,55 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 
 /* ---- The first difference ---------------------------------------------------------------------*/
 
-/* Compare items one by one, up to the first that differs. Of that, find the usual and the odd value
- * among those of all ranks. */
-static dtrain_result dtrain__same_search(dtrain_comm *comm, dtrain__same_hash *hash_of,
-                                         const void *user, size_t count, dtrain__difference *found)
-{
-    const int ranks = dtrain_comm_size(comm);
-    uint64_t values[DTRAIN_MAX_RANKS];
-    found->odd = -1;
-    for (found->item = 0; found->item < count; found->item++) {
-        const uint64_t hash = hash_of(user, found->item);
-        int most = 0;
-        DTRAIN__TRY(dtrain_all_gather(comm, &hash, values, 1, DTRAIN_DTYPE_I64, NULL));
-        for (int i = 0; i < ranks; i++) {
-            int same = 0;
-            for (int k = 0; k < ranks; k++) same += values[k] == values[i];
-            if (same > most) found->usual = i;
-            if (same > most) most = same;
-        }
-        if (most == ranks) continue;
-        found->single = most == ranks - 1;
-        for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
-        break;
-    }
-    return DTRAIN_OK;
-}
-
 /* The hashes are common where the largest and the smallest are equal: since ~ reverses the order,
- * the maximum of the complements is the complement of the minimum. */
+ * the maximum of the complements is the complement of the minimum. Where they are not, compare items
+ * one by one, up to the first that differs, and find its usual and its odd value. */
 DTRAIN__PRIVATE dtrain_result dtrain__same_find(dtrain_comm *comm, dtrain_result mine,
                                                 dtrain__same_hash *hash_of, const void *user,
                                                 size_t count, uint64_t *all,
                                                 dtrain__difference *found)
 {
+    const int ranks = dtrain_comm_size(comm);
+    uint64_t values[DTRAIN_MAX_RANKS];
     *all = DTRAIN__FNV_BASIS;
     found->odd = -1;
     for (size_t item = 0; item < count; item++) {
         const uint64_t hash = mine == DTRAIN_OK ? hash_of(user, item) : 0;
         if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
     }
-    if (dtrain_comm_size(comm) == 1) return mine;
+    if (ranks == 1) return mine;
     int64_t most[] = {(int64_t)*all, (int64_t) ~*all, (int64_t)count,
                       mine == DTRAIN_OK ? INT64_MIN : -(int64_t)dtrain_comm_rank(comm)};
     DTRAIN__TRY(dtrain_all_reduce(comm, most, most, 4, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     if (most[3] != INT64_MIN) return dtrain__verdict(comm, mine, (int)-most[3]);
     if (most[0] == ~most[1]) return DTRAIN_OK;
-    return dtrain__same_search(comm, hash_of, user, (size_t)most[2], found);
+
+    for (found->item = 0; found->item < (size_t)most[2]; found->item++) {
+        const uint64_t hash = hash_of(user, found->item);
+        int frequent = 0;
+        DTRAIN__TRY(dtrain_all_gather(comm, &hash, values, 1, DTRAIN_DTYPE_I64, NULL));
+        for (int i = 0; i < ranks; i++) {
+            int same = 0;
+            for (int k = 0; k < ranks; k++) same += values[k] == values[i];
+            if (same > frequent) found->usual = i;
+            if (same > frequent) frequent = same;
+        }
+        if (frequent == ranks) continue;
+        found->single = frequent == ranks - 1;
+        for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
+        return DTRAIN_OK;
+    }
+    return DTRAIN_OK;
 }
 
 /* ---- Fields -----------------------------------------------------------------------------------*/
 
 #define DTRAIN__SHOWN_BYTES 320
 
-/* The lists of a call, and the item whose fields are compared. Item 0 is the call. */
+/* The lists of a call. The first has one field, the name of the call. */
 typedef struct dtrain__same_items {
     dtrain__same_list lists[1 + DTRAIN__SAME_LISTS];
-    size_t count, item;
+    size_t count;
 } dtrain__same_items;
 
 DTRAIN__PRIVATE dtrain__same_list dtrain__same_struct(const dtrain__same_field *fields,
@@ -112,22 +104,25 @@ DTRAIN__PRIVATE dtrain__same_list dtrain__same_struct(const dtrain__same_field *
     return list;
 }
 
-/* Find the item's list, and its number there. */
-static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *items, size_t *number)
+/* Find field `at` of all in its list: of which item it is, and which field of that. */
+static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *items, size_t at,
+                                                   size_t *item, size_t *f)
 {
     const dtrain__same_list *list = items->lists;
-    for (*number = items->item; list + 1 < items->lists + items->count && *number >= list->items;)
-        *number -= list++->items;
+    while (list + 1 < items->lists + items->count && at >= list->items * list->field_count)
+        at -= list->items * list->field_count, list++;
+    *item = at / list->field_count;
+    *f = at % list->field_count;
     return list;
 }
 
-/* Write a field of the item, with its name, and return a hash of all of it; 0: this rank does not
- * have the item. */
-static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, char *text)
+/* Write a field, with its name, and return a hash of all of it; 0: this rank does not have its
+ * item. */
+static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t which, char *text)
 {
     uint64_t record[DTRAIN__SAME_RECORD / sizeof(uint64_t)] = {0};
-    size_t number, room = DTRAIN__SHOWN_BYTES;
-    const dtrain__same_list *list = dtrain__same_place(items, &number);
+    size_t number, f, room = DTRAIN__SHOWN_BYTES;
+    const dtrain__same_list *list = dtrain__same_place(items, which, &number, &f);
     const dtrain__same_field *field = &list->fields[f];
     const unsigned char *at = (const unsigned char *)(list->make ? record : list->at);
     const bool narrow = field->bytes == sizeof(uint32_t), several = field->bytes > sizeof(int64_t);
@@ -178,20 +173,6 @@ static uint64_t dtrain__same_field_hash(const void *user, size_t field)
     return dtrain__same_show((const dtrain__same_items *)user, field, text);
 }
 
-static uint64_t dtrain__same_item_hash(const void *user, size_t item)
-{
-    dtrain__same_items items = *(const dtrain__same_items *)user;
-    uint64_t all = DTRAIN__FNV_BASIS;
-    size_t number;
-    items.item = item;
-    const dtrain__same_list *list = dtrain__same_place(&items, &number);
-    for (size_t f = 0; f < list->field_count && number < list->items; f++) {
-        const uint64_t hash = dtrain__same_field_hash(&items, f);
-        all = dtrain__fnv1a(all, &hash, sizeof hash);
-    }
-    return number < list->items ? all : 0;
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine, const char *call,
                                            const dtrain__same_list *lists, size_t count)
 {
@@ -199,24 +180,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine
     char texts[2][DTRAIN__SHOWN_BYTES], what[256] = "", name[DTRAIN__SHOWN_BYTES] = "", others[32];
     dtrain__same_items items;
     dtrain__difference found;
-    size_t total = 1, number;
+    size_t total = 1, number, f;
     uint64_t all;
     memset(&items, 0, sizeof items);
     items.lists[0] = dtrain__same_struct(&made, 1, &call);
     items.count = mine == DTRAIN_OK ? count + 1 : 1;
-    for (size_t l = 1; l < items.count; l++) total += (items.lists[l] = lists[l - 1]).items;
-    DTRAIN__TRY(dtrain__same_find(comm, mine, dtrain__same_item_hash, &items, total, &all, &found));
-    if (found.odd < 0) return DTRAIN_OK;
-    items.item = found.item;
-    const dtrain__same_list *list = dtrain__same_place(&items, &number);
+    for (size_t l = 1; l < items.count; l++) {
+        items.lists[l] = lists[l - 1];
+        total += lists[l - 1].items * lists[l - 1].field_count;
+    }
     DTRAIN__TRY(
-        dtrain__same_search(comm, dtrain__same_field_hash, &items, list->field_count, &found));
+        dtrain__same_find(comm, mine, dtrain__same_field_hash, &items, total, &all, &found));
+    if (found.odd < 0) return DTRAIN_OK;
+    const dtrain__same_list *list = dtrain__same_place(&items, found.item, &number, &f);
     for (int i = 0; i < 2; i++) {
         (void)dtrain__same_show(&items, found.item, texts[i]);
         DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__SHOWN_BYTES / 4, DTRAIN_DTYPE_I32,
                                      i ? found.odd : found.usual, NULL));
     }
-    if (list->what && found.item) (void)dtrain__same_show(&items, 0, name);
+    if (list->what && f) (void)dtrain__same_show(&items, found.item - f, name);
     if (list->what)
         snprintf(what, sizeof what,
                  name[0] ? "%s %zu (%.200s) differs: " : "%s %zu differs: ", list->what, number,
