@@ -47,8 +47,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 /* ---- The first difference ---------------------------------------------------------------------*/
 
 /* The hashes are common where the largest and the smallest are equal: since ~ reverses the order,
- * the maximum of the complements is the complement of the minimum. Where they are not, compare items
- * one by one, up to the first that differs, and find its usual and its odd value. */
+ * the maximum of the complements is the complement of the minimum. Where they are not, compare
+ * items one by one, up to the first that differs, and find its usual and its odd value. */
 DTRAIN__PRIVATE dtrain_result dtrain__same_find(dtrain_comm *comm, dtrain_result mine,
                                                 dtrain__same_hash *hash_of, const void *user,
                                                 size_t count, uint64_t *all,

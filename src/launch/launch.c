@@ -198,18 +198,12 @@ static bool dtrain__take_child_signal(void)
 
 /* ---- Ranks as threads -------------------------------------------------------------------------*/
 
-typedef struct dtrain__rank_thread {
-    dtrain__launch *launch;
-    int rank;
-    pthread_t thread;
-} dtrain__rank_thread;
-
 static void *dtrain__thread_main(void *argument)
 {
-    dtrain__rank_thread *self = (dtrain__rank_thread *)argument;
-    uint32_t gate;
-    while ((gate = dtrain__load(&self->launch->gate)) == 0) sched_yield();
-    if (gate == 1) dtrain__rank_run(self->launch, self->rank);
+    dtrain__launch *launch = (dtrain__launch *)argument;
+    while (dtrain__load(&launch->gate) == 0) sched_yield();
+    if (dtrain__load(&launch->gate) == 1)
+        dtrain__rank_run(launch, (int)dtrain__fetch_add(&launch->taken, 1u));
     return NULL;
 }
 
@@ -218,21 +212,13 @@ static void *dtrain__thread_main(void *argument)
 static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 {
     const int count = (int)launch->desc.rank_count;
+    pthread_t threads[DTRAIN_MAX_RANKS];
     int started = 0, error = 0;
-    const dtrain_allocator *a = &launch->desc.allocator;
-    dtrain__rank_thread *threads = (dtrain__rank_thread *)dtrain__alloc(
-        a, (size_t)count, sizeof *threads, "the threads of ranks"); /* stacks can be small */
-    if (!threads) return DTRAIN_ERROR_MEMORY;
-    dtrain__store(&launch->gate, 0u);
-    for (; started < count && !error; started += !error) {
-        threads[started].launch = launch;
-        threads[started].rank = started;
-        error =
-            pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
-    }
+    launch->gate = launch->taken = 0;
+    for (; started < count && !error; started += !error)
+        error = pthread_create(&threads[started], NULL, dtrain__thread_main, launch);
     dtrain__store(&launch->gate, error ? 2u : 1u);
-    for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
-    dtrain__free(a, threads, (size_t)count, sizeof *threads);
+    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     if (!error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
                        "dtrain_launch: thread of rank %d of %d could not be made: %s", started,

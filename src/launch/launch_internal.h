@@ -45,6 +45,7 @@ typedef struct dtrain__launch {
     uint64_t stop_ns;             /* when the last request to stop came */
     sigset_t watched, old_mask;   /* `watched` is blocked while this process forks ranks */
     uint32_t gate;                /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
+    uint32_t taken;               /* atomic: threads that have taken a rank */
 
     /* Attempts. */
     uint64_t attempt_ns;    /* when this attempt began */

@@ -256,8 +256,8 @@ static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine
 
 /* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
  * so far, whose sentence goes to all. */
-static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain_result prepared,
-                                                   void *all, ncclUniqueId *id)
+static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
+                                             void *all, ncclUniqueId *id)
 {
     dtrain_world *world = hub->world;
     dtrain_nccl__hello hello;
@@ -318,20 +318,6 @@ static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain
                        "ncclGetUniqueId failed on rank 0: %.320s; is the network interface for "
                        "NCCL up (NCCL_SOCKET_IFNAME)?",
                        id_record.error);
-}
-
-static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
-                                             ncclUniqueId *id)
-{
-    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
-                           ? sizeof(dtrain_nccl__hello)
-                           : sizeof(dtrain_nccl__id_record);
-    const size_t bytes = one * (size_t)dtrain_world_size(hub->world);
-    void *all = dtrain_nccl__alloc(hub, bytes);
-    if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_nccl__rendezvous_steps(hub, prepared, all, id);
-    dtrain_nccl__free(hub, all, bytes);
-    return result;
 }
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
@@ -426,7 +412,13 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     if (result == DTRAIN_OK)
         result = dtrain_nccl__comm_make(hub, dtrain_world_size(world), dtrain_world_rank(world),
                                         NULL, "world", &comm);
-    result = dtrain_nccl__rendezvous(hub, result, &id);
+    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
+                           ? sizeof(dtrain_nccl__hello)
+                           : sizeof(dtrain_nccl__id_record);
+    const size_t bytes = one * (size_t)dtrain_world_size(world);
+    void *all = dtrain_nccl__alloc(hub, bytes);
+    result = all ? dtrain_nccl__rendezvous(hub, result, all, &id) : DTRAIN_ERROR_MEMORY;
+    dtrain_nccl__free(hub, all, bytes);
     if (result == DTRAIN_OK) {
         hub->device->while_waiting = dtrain_nccl__watch;
         hub->device->waiting_user = hub;
