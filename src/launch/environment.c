@@ -34,9 +34,9 @@ enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
 /* The variables by which launchers of one kind say which rank a process is. */
 typedef struct dtrain__family {
     const char *name;
-    /* Reads rank and size into *out, if *applies. A family without a reader has two plain
-     * numbers. */
-    dtrain_result (*read)(dtrain__lookup_fn env, bool *applies, dtrain__placement *out);
+    /* Reads rank and size into *out, which is zeroed, and leaves a size of 0 if it does not apply. A
+     * family without a reader has two plain numbers. */
+    dtrain_result (*read)(dtrain__lookup_fn env, dtrain__placement *out);
     const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
 } dtrain__family;
 
@@ -73,17 +73,20 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; *applies says whether both are set. Half a family is an
- * error, except that a world size without a rank may belong to an Indexed Job (size_alone). */
+/* Read the plain rank and size of a family; a size of 0 says that they are not set. Half a family is
+ * an error, except that a world size without a rank may belong to an Indexed Job (size_alone). */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
-                                       const char *size_name, bool size_alone, bool *applies,
+                                       const char *size_name, bool size_alone,
                                        dtrain__placement *out)
 {
     bool has_rank, has_size;
+    out->rank = out->size = 0;
     DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
     DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    *applies = has_rank || (has_size && !size_alone);
-    if (!*applies) return DTRAIN_OK;
+    if (!has_rank && (!has_size || size_alone)) {
+        out->size = 0;
+        return DTRAIN_OK;
+    }
     if (has_rank != has_size) {
         const char *there = has_rank ? rank_name : size_name;
         const char *missing = has_rank ? size_name : rank_name;
@@ -97,32 +100,19 @@ static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_n
                                 "numbers go from 0 to the size less one");
 }
 
-/* Find out whether the MPI family `rank_name`, `size_name` is set and contradicts *taken. */
-static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const char *rank_name,
-                                         const char *size_name, const dtrain__placement *taken,
-                                         dtrain__placement *said, bool *differs)
-{
-    bool applies;
-    DTRAIN__TRY(dtrain__read_pair(env, rank_name, size_name, false, &applies, said));
-    *differs = applies && (said->rank != taken->rank || said->size != taken->size);
-    return DTRAIN_OK;
-}
-
 /* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it
  * is usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node
  * on which srun or mpirun has put its agent. */
-static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, bool *applies,
-                                           dtrain__placement *out)
+static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, dtrain__placement *out)
 {
     static const char *const others[][2] = {{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
                                             {"PMI_RANK", "PMI_SIZE"}};
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
-    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, applies, out));
-    for (int i = 0; i < 2 && *applies && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
-        dtrain__placement said;
-        bool differs;
-        DTRAIN__TRY(dtrain__env_differs(env, others[i][0], others[i][1], out, &said, &differs));
-        if (differs)
+    dtrain__placement said;
+    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, out));
+    for (int i = 0; i < 2 && out->size && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
+        DTRAIN__TRY(dtrain__read_pair(env, others[i][0], others[i][1], false, &said));
+        if (said.size && (said.rank != out->rank || said.size != out->size))
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "dtrain_launch: the environment has RANK=%d, WORLD_SIZE=%d and also %s=%d, %s=%d; "
@@ -153,22 +143,19 @@ static bool dtrain__first_host(const char *list, char *out, size_t room)
 /* Read Slurm's variables. Without SLURM_STEP_ID this is a shell of sbatch or salloc, which is no
  * rank. srun --mpi=pmi2 sets MPICH's variables too: if they contradict Slurm's, this is a rank of
  * an mpirun inside of the step. */
-static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, bool *applies,
-                                        dtrain__placement *out)
+static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
     dtrain__placement said;
-    bool has_nodes, differs;
+    bool has_nodes;
     int nodes = 0;
-    *applies = false;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__read_pair(env, "SLURM_PROCID",
-                                  recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, applies,
-                                  out));
-    DTRAIN__TRY(dtrain__env_differs(env, "PMI_RANK", "PMI_SIZE", out, &said, &differs));
-    *applies = *applies && !differs;
-    if (!*applies) return DTRAIN_OK;
+                                  recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, out));
+    DTRAIN__TRY(dtrain__read_pair(env, "PMI_RANK", "PMI_SIZE", false, &said));
+    if (said.size && (said.rank != out->rank || said.size != out->size)) out->size = 0;
+    if (!out->size) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
     if (nodes == 1) out->local_size = out->size;
     if (!hosts || dtrain__first_host(hosts, out->address, sizeof out->address)) return DTRAIN_OK;
@@ -180,17 +167,15 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, bool *applies,
 
 /* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
  * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
-static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, bool *applies,
-                                          dtrain__placement *out)
+static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
     const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
     const char *host = dtrain__env_text(env, "HOSTNAME");
     char ending[16];
-    *applies = false; /* the job itself sets no size */
-    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, applies, out));
-    if (!*applies || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
+    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK; /* the job itself sets none */
+    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, out));
+    if (!out->size || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
     const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
     const char *at = strstr(host, ending), *domain = strchr(host, '.');
     if (at && at > host && at + tail - 1 == domain)
@@ -200,15 +185,15 @@ static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, bool *applies,
 
 /* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
  * wants one launcher a node. */
-static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, bool *applies, dtrain__placement *out)
+static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, dtrain__placement *out)
 {
     int forks = 1;
     bool has_forks;
-    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, applies, out));
+    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, out));
     DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    const int nodes = *applies ? out->size : 1, node = *applies ? out->rank : 0;
-    *applies = *applies || has_forks;
-    if (*applies && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
+    const int nodes = out->size ? out->size : 1, node = out->size ? out->rank : 0;
+    if (!out->size && !has_forks) return DTRAIN_OK;
+    if (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes)
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
     out->forks = out->local_size = forks;
@@ -304,11 +289,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
-        if (family->read) DTRAIN__TRY(family->read(env, &found, out));
+        if (family->read) DTRAIN__TRY(family->read(env, out));
         else
             DTRAIN__TRY(dtrain__read_pair(env, family->variables[DTRAIN__RANK],
-                                          family->variables[DTRAIN__SIZE], indexed && !i, &found,
-                                          out));
+                                          family->variables[DTRAIN__SIZE], indexed && !i, out));
+        found = out->size > 0;
     }
     if (found) {
         const char *const *names = family->variables;
