@@ -53,26 +53,6 @@ static void dtrain__poll_sleep(void)
 
 /* ---- The directory ----------------------------------------------------------------------------*/
 
-/* Make the directory, and those above it that are not there, and bring their names to the disk: all
- * that is saved in it could be gone otherwise after a loss of power. */
-static dtrain_result dtrain__directories_make(const dtrain__folder *folder)
-{
-    const dtrain_storage *storage = folder->storage;
-    char path[DTRAIN__PATH], above[DTRAIN__PATH];
-    const size_t length = strlen(folder->path);
-    snprintf(above, sizeof above, "%s", folder->path[0] == '/' ? "/" : ".");
-    for (size_t end = 1; end <= length; end++) {
-        if (end < length && folder->path[end] != '/') continue;
-        snprintf(path, sizeof path, "%.*s", (int)end, folder->path);
-        const int made = storage->make_directory(storage->user, path);
-        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
-            return dtrain__storage_fail(path, "made", made);
-        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
-        memcpy(above, path, sizeof above);
-    }
-    return DTRAIN_OK;
-}
-
 /* Rank 0: set aside the checkpoints of later steps than the one that the state comes from, and let
  * the directory continue the state's run. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
@@ -117,69 +97,51 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     return dtrain__history_turn(c, INT64_MAX);
 }
 
-/* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
+/* Rank 0: make the directory, take its lock, and clear away what a crash has left. The names of the
+ * directory, and of those above it that are not there, are brought to the disk: all that is saved
+ * in it could be gone otherwise after a loss of power. */
 static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
-    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
-    DTRAIN__TRY(dtrain__directories_make(&c->folder));
-    c->lock = dtrain__storage_try(c->folder.storage, lock.text, DTRAIN_STORAGE_LOCK);
+    const dtrain_storage *storage = c->folder.storage;
+    const char *const all = c->folder.path, *unlocked = getenv("DTRAIN_NO_LOCK");
+    const dtrain__file_path lock = dtrain__path_in(all, "lock");
+    char path[DTRAIN__PATH], above[DTRAIN__PATH];
+    const size_t length = strlen(all);
+    snprintf(above, sizeof above, "%s", all[0] == '/' ? "/" : ".");
+    for (size_t end = 1; end <= length; end++) {
+        if (end < length && all[end] != '/') continue;
+        snprintf(path, sizeof path, "%.*s", (int)end, all);
+        const int made = storage->make_directory(storage->user, path);
+        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
+            return dtrain__storage_fail(path, "made", made);
+        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
+        memcpy(above, path, sizeof above);
+    }
+    c->lock = dtrain__storage_try(storage, lock.text, DTRAIN_STORAGE_LOCK);
     if (c->lock == -EAGAIN)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "another run saves checkpoints to %s (its lock is held); end it, or use "
                            "another directory",
-                           c->folder.path);
-    const char *unlocked = getenv("DTRAIN_NO_LOCK");
-    if (c->lock == -ENOSYS || c->lock == -EOPNOTSUPP || c->lock == -ENOLCK) {
-        if (!unlocked || strcmp(unlocked, "1") != 0)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "%s is on a file system without locks (flock: %s): nothing would "
-                               "stop a second run from saving to it; use another directory, or set "
-                               "DTRAIN_NO_LOCK=1 if only one run saves there",
-                               c->folder.path, strerror(-c->lock));
-    } else if (c->lock < 0) return dtrain__storage_fail(lock.text, "opened", c->lock);
+                           all);
+    const bool lockless = c->lock == -ENOSYS || c->lock == -EOPNOTSUPP || c->lock == -ENOLCK;
+    if (lockless && (!unlocked || strcmp(unlocked, "1") != 0))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s is on a file system without locks (flock: %s): nothing would stop a "
+                           "second run from saving to it; use another directory, or set "
+                           "DTRAIN_NO_LOCK=1 if only one run saves there",
+                           all, strerror(-c->lock));
+    if (c->lock < 0 && !lockless) return dtrain__storage_fail(lock.text, "opened", c->lock);
     DTRAIN__TRY(dtrain__remove_unfinished(&c->folder));
     return dtrain__history_join(c);
 }
 
-/* Rank 0: remove what a failed save has left. If somebody has removed the directory, make it again
- * and lock it: the lock that is held belongs to the removed directory. */
-static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
-{
-    const dtrain_storage *storage = c->folder.storage;
-    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
-    if (dtrain__storage_probe(storage, lock.text, DTRAIN_STORAGE_READ) != -ENOENT)
-        return dtrain__remove_unfinished(&c->folder);
-    dtrain_log(c->world, DTRAIN_LOG_WARNING,
-               "%s was removed while the run saves to it; it is made again", c->folder.path);
-    if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
-    return dtrain__directory_take(c);
-}
-
-/* Write a small file, and wait until this rank sees that of rank 0. */
-static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c,
-                                             const dtrain__file_path *mine,
-                                             const dtrain__file_path *first)
-{
-    const dtrain_storage *storage = c->folder.storage;
-    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
-    char text[64];
-    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
-    DTRAIN__TRY(dtrain__storage_put(storage, mine->text, text, strlen(text)));
-    while (dtrain__storage_probe(storage, first->text, DTRAIN_STORAGE_READ) < 0) {
-        if (dtrain_seconds() > deadline)
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "rank %d does not see what rank 0 has written to %s: checkpoints "
-                               "need a directory that all hosts share",
-                               c->rank, c->folder.path);
-        dtrain__poll_sleep();
-    }
-    return DTRAIN_OK;
-}
-
-/* Plan the saves and take the directory: the lock, then every rank's probe. */
+/* Plan the saves and take the directory: the lock, then every rank's probe. Each rank writes a
+ * small file, and waits until it sees that of rank 0. */
 static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 {
+    const dtrain_storage *storage = c->folder.storage;
     int64_t token = (int64_t)(dtrain__now_ns() ^ ((uint64_t)getpid() << 40));
+    char text[64];
     dtrain_result result = dtrain__save_plan(c);
     if (result == DTRAIN_OK && c->rank == 0) result = dtrain__directory_take(c);
     DTRAIN__TRY(dtrain__agree(c->comm, result));
@@ -188,51 +150,51 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
     const dtrain__file_path mine =
         dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, c->rank);
     const dtrain__file_path first = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, 0);
-    result = dtrain__agree(c->comm, dtrain__directory_probe(c, &mine, &first));
-    (void)c->folder.storage->remove(c->folder.storage->user, mine.text);
+    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
+    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
+    result = dtrain__storage_put(storage, mine.text, text, strlen(text));
+    while (result == DTRAIN_OK &&
+           dtrain__storage_probe(storage, first.text, DTRAIN_STORAGE_READ) < 0) {
+        if (dtrain_seconds() > deadline)
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "rank %d does not see what rank 0 has written to %s: checkpoints "
+                                 "need a directory that all hosts share",
+                                 c->rank, c->folder.path);
+        else dtrain__poll_sleep();
+    }
+    result = dtrain__agree(c->comm, result);
+    (void)storage->remove(storage->user, mine.text);
     return result;
 }
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Read the metric of a checkpoint; DBL_MAX: it is not finite, or cannot be read. The bits say that
- * even where a compiler takes all numbers to be finite. */
-static double dtrain__metric_of(const dtrain_checkpoint *c, int64_t step)
-{
-    const dtrain__file_path path = dtrain__step_path(&c->folder, step, "");
-    dtrain__manifest manifest;
-    double metric = DBL_MAX;
-    if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) return metric;
-    if ((manifest.metric_bits >> 52 & 0x7ff) != 0x7ff)
-        memcpy(&metric, &manifest.metric_bits, sizeof metric);
-    dtrain__manifest_free(&manifest);
-    return metric;
-}
-
-/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer
- * is better. */
-static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, size_t count,
-                            size_t i)
-{
-    uint32_t better = 0;
-    for (size_t k = 0; k < count; k++)
-        better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
-    return metrics[i] < DBL_MAX && better < c->desc.keep_best;
-}
-
 /* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
- * checkpoint is there. */
+ * checkpoint is there. A metric that is not finite, or cannot be read, counts as DBL_MAX; its bits
+ * say that even where a compiler takes all numbers to be finite. Of equal metrics the newer one is
+ * better. */
 static dtrain_result dtrain__retain(dtrain_checkpoint *c)
 {
     dtrain__steps list;
+    dtrain__manifest manifest;
     if (c->desc.keep == DTRAIN_KEEP_ALL) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
     double *metrics =
         (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
-    for (size_t i = 0; i < list.count && metrics && c->desc.keep_best; i++)
-        metrics[i] = dtrain__metric_of(c, list.steps[i]);
+    for (size_t i = 0; i < list.count && metrics && c->desc.keep_best; i++) {
+        const dtrain__file_path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        metrics[i] = DBL_MAX;
+        if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
+        if ((manifest.metric_bits >> 52 & 0x7ff) != 0x7ff)
+            memcpy(&metrics[i], &manifest.metric_bits, sizeof *metrics);
+        dtrain__manifest_free(&manifest);
+    }
     for (size_t i = c->desc.keep; i < list.count && metrics; i++) {
-        if (list.steps[i] == c->step || dtrain__is_best(c, metrics, list.count, i)) continue;
+        uint32_t better = 0;
+        for (size_t k = 0; k < list.count; k++)
+            better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
+        const bool best = metrics[i] < DBL_MAX && better < c->desc.keep_best;
+        if (list.steps[i] == c->step || best) continue;
         if (dtrain__step_remove(&c->folder, list.steps[i]) != DTRAIN_OK)
             dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
                        dtrain__bare(dtrain_last_error()));
@@ -305,28 +267,6 @@ static void *dtrain__save_thread(void *argument)
     return NULL;
 }
 
-/* Write here, or in a thread, in which no signal of the host's is handled. */
-static void dtrain__save_run(dtrain_checkpoint *c)
-{
-    sigset_t all, before;
-    c->ended = 0;
-    c->thread_ns[0] = 0;
-    if (!c->desc.background) {
-        dtrain__write_own(c);
-        return;
-    }
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    c->threaded = error == 0;
-    if (error)
-        dtrain__phase_end(c, DTRAIN__SAVE_WRITE,
-                          dtrain_fail(DTRAIN_ERROR_SYSTEM,
-                                      "a thread that writes the checkpoint could not be made: %s",
-                                      strerror(error)));
-}
-
 /* Wait until a phase has ended, at most until the deadline of all waits. */
 static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
 {
@@ -346,50 +286,7 @@ static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
                        (long long)c->step, c->rank, 1e-9 * (double)c->world->timeout_ns);
 }
 
-/* End the thread. A thread that does not come to its end, on a disk that does not answer, is left
- * alone. */
-static void dtrain__thread_end(dtrain_checkpoint *c, bool ended)
-{
-    if (!c->threaded) return;
-    if (ended) pthread_join(c->thread, NULL);
-    else pthread_detach(c->thread);
-    c->abandoned = !ended;
-    c->threaded = false;
-}
-
-/* Add the spans of the thread, which has been joined, to the trace. */
-static void dtrain__thread_trace(const dtrain_checkpoint *c)
-{
-    const uint64_t *at = c->thread_ns;
-    if (!c->world->timeline.traced || c->abandoned || !at[0]) return;
-    dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
-                     c->step, at[0], at[1]);
-    if (c->rank == 0)
-        dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
-                         NULL, c->step, at[1], at[2]);
-}
-
 /* ---- Save -------------------------------------------------------------------------------------*/
-
-/* Bring the save under way to an end on all ranks: the checkpoint is there, or one error says why
- * not. */
-static dtrain_result dtrain__save_agree(dtrain_checkpoint *c)
-{
-    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITE);
-    const dtrain__outcome all = dtrain__outcome_of(dtrain__agree(c->comm, mine));
-    /* the others wait for rank 0's thread: it must give up before their deadline */
-    const int64_t patience =
-        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
-    dtrain_result published = DTRAIN_OK;
-    pthread_mutex_lock(&c->mutex);
-    c->deadline = dtrain_seconds() + (all.result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
-    pthread_mutex_unlock(&c->mutex);
-    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_PUBLISH);
-    else if (c->rank == 0 && all.result == DTRAIN_OK) published = dtrain__publish(c);
-    dtrain__thread_end(c, mine != DTRAIN_ERROR_TIMEOUT && published != DTRAIN_ERROR_TIMEOUT);
-    if (all.result != DTRAIN_OK) return dtrain__outcome_return(&all);
-    return dtrain__agree(c->comm, published);
-}
 
 /* Fail with the reason of the newest save's failure, and say which steps are lost. */
 static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
@@ -430,71 +327,115 @@ static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result resu
     return DTRAIN_OK;
 }
 
-/* Settle the save under way, if there is one. */
+/* Settle the save under way, if there is one: all ranks know that the checkpoint is there, or one
+ * error says why not. A thread that does not come to its end, on a disk that does not answer, is
+ * left alone. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
-    const dtrain_result result = dtrain__save_agree(c);
+    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITE);
+    const dtrain__outcome all = dtrain__outcome_of(dtrain__agree(c->comm, mine));
+    /* the others wait for rank 0's thread: it must give up before their deadline */
+    const int64_t patience =
+        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
+    dtrain_result published = DTRAIN_OK;
+    pthread_mutex_lock(&c->mutex);
+    c->deadline = dtrain_seconds() + (all.result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
+    pthread_mutex_unlock(&c->mutex);
+    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_PUBLISH);
+    else if (c->rank == 0 && all.result == DTRAIN_OK) published = dtrain__publish(c);
+    if (c->threaded) {
+        c->abandoned = mine == DTRAIN_ERROR_TIMEOUT || published == DTRAIN_ERROR_TIMEOUT;
+        if (c->abandoned) pthread_detach(c->thread);
+        else pthread_join(c->thread, NULL);
+        c->threaded = false;
+    }
+    const dtrain_result result =
+        all.result != DTRAIN_OK ? dtrain__outcome_return(&all) : dtrain__agree(c->comm, published);
     c->outstanding = false;
-    dtrain__thread_trace(c);
+    const uint64_t *at = c->thread_ns; /* written by the thread, which has been joined */
+    for (int i = 0; i < (c->rank == 0 ? 2 : 1); i++)
+        if (c->world->timeline.traced && !c->abandoned && at[0])
+            dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT,
+                             i ? "publish" : "write", NULL, c->step, at[i], at[i + 1]);
     c->info.bytes = c->bytes;
     c->info.write_seconds = c->written_at - c->begun;
     return dtrain__save_count(c, result, last);
 }
 
-/* Check that this rank stands between two steps. */
-static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step)
-{
-    const char *const call = "dtrain_checkpoint_save";
-    const dtrain_state *state = c->desc.state;
-    const dtrain__state_source *trainer = dtrain__source_of(state->desc.trainer);
-    DTRAIN__TRY(dtrain__between_steps(state->desc.strategy, call));
-    if (trainer && *trainer->micro != 0)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: a step is under way, whose micro-batches are not all done; save "
-                           "between two steps",
-                           call);
-    if (step >= 0 && step <= DTRAIN__STEP_MOST) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 to %lld", call,
-                       (long long)step, (long long)DTRAIN__STEP_MOST);
-}
-
-/* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. */
+/* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. If
+ * somebody has removed the directory, it is made again and locked: the lock that is held belongs to
+ * the removed directory. Otherwise what a failed save has left is removed. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
+    const dtrain_storage *storage = c->folder.storage;
+    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
+    const dtrain__file_path path = dtrain__step_path(&c->folder, c->step, ".tmp");
     if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
     if (c->rank != 0) return DTRAIN_OK;
     dtrain__text_free(&c->head);
     c->head.failed = false;
     dtrain__manifest_head(&c->head, c);
     if (c->head.failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__directory_ready(c));
+    if (dtrain__storage_probe(storage, lock.text, DTRAIN_STORAGE_READ) == -ENOENT) {
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "%s was removed while the run saves to it; it is made again", c->folder.path);
+        if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
+        DTRAIN__TRY(dtrain__directory_take(c));
+    } else DTRAIN__TRY(dtrain__remove_unfinished(&c->folder));
     DTRAIN__TRY(dtrain__history_turn(c, c->step));
     c->desc.state->step = c->step;
-    const dtrain__file_path path = dtrain__step_path(&c->folder, c->step, ".tmp");
-    const int code = c->folder.storage->make_directory(c->folder.storage->user, path.text);
+    const int code = storage->make_directory(storage->user, path.text);
     return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }
 
-/* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
+/* Settle the previous save, agree on the step, take a snapshot, and write, or let a thread write in
+ * which no signal of the host's is handled. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
+    static const char call[] = "dtrain_checkpoint_save";
     static const dtrain__same_field field = {"step", 0, sizeof step, DTRAIN__SAME_INT};
     const dtrain__same_list list = dtrain__same_struct(&field, 1, &step);
+    const dtrain__state_source *trainer = dtrain__source_of(c->desc.state->desc.trainer);
     const double start = dtrain_seconds();
+    sigset_t all, before;
     DTRAIN__TRY(dtrain__save_settle(c, false));
-    DTRAIN__TRY(
-        dtrain__same(c->comm, dtrain__save_check(c, step), "dtrain_checkpoint_save", &list, 1));
-    DTRAIN__TRY(dtrain__compare_now(c->desc.state->desc.strategy, "dtrain_checkpoint_save"));
+    dtrain_result result = dtrain__between_steps(c->desc.state->desc.strategy, call);
+    if (result == DTRAIN_OK && trainer && *trainer->micro != 0)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: a step is under way, whose micro-batches are not all done; save "
+                             "between two steps",
+                             call);
+    if (result == DTRAIN_OK && (step < 0 || step > DTRAIN__STEP_MOST))
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 to %lld", call,
+                             (long long)step, (long long)DTRAIN__STEP_MOST);
+    DTRAIN__TRY(dtrain__same(c->comm, result, call, &list, 1));
+    DTRAIN__TRY(dtrain__compare_now(c->desc.state->desc.strategy, call));
     c->step = step;
     c->metric = metric;
     c->begun = start;
     c->deadline = start + 1e-9 * (double)c->world->timeout_ns;
-    dtrain_result result = dtrain__agree(c->comm, dtrain__save_begin(c));
+    c->ended = 0;
+    c->thread_ns[0] = 0;
+    result = dtrain__agree(c->comm, dtrain__save_begin(c));
     c->outstanding = result == DTRAIN_OK;
-    if (c->outstanding) dtrain__save_run(c);
-    else result = dtrain__save_count(c, result, false); /* nobody writes */
-    if (c->outstanding && !c->desc.background) result = dtrain__save_settle(c, false);
+    if (!c->outstanding) result = dtrain__save_count(c, result, false); /* nobody writes */
+    else if (!c->desc.background) {
+        (void)dtrain__write_own(c);
+        result = dtrain__save_settle(c, false);
+    } else {
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        c->threaded = error == 0;
+        if (error)
+            dtrain__phase_end(
+                c, DTRAIN__SAVE_WRITE,
+                dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                            "a thread that writes the checkpoint could not be made: %s",
+                            strerror(error)));
+    }
     c->info.stall_seconds = dtrain_seconds() - start;
     return result;
 }
@@ -502,8 +443,7 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
 DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
                                                 double metric)
 {
-    if (!checkpoint)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
+    DTRAIN__GIVEN("dtrain_checkpoint_save", checkpoint);
     dtrain_world *world = checkpoint->world;
     const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "save", step);
     const dtrain_result result = dtrain__save(checkpoint, step, metric);
@@ -513,8 +453,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
 
 DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 {
-    if (!checkpoint)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_wait: checkpoint is NULL");
+    DTRAIN__GIVEN("dtrain_checkpoint_wait", checkpoint);
     dtrain_world *world = checkpoint->world;
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "wait for save", DTRAIN__UNNUMBERED);
@@ -543,14 +482,10 @@ static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
     DTRAIN__GIVEN(call, out);
     DTRAIN__GIVEN(call, desc->state);
     DTRAIN__GIVEN(call, desc->directory);
-    if (!desc->directory[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc->directory is empty", call);
-    if (strlen(desc->directory) <= DTRAIN__PATH - 128 &&
-        (!desc->config || strlen(desc->config) <= DTRAIN__TEXT_MOST))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: the directory has more than %d bytes, or config more than %d", call,
-                       DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
+    DTRAIN__TRY(dtrain__path_check(call, desc->directory));
+    if (!desc->config || strlen(desc->config) <= DTRAIN__TEXT_MOST) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: config has more than %d bytes", call,
+                       DTRAIN__TEXT_MOST);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,

@@ -41,6 +41,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, con
     return DTRAIN_OK;
 }
 
+static const int64_t dtrain__one[4] = {1, 0, 0, 0}; /* the shape of a number */
+
 /* ---- Tensors ----------------------------------------------------------------------------------*/
 
 /* Append a tensor of which this rank has all; NULL: no memory. */
@@ -110,76 +112,52 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* The classes of tensors that parameters have, in the order of the list. */
-enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_STEPS };
-
-/* Return the kind of a parameter's first or second optimizer state; KINDS: there is none. */
-static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, int class_)
-{
-    if ((size_t)class_ > dtrain__states_of(desc)) return DTRAIN_STATE_KINDS;
-    if (class_ == DTRAIN__CLASS_SECOND) return DTRAIN_STATE_EXP_AVG_SQ;
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return DTRAIN_STATE_EXP_AVG;
-    if (desc->kind == DTRAIN_OPTIMIZER_LION) return DTRAIN_STATE_LION;
-    return desc->kind == DTRAIN_OPTIMIZER_MUON ? DTRAIN_STATE_MUON : DTRAIN_STATE_MOMENTUM;
-}
-
-/* Append one class of a parameter, if it has that. The master copy of an offloaded update mirrors
- * the value: both are the same between steps. */
-static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param *p, size_t index,
-                                         int class_)
-{
-    static const int64_t one[4] = {1, 0, 0, 0};
-    const dtrain_optimizer *optimizer = state->desc.optimizer;
-    const bool value = class_ == DTRAIN__CLASS_VALUE;
-    dtrain_shard shard;
-    if (value ? p->state.storage != p
-              : !optimizer || !dtrain__has_state(state->desc.strategy, index))
-        return DTRAIN_OK;
-    if (!dtrain__has_memory(p)) return DTRAIN_OK; /* stages of other ranks list it */
-    if (class_ == DTRAIN__CLASS_STEPS)
-        return dtrain__state_append(state, DTRAIN_STATE_STEPS, p->name, DTRAIN_DTYPE_I64, one,
-                                    &optimizer->updates[index])
-                   ? DTRAIN_OK
-                   : DTRAIN_ERROR_MEMORY;
-    const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
-    dtrain__shard_of(state->desc.strategy, index, &shard);
-    if (value)
-        return dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE,
-                                  shard.value ? shard.value : (float *)shard.typed_value,
-                                  view ? view->value : NULL);
-    const dtrain_state_kind kind = dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
-    float *memory = !view ? NULL : class_ == DTRAIN__CLASS_FIRST ? view->m : view->v;
-    if (kind == DTRAIN_STATE_KINDS) return DTRAIN_OK;
-    return dtrain__state_like(state, &shard, kind, memory, NULL);
-}
-
+/* Append what parameters have, class by class: values, the optimizer's first and second states, and
+ * counts of updates. The master copy of an offloaded update mirrors the value: both are the
+ * same between steps. What has no memory here is listed by the stages of other ranks. */
 static dtrain_result dtrain__state_params(dtrain_state *state)
 {
+    static const dtrain_state_kind firsts[] = {DTRAIN_STATE_KINDS, DTRAIN_STATE_EXP_AVG,
+                                               DTRAIN_STATE_MOMENTUM, DTRAIN_STATE_LION,
+                                               DTRAIN_STATE_MUON}; /* by kind of optimizer */
+    enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_STEPS };
+    const dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_optimizer *optimizer = state->desc.optimizer;
     size_t count;
-    const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
-    for (int class_ = DTRAIN__CLASS_VALUE; class_ <= DTRAIN__CLASS_STEPS; class_++)
-        for (size_t i = 0; i < count; i++)
-            DTRAIN__TRY(dtrain__state_param(state, &params[i], i, class_));
-    return DTRAIN_OK;
-}
-
-/* Append a parameter's residual and velocity, if this rank keeps such of any parameter. A rank that
- * keeps nothing of this one lists a piece of no elements. */
-static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
-                                              const dtrain__kept *kept, const bool *keeps)
-{
-    dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL, NULL,
-                          NULL};
-    float *const memory[] = {kept ? kept->residual : NULL, kept ? kept->velocity : NULL};
-    for (int i = 0; i < 2; i++) {
-        if (!keeps[i]) continue;
-        if (!memory[i]) piece.count = 0;
-        DTRAIN__TRY(dtrain__state_like(
-            state, &piece, (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + i), memory[i], NULL));
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
+    for (size_t n = 0; n < 4 * count; n++) {
+        const size_t i = n % count, class_ = n / count;
+        const dtrain_param *p = &params[i];
+        dtrain_shard shard;
+        if (!dtrain__has_memory(p) ||
+            (class_ == DTRAIN__CLASS_VALUE ? p->state.storage != p
+                                           : !optimizer || !dtrain__has_state(strategy, i)))
+            continue;
+        const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
+        dtrain__shard_of(strategy, i, &shard);
+        if (class_ == DTRAIN__CLASS_STEPS) {
+            if (!dtrain__state_append(state, DTRAIN_STATE_STEPS, p->name, DTRAIN_DTYPE_I64,
+                                      dtrain__one, &optimizer->updates[i]))
+                return DTRAIN_ERROR_MEMORY;
+        } else if (class_ == DTRAIN__CLASS_VALUE) {
+            DTRAIN__TRY(dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE,
+                                           shard.value ? shard.value : (float *)shard.typed_value,
+                                           view ? view->value : NULL));
+        } else {
+            const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, p);
+            float *memory = !view ? NULL : class_ == DTRAIN__CLASS_FIRST ? view->m : view->v;
+            if (class_ > dtrain__states_of(desc)) continue;
+            DTRAIN__TRY(dtrain__state_like(state, &shard,
+                                           class_ == DTRAIN__CLASS_FIRST ? firsts[desc->kind]
+                                                                         : DTRAIN_STATE_EXP_AVG_SQ,
+                                           memory, NULL));
+        }
     }
     return DTRAIN_OK;
 }
 
+/* Append every parameter's residual and velocity, if this rank keeps such of any parameter. Of a
+ * parameter of which it keeps nothing, it lists a piece of no elements. */
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
     size_t count, kept_count;
@@ -191,11 +169,24 @@ static dtrain_result dtrain__state_compression(dtrain_state *state)
         keeps[1] |= all[k].velocity != NULL;
     }
     for (size_t i = 0; i < count && kept_count; i++) {
-        const dtrain__kept *kept = NULL;
+        dtrain_shard piece = {&params[i], 0, 0, NULL, NULL, NULL, NULL};
+        float *memory[2] = {NULL, NULL};
         if (!dtrain__has_state(state->desc.strategy, i)) continue;
-        for (size_t k = 0; k < kept_count && !kept; k++)
-            if (all[k].param == &params[i]) kept = &all[k];
-        DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));
+        for (size_t k = 0; k < kept_count && !piece.count; k++) {
+            if (all[k].param != &params[i]) continue;
+            piece.offset = all[k].offset;
+            piece.count = all[k].count;
+            memory[0] = all[k].residual;
+            memory[1] = all[k].velocity;
+        }
+        for (int which = 0; which < 2; which++) {
+            dtrain_shard listed = piece;
+            if (!keeps[which]) continue;
+            if (!memory[which]) listed.count = 0;
+            DTRAIN__TRY(dtrain__state_like(state, &listed,
+                                           (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + which),
+                                           memory[which], NULL));
+        }
     }
     return DTRAIN_OK;
 }
@@ -249,16 +240,10 @@ static void dtrain__state_scalar(dtrain_state *state, const char *name, void *me
     state->scalars[state->scalar_count++] = scalar;
 }
 
-static void dtrain__state_source_scalars(dtrain_state *state, const dtrain__state_source *source)
-{
-    for (const dtrain__scalar *scalar = source ? source->scalars : NULL; scalar && scalar->name;
-         scalar++)
-        state->scalars[state->scalar_count++] = *scalar;
-}
-
-/* List the numbers of those objects that there are. Compression depends on the strategy's step; a
- * schedule and the seeds of dropout depend on the trainer's. */
-static void dtrain__state_scalars(dtrain_state *state)
+/* List the numbers of those objects that there are, and append them after all tensors. tensor_count
+ * leaves them out, because a manifest has its own list of scalars. Compression depends on the
+ * strategy's step; a schedule and the seeds of dropout depend on the trainer's. */
+static dtrain_result dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
     const dtrain__state_source *trainer = dtrain__source_of(desc->trainer);
@@ -266,29 +251,24 @@ static void dtrain__state_scalars(dtrain_state *state)
     dtrain__state_scalar(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
     if (desc->optimizer)
         dtrain__state_scalar(state, "optimizer.step", &desc->optimizer->step_count, 8);
-    dtrain__state_source_scalars(state, trainer);
+    for (const dtrain__scalar *s = trainer ? trainer->scalars : NULL; s && s->name; s++)
+        dtrain__state_scalar(state, s->name, s->memory, s->bytes);
     if (scaler) {
         dtrain__state_scalar(state, "scaler.scale", &scaler->scale, 4);
         dtrain__state_scalar(state, "scaler.good_steps", &scaler->good_steps, 4);
         dtrain__state_scalar(state, "scaler.bad_steps", &scaler->bad_steps, 4);
         dtrain__state_scalar(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
     }
-    dtrain__state_source_scalars(state, dtrain__source_of(desc->loader));
-}
-
-/* Append the scalars after all tensors. tensor_count leaves them out, because a manifest has its
- * own list of scalars. */
-static dtrain_result dtrain__state_list_scalars(dtrain_state *state)
-{
-    static const int64_t one[4] = {1, 0, 0, 0};
+    const dtrain__state_source *loader = dtrain__source_of(desc->loader);
+    for (const dtrain__scalar *s = loader ? loader->scalars : NULL; s && s->name; s++)
+        dtrain__state_scalar(state, s->name, s->memory, s->bytes);
     for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain__scalar *scalar = &state->scalars[i];
-        const bool wide = scalar->bytes == 8, real = !strcmp(scalar->name, "scaler.scale");
-        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, scalar->name,
-                                  wide   ? DTRAIN_DTYPE_I64
-                                  : real ? DTRAIN_DTYPE_F32
-                                         : DTRAIN_DTYPE_I32,
-                                  one, scalar->memory))
+        const dtrain__scalar *s = &state->scalars[i];
+        const bool real = strcmp(s->name, "scaler.scale") == 0;
+        const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
+        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, s->name,
+                                  s->bytes == 8 ? DTRAIN_DTYPE_I64 : narrow, dtrain__one,
+                                  s->memory))
             return DTRAIN_ERROR_MEMORY;
     }
     state->tensor_count -= state->scalar_count;
@@ -340,12 +320,11 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->comm = desc->comm ? desc->comm : dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
-    dtrain__state_scalars(state);
     dtrain_result result = dtrain__state_params(state);
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     for (size_t i = 0; i < desc->item_count && result == DTRAIN_OK; i++)
         result = dtrain__state_item(state, &desc->items[i]);
-    if (result == DTRAIN_OK) result = dtrain__state_list_scalars(state);
+    if (result == DTRAIN_OK) result = dtrain__state_scalars(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
     return result;
