@@ -23697,34 +23697,8 @@ DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const ch
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
-/* Set the shape of a weight in a file. */
-static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *param,
-                                          const dtrain_export_name *how, dtrain__weight *weight)
-{
-    const int dims = dtrain__param_dims(param);
-    const int64_t most = dims ? param->shape[0] : 0;
-    if (how->transpose && dims != 2)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: parameter \"%s\" is to be transposed and has %d dimensions, not 2",
-                           call, dtrain__short(param->name), dims);
-    if (how->rows < 0 || how->rows > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld rows of \"%s\" are to be stored, expected 0 (all) to %lld",
-                           call, (long long)how->rows, dtrain__short(param->name), (long long)most);
-    weight->rows = how->rows ? how->rows : most;
-    weight->columns = most ? dtrain__whole_count(param) / most : 1;
-    weight->total = weight->rows * weight->columns;
-    weight->transpose = how->transpose;
-    weight->dims = dims ? dims : 1; /* without an element: [0] */
-    memcpy(weight->shape, param->shape, sizeof weight->shape);
-    weight->shape[0] = weight->rows;
-    if (!how->transpose) return DTRAIN_OK;
-    weight->shape[0] = weight->columns;
-    weight->shape[1] = weight->rows;
-    return DTRAIN_OK;
-}
-
-/* List the weights of a file: all parameters but aliases and those that are left out. */
+/* List the weights of a file, with their shapes there: all parameters but aliases and those that
+ * are left out. */
 DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    const dtrain_strategy *strategy,
                                                    const dtrain_export_name *names,
@@ -23739,17 +23713,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
     for (size_t i = 0; i < weights->room; i++) {
         const dtrain_param *param = &weights->params[i];
         const dtrain_export_name *how = names ? &names[i] : &own;
+        const char *const name = dtrain__short(param->name);
+        const int dims = dtrain__param_dims(param);
+        const int64_t most = dims ? param->shape[0] : 0;
         dtrain__weight *weight = &weights->list[weights->count];
         if (param->state.storage != param) continue;
         if (param->dtype == DTRAIN_DTYPE_F64)
             return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                "%s: parameter \"%s\" is fp64, which files of weights do not "
                                "take; checkpoints do",
-                               call, dtrain__short(param->name));
+                               call, name);
         weight->param = i;
         weight->name = how->name ? how->name : param->name;
         if (!weight->name[0]) continue;
-        DTRAIN__TRY(dtrain__weight_shape(call, param, how, weight));
+        if (how->transpose && dims != 2)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "%s: parameter \"%s\" is to be transposed and has %d dimensions, not 2", call, name,
+                dims);
+        if (how->rows < 0 || how->rows > most)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: %lld rows of \"%s\" are to be stored, expected 0 (all) to %lld",
+                               call, (long long)how->rows, name, (long long)most);
+        weight->rows = how->rows ? how->rows : most;
+        weight->columns = most ? dtrain__whole_count(param) / most : 1;
+        weight->total = weight->rows * weight->columns;
+        weight->transpose = how->transpose;
+        weight->dims = dims ? dims : 1; /* without an element: [0] */
+        memcpy(weight->shape, param->shape, sizeof weight->shape);
+        weight->shape[0] = how->transpose ? weight->columns : weight->rows;
+        if (how->transpose) weight->shape[1] = weight->rows;
         weights->count++;
     }
     return DTRAIN_OK;
@@ -23846,68 +23839,54 @@ static dtrain_result dtrain__export_write(dtrain__export *e, const void *from, s
     return DTRAIN_OK;
 }
 
-/* Begin the file with its header. A file that an interrupted export has left is replaced. */
-static dtrain_result dtrain__export_begin(dtrain__export *e)
-{
-    (void)e->desc.storage->remove(e->desc.storage->user, e->tmp);
-    DTRAIN__TRY(dtrain__storage_open(e->desc.storage, e->tmp, DTRAIN_STORAGE_CREATE, &e->file));
-    return dtrain__export_write(e, e->header.at, e->header.bytes);
-}
-
-/* Convert elements of a weight from element `first` of the file on, and put them into the block. */
-static void dtrain__export_block(const dtrain__export *e, const dtrain__weight *weight,
-                                 int64_t first, int64_t count)
-{
-    int64_t row = weight->transpose ? first % weight->rows : 0;
-    int64_t column = weight->transpose ? first / weight->rows : first;
-    for (int64_t i = 0; i < count; i++) {
-        const float x = e->value[row * weight->columns + column];
-        const uint16_t low = dtrain_half_from_f32((dtrain_dtype)e->desc.dtype, x);
-        if (e->desc.dtype == DTRAIN_DTYPE_F32)
-            memcpy(e->block + (size_t)i * sizeof x, &x, sizeof x);
-        else memcpy(e->block + (size_t)i * sizeof low, &low, sizeof low);
-        if (!weight->transpose) column++;
-        else if (++row == weight->rows) row = 0, column++;
-    }
-}
-
-/* Write the value of a weight. */
+/* Write the value of a weight, block by block, converted and in the order of the file. */
 static dtrain_result dtrain__export_weight(dtrain__export *e, const dtrain__weight *weight)
 {
     const size_t each = dtrain__stored_bytes(e->desc.dtype);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / each);
+    int64_t row = 0, column = 0; /* of the element that comes next */
     for (int64_t done = 0; done < weight->total; done += most) {
         const int64_t count = dtrain__min(most, weight->total - done);
-        dtrain__export_block(e, weight, done, count);
+        for (int64_t i = 0; i < count; i++) {
+            const float x = e->value[row * weight->columns + column];
+            const uint16_t low = dtrain_half_from_f32((dtrain_dtype)e->desc.dtype, x);
+            if (e->desc.dtype == DTRAIN_DTYPE_F32)
+                memcpy(e->block + (size_t)i * sizeof x, &x, sizeof x);
+            else memcpy(e->block + (size_t)i * sizeof low, &low, sizeof low);
+            if (!weight->transpose) column++;
+            else if (++row == weight->rows) row = 0, column++;
+        }
         DTRAIN__TRY(dtrain__export_write(e, e->block, (size_t)count * each));
     }
     return DTRAIN_OK;
 }
 
-/* Give the file its name, and bring that to the disk. */
-static dtrain_result dtrain__export_publish(const dtrain__export *e)
-{
-    char directory[DTRAIN__PATH];
-    dtrain__directory_of(directory, e->path);
-    DTRAIN__TRY(dtrain__storage_rename(e->desc.storage, e->tmp, e->path));
-    return dtrain__storage_sync_directory(e->desc.storage, directory);
-}
-
 /* Gather and write one parameter after the other. The other ranks learn of an error of rank 0's
- * disk at the end only, and gather until then: this costs no more than success. */
+ * disk at the end only, and gather until then: this costs no more than success. A file that an
+ * interrupted export has left is replaced. */
 static dtrain_result dtrain__export_values(dtrain__export *e)
 {
+    const dtrain_storage *storage = e->desc.storage;
     const bool writes = e->block != NULL;
-    dtrain_result result = writes ? dtrain__export_begin(e) : DTRAIN_OK;
+    char directory[DTRAIN__PATH];
+    dtrain_result result = DTRAIN_OK;
+    if (writes) {
+        (void)storage->remove(storage->user, e->tmp);
+        result = dtrain__storage_open(storage, e->tmp, DTRAIN_STORAGE_CREATE, &e->file);
+        if (result == DTRAIN_OK) result = dtrain__export_write(e, e->header.at, e->header.bytes);
+    }
     for (size_t i = 0; i < e->weights.count; i++) {
         const dtrain__weight *weight = &e->weights.list[i];
         const dtrain_result gathered = dtrain_strategy_read(e->strategy, weight->param, e->value);
         if (result == DTRAIN_OK) result = gathered;
         if (result == DTRAIN_OK && writes) result = dtrain__export_weight(e, weight);
     }
-    if (e->file >= 0) result = dtrain__storage_finish(e->desc.storage, e->file, e->tmp, result);
-    if (result == DTRAIN_OK && writes) result = dtrain__export_publish(e);
-    if (result != DTRAIN_OK && writes) (void)e->desc.storage->remove(e->desc.storage->user, e->tmp);
+    if (!writes) return result;
+    if (e->file >= 0) result = dtrain__storage_finish(storage, e->file, e->tmp, result);
+    dtrain__directory_of(directory, e->path);
+    if (result == DTRAIN_OK) result = dtrain__storage_rename(storage, e->tmp, e->path);
+    if (result == DTRAIN_OK) return dtrain__storage_sync_directory(storage, directory);
+    (void)storage->remove(storage->user, e->tmp);
     return result;
 }
 
@@ -23988,78 +23967,54 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
     return DTRAIN_OK;
 }
 
-/* Read one member of a weight_map: the name of a file beside the index. */
-static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json)
-{
-    char name[DTRAIN__WEIGHT_FILE_NAME], directory[DTRAIN__PATH], path[2 * DTRAIN__PATH];
-    if (!dtrain__json_string(json, name, sizeof name)) return json->result;
-    dtrain__directory_of(directory, im->index);
-    snprintf(path, sizeof path, "%s/%s", directory, name);
-    if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
-        return dtrain__import_file(im, path);
-    dtrain__json_fail(json, "its file is \"%s\", expected the name of one beside the index",
-                      dtrain__short(name));
-    return json->result;
-}
-
-/* Read the files of a weight_map, and count its tensors. */
-static dtrain_result dtrain__index_walk(dtrain__import *im, dtrain__json *json, size_t *count)
-{
-    char name[DTRAIN__TENSOR_NAME];
-    bool seen = false;
-    (void)dtrain__json_enter(json, '{');
-    while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "weight_map") != 0) {
-            (void)dtrain__json_skip(json);
-            continue;
-        }
-        if (seen) dtrain__json_fail(json, "a second \"weight_map\"");
-        seen = true;
-        (void)dtrain__json_enter(json, '{');
-        for (; dtrain__json_member(json, name, sizeof name); ++*count) {
-            json->inside = name;
-            DTRAIN__TRY(dtrain__index_member(im, json));
-            json->inside = NULL;
-        }
-    }
-    DTRAIN__TRY(dtrain__json_end(json));
-    if (seen) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has no \"weight_map\", expected an index of files",
-                       im->index);
-}
-
+/* Read the index, and the headers of the files beside it that its weight_map names. */
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
     const dtrain_allocator *allocator = &im->state->allocator;
-    char *text;
+    char key[DTRAIN__TENSOR_NAME], name[DTRAIN__WEIGHT_FILE_NAME], directory[DTRAIN__PATH];
+    char path[2 * DTRAIN__PATH], *text;
     size_t bytes, count = 0;
+    bool seen = false;
+    dtrain__directory_of(directory, im->index);
     DTRAIN__TRY(dtrain__storage_get(im->desc.storage, allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
     dtrain__json json = dtrain__json_begin(im->index, text, bytes);
-    const dtrain_result result = dtrain__index_walk(im, &json, &count);
+    dtrain_result result = DTRAIN_OK; /* of files */
+    (void)dtrain__json_enter(&json, '{');
+    while (result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key)) {
+        if (strcmp(key, "weight_map") != 0) {
+            (void)dtrain__json_skip(&json);
+            continue;
+        }
+        if (seen) dtrain__json_fail(&json, "a second \"weight_map\"");
+        seen = true;
+        (void)dtrain__json_enter(&json, '{');
+        for (; result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key); count++) {
+            json.inside = key;
+            if (!dtrain__json_string(&json, name, sizeof name)) break;
+            snprintf(path, sizeof path, "%s/%s", directory, name);
+            if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
+                result = dtrain__import_file(im, path);
+            else
+                dtrain__json_fail(&json,
+                                  "its file is \"%s\", expected the name of one beside the "
+                                  "index",
+                                  dtrain__short(name));
+            json.inside = NULL;
+        }
+    }
+    if (result == DTRAIN_OK) result = dtrain__json_end(&json);
     dtrain__free(allocator, text, bytes + 1, 1);
-    if (result != DTRAIN_OK || count == im->tensor_count) return result;
+    DTRAIN__TRY(result);
+    if (!seen)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s has no \"weight_map\", expected an index of files", im->index);
+    if (count == im->tensor_count) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_DATA,
         "%s names %zu tensors, and its files have %zu: one of them has a tensor that "
         "the index does not know, or that another has too",
         im->index, count, im->tensor_count);
-}
-
-static bool dtrain__import_exists(const dtrain__import *im, const char *path)
-{
-    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
-}
-
-/* Read all headers, of the file or of the files of the index that the path leads to. */
-static dtrain_result dtrain__import_headers(dtrain__import *im)
-{
-    const bool is_index = dtrain__ends_with(im->path, ".json");
-    if (!is_index && dtrain__import_exists(im, im->path)) return dtrain__import_file(im, im->path);
-    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : ".index.json");
-    if (dtrain__import_exists(im, im->index)) return dtrain__import_index(im);
-    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
-                       is_index ? "" : ", nor an index of it");
 }
 
 /* ---- Do they fit? -----------------------------------------------------------------------------*/
@@ -24072,30 +24027,6 @@ static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[
         used +=
             (size_t)snprintf(text + used, 64 - used, "%s%lld", d ? ", " : "", (long long)shape[d]);
     snprintf(text + used, 64 - used, "]");
-}
-
-/* Find a tensor in any file by a name, or by the prefix and that name. */
-static dtrain__stored *dtrain__import_find(const dtrain__import *im, const char *name,
-                                           uint32_t *file)
-{
-    char longer[2 * DTRAIN__TENSOR_NAME];
-    dtrain__stored *stored = NULL;
-    for (int prefixed = 0; prefixed < 2 && !stored; prefixed++) {
-        snprintf(longer, sizeof longer, "%s%s", prefixed ? im->desc.prefix : "", name);
-        for (uint32_t i = 0; i < im->file_count && !stored; i++) {
-            stored = dtrain__safetensors_find(&im->files[i].header, longer);
-            *file = i;
-        }
-    }
-    return stored;
-}
-
-static bool dtrain__weight_fits(const dtrain__weight *weight)
-{
-    const dtrain__stored *stored = weight->stored;
-    bool fits = stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
-    for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
-    return fits;
 }
 
 /* Describe a tensor of a file, all of it, as a source. */
@@ -24138,16 +24069,23 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
                        im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
 }
 
-/* Find a parameter by its name and by those of its aliases. Rank 0 compares them with one
- * another. */
+/* Find a parameter by its name and by those of its aliases, in any file, with the prefix before the
+ * name if it is not there without. Rank 0 compares the aliases with one another. */
 static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *weight)
 {
     const dtrain_param *first = &im->weights.params[weight->param], *param = first;
+    char longer[2 * DTRAIN__TENSOR_NAME];
     do {
         uint32_t file = 0;
         const char *name = im->desc.names ? im->desc.names[param->state.index].name : NULL;
+        dtrain__stored *stored = NULL;
         if (!name) name = param->name;
-        dtrain__stored *stored = name[0] ? dtrain__import_find(im, name, &file) : NULL;
+        for (uint32_t i = 0; i < 2 * im->file_count && name[0] && !stored; i++) {
+            file = i % im->file_count;
+            snprintf(longer, sizeof longer, "%s%s", i < im->file_count ? "" : im->desc.prefix,
+                     name);
+            stored = dtrain__safetensors_find(&im->files[file].header, longer);
+        }
         param = param->state.next;
         if (!stored || stored->user == weight) continue;
         if (stored->user)
@@ -24165,20 +24103,8 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
     return DTRAIN_OK;
 }
 
-/* List the tensors of the files that belong to no parameter, without those of desc.ignore. */
-static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *extra)
-{
-    for (uint32_t i = 0; i < im->file_count; i++)
-        for (size_t k = 0; k < im->files[i].header.count; k++) {
-            const dtrain__stored *stored = &im->files[i].header.tensors[k];
-            const char *const *end = im->desc.ignore;
-            while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
-            if (stored->user || (end && *end)) continue;
-            dtrain__name_add(extra, "", stored->name, "");
-        }
-}
-
-/* Compare the tensors of the files with the parameters, and name the differences. */
+/* Compare the tensors of the files with the parameters, and name the differences. Tensors that
+ * belong to no parameter count as extra, without those of desc.ignore. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
@@ -24188,18 +24114,27 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
         dtrain__weight *weight = &im->weights.list[i];
         char found[64], expected[64], difference[200];
         DTRAIN__TRY(dtrain__import_place(im, weight));
-        if (!weight->stored) dtrain__name_add(&misfit.missing, "", weight->name, "");
-        else if (dtrain__weight_fits(weight)) im->values++;
-        else {
-            dtrain__weight_shape_text(weight->stored->shape, weight->stored->dims, found);
-            dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-            snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
-                     dtrain__stored_name(weight->stored->dtype), found, expected);
-            dtrain__name_add(&misfit.different, "", weight->name, difference);
-            weight->stored = NULL;
-        }
+        const dtrain__stored *stored = weight->stored;
+        bool fits = stored && stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
+        for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
+        im->values += fits;
+        if (!stored) dtrain__name_add(&misfit.missing, "", weight->name, "");
+        if (fits || !stored) continue;
+        dtrain__weight_shape_text(stored->shape, stored->dims, found);
+        dtrain__weight_shape_text(weight->shape, weight->dims, expected);
+        snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
+                 dtrain__stored_name(stored->dtype), found, expected);
+        dtrain__name_add(&misfit.different, "", weight->name, difference);
+        weight->stored = NULL;
     }
-    dtrain__import_extra(im, &misfit.extra);
+    for (uint32_t i = 0; i < im->file_count; i++)
+        for (size_t k = 0; k < im->files[i].header.count; k++) {
+            const dtrain__stored *stored = &im->files[i].header.tensors[k];
+            const char *const *end = im->desc.ignore;
+            while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
+            if (!stored->user && (!end || !*end))
+                dtrain__name_add(&misfit.extra, "", stored->name, "");
+        }
     if (!dtrain__misfit_text(&misfit, sentence, sizeof sentence)) return DTRAIN_OK;
     char *to = im->desc.partial ? im->note : NULL;
     if (to) snprintf(to, sizeof im->note, "%.*s", (int)sizeof im->note - 1, sentence);
@@ -24265,7 +24200,13 @@ static dtrain_result dtrain__import_piece(dtrain__import *im, const dtrain__weig
     return dtrain__piece_read(&im->reader, &source, &target);
 }
 
-/* Do everything that can fail before values change. */
+static bool dtrain__import_exists(const dtrain__import *im, const char *path)
+{
+    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
+}
+
+/* Do everything that can fail before values change: read all headers, of the file or of the files
+ * of the index that the path leads to, and compare. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     const dtrain_strategy *strategy = im->state->desc.strategy;
@@ -24273,7 +24214,14 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
     DTRAIN__TRY(dtrain__path_check(dtrain__import_call, im->path));
     DTRAIN__TRY(dtrain__weights_list(dtrain__import_call, strategy, im->desc.names, &im->weights));
     DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
-    DTRAIN__TRY(dtrain__import_headers(im));
+    const bool is_index = dtrain__ends_with(im->path, ".json");
+    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : ".index.json");
+    if (!is_index && dtrain__import_exists(im, im->path))
+        DTRAIN__TRY(dtrain__import_file(im, im->path));
+    else if (dtrain__import_exists(im, im->index)) DTRAIN__TRY(dtrain__import_index(im));
+    else
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
+                           is_index ? "" : ", nor an index of it");
     return dtrain__import_compare(im);
 }
 
@@ -24293,15 +24241,6 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
         if (weight->stored) DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
     }
     return DTRAIN_OK;
-}
-
-static void dtrain__import_free(dtrain__import *im)
-{
-    dtrain__reader_end(&im->reader, im->state);
-    for (uint32_t i = 0; i < im->file_count; i++) dtrain__safetensors_free(&im->files[i].header);
-    dtrain__free(&im->state->allocator, im->files, im->file_room, sizeof *im->files);
-    dtrain__free(im->weights.allocator, im->weights.list, im->weights.room,
-                 sizeof *im->weights.list);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
@@ -24330,7 +24269,10 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
         info->seconds = dtrain_seconds() - start;
         memcpy(info->note, im.note, sizeof im.note);
     }
-    dtrain__import_free(&im);
+    dtrain__reader_end(&im.reader, state);
+    for (uint32_t i = 0; i < im.file_count; i++) dtrain__safetensors_free(&im.files[i].header);
+    dtrain__free(&state->allocator, im.files, im.file_room, sizeof *im.files);
+    dtrain__free(im.weights.allocator, im.weights.list, im.weights.room, sizeof *im.weights.list);
     return result;
 }
 
@@ -24380,21 +24322,6 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder
 {
     return dtrain__path_in(folder->path, DTRAIN__STEP_PREFIX "%0*lld%s", DTRAIN__STEP_DIGITS,
                            (long long)step, suffix);
-}
-
-/* Read the step out of a name and what follows its digits; -1: the name is another. */
-static int64_t dtrain__step_named(const char *name, const char **rest)
-{
-    const size_t prefix = sizeof DTRAIN__STEP_PREFIX - 1;
-    int64_t step = 0;
-    if (strncmp(name, DTRAIN__STEP_PREFIX, prefix) != 0) return -1;
-    const char *at = name + prefix;
-    for (; *at >= '0' && *at <= '9'; at++) {
-        if (step > (INT64_MAX - 9) / 10) return -1;
-        step = 10 * step + (*at - '0');
-    }
-    *rest = at;
-    return at - name - (ptrdiff_t)prefix < DTRAIN__STEP_DIGITS ? -1 : step;
 }
 
 /* Tell whether checkpoints have files of this name. */
@@ -24452,16 +24379,21 @@ static int dtrain__newest_first(const void *left, const void *right)
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
-    const char *rest;
+    const size_t prefix = sizeof DTRAIN__STEP_PREFIX - 1;
     dtrain__text names;
     memset(out, 0, sizeof *out);
     out->allocator = folder->allocator;
     dtrain_result result = dtrain__names_list(folder, folder->path, &names);
     for (const char *name = NULL;
          result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const int64_t step = dtrain__step_named(name, &rest);
+        const bool is_step = strncmp(name, DTRAIN__STEP_PREFIX, prefix) == 0;
+        const char *at = is_step ? name + prefix : "";
+        const size_t digits = strspn(at, "0123456789");
+        const int64_t step = strtoll(at, NULL, 10);
+        const bool fits = strcmp(at + digits, suffix) == 0;
         out->remains |= dtrain__is_ours(name);
-        if (step < 0 || (strcmp(rest, suffix) != 0 && (*suffix || strcmp(rest, ".old") != 0)))
+        if (digits < DTRAIN__STEP_DIGITS || step > DTRAIN__STEP_MOST ||
+            (!fits && (*suffix || strcmp(at + digits, ".old") != 0)))
             continue;
         if (!dtrain__grow(out->allocator, (void **)&out->steps, out->count, &out->room,
                           sizeof *out->steps, "a list of steps"))
@@ -24551,18 +24483,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, 
     return !code || *old ? DTRAIN_OK : dtrain__storage_fail(path.text, "opened", code);
 }
 
-/* Give a checkpoint that was being replaced its name back, or remove it if the new one has that. */
-static dtrain_result dtrain__old_settle(const dtrain__folder *folder, int64_t step)
-{
-    const dtrain__file_path path = dtrain__step_path(folder, step, "");
-    const dtrain__file_path old = dtrain__step_path(folder, step, ".old");
-    bool is_old;
-    DTRAIN__TRY(dtrain__step_is_old(folder, step, &is_old));
-    if (is_old) return dtrain__rename(folder, &old, &path);
-    return dtrain__leftover_remove(folder, step, ".old");
-}
-
-/* Clear away what saves, or removals, have left unfinished. */
+/* Clear away what saves, or removals, have left unfinished. A checkpoint that was being replaced
+ * gets its name back, or is removed if the new one has that. */
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder)
 {
     static const char *const suffixes[] = {".tmp", ".old"};
@@ -24570,9 +24492,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
     for (int s = 0; s < 2 && result == DTRAIN_OK; s++) {
         dtrain__steps list;
         DTRAIN__TRY(dtrain__steps_list(folder, suffixes[s], &list));
-        for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++)
-            result = s ? dtrain__old_settle(folder, list.steps[i])
-                       : dtrain__leftover_remove(folder, list.steps[i], ".tmp");
+        for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++) {
+            const dtrain__file_path path = dtrain__step_path(folder, list.steps[i], "");
+            const dtrain__file_path left = dtrain__step_path(folder, list.steps[i], suffixes[s]);
+            bool is_old = false;
+            if (s) result = dtrain__step_is_old(folder, list.steps[i], &is_old);
+            if (result == DTRAIN_OK)
+                result = is_old ? dtrain__rename(folder, &left, &path)
+                                : dtrain__leftover_remove(folder, list.steps[i], suffixes[s]);
+        }
         dtrain__steps_free(&list);
     }
     return result;
@@ -25021,17 +24949,6 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-static void dtrain__header_add(dtrain__text *text, const dtrain__stored *tensor)
-{
-    dtrain__text_add(text, ",");
-    dtrain__text_add_string(text, tensor->name);
-    dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
-    for (int d = 0; d < tensor->dims; d++)
-        dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
-    dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)tensor->begin,
-                     (unsigned long long)tensor->end);
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
                                                         const dtrain__stored *tensors, size_t count,
                                                         const char *metadata)
@@ -25039,7 +24956,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
     const size_t start = text->bytes, header = start + DTRAIN__LENGTH_BYTES;
     dtrain__tensor_file check;
     dtrain__text_add(text, "%8s{\"__metadata__\":%s", "", metadata); /* the length comes last */
-    for (size_t i = 0; i < count; i++) dtrain__header_add(text, &tensors[i]);
+    for (size_t i = 0; i < count; i++) {
+        const dtrain__stored *tensor = &tensors[i];
+        dtrain__text_add(text, ",");
+        dtrain__text_add_string(text, tensor->name);
+        dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[",
+                         dtrain__stored_name(tensor->dtype));
+        for (int d = 0; d < tensor->dims; d++)
+            dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
+        dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)tensor->begin,
+                         (unsigned long long)tensor->end);
+    }
     dtrain__text_add(text, "}");
     const size_t end = start + dtrain__round_up(text->bytes - start, 8);
     dtrain__text_add(text, "%*s", (int)(end - text->bytes), "");
@@ -25057,15 +24984,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
 
 /* ---- Reading: one tensor ----------------------------------------------------------------------*/
 
-static void dtrain__header_dtype(dtrain__json *json, uint32_t *dtype)
-{
-    char name[32];
-    if (!dtrain__json_string(json, name, sizeof name)) return;
-    for (*dtype = 0; *dtype < DTRAIN__STORED_TYPES; ++*dtype)
-        if (strcmp(name, dtrain__stored_types[*dtype].name) == 0) return;
-    dtrain__json_fail(json, "its dtype \"%s\" is not one of the format", name);
-}
-
 /* Read an array of at most `room` numbers, and return how many it has. */
 static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room)
 {
@@ -25077,39 +24995,31 @@ static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room
     return count;
 }
 
-/* Compare the size of a tensor with what its shape and type say. */
-static bool dtrain__header_check(dtrain__json *json, const dtrain__stored *tensor)
-{
-    const int64_t found = (int64_t)(tensor->end - tensor->begin);
-    size_t size = 1;
-    bool fits = true;
-    for (int d = 0; d < tensor->dims; d++)
-        fits = fits && dtrain__size_mul(size, (size_t)tensor->shape[d], &size);
-    if (!fits || !dtrain__size_mul(size, dtrain__stored_types[tensor->dtype].bits, &size))
-        return dtrain__json_fail(json, "its shape has more elements than fit any memory");
-    if (size % 8) return dtrain__json_fail(json, "its %zu bits are not whole bytes", size);
-    if (found >= 0 && (uint64_t)found == size / 8) return true;
-    return dtrain__json_fail(json, "data_offsets leave it %lld bytes, expected %zu",
-                             (long long)found, size / 8);
-}
-
-/* Read the entry of a tensor. Step over members that the format does not have, as the reference
- * reader does. */
+/* Read the entry of a tensor, and compare its size with what its shape and type say. Step over
+ * members that the format does not have, as the reference reader does. */
 static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
 {
     static const char *const fields[3] = {"dtype", "shape", "data_offsets"};
-    bool seen[3] = {false, false, false};
+    bool seen[3] = {false, false, false}, fits = true;
     char key[DTRAIN__TENSOR_NAME];
     int64_t offsets[2] = {0, 0};
     int offset_count = 0;
+    size_t size = 1;
     if (!dtrain__json_enter(json, '{')) return false;
     while (dtrain__json_member(json, key, sizeof key)) {
         int field = 0;
         while (field < 3 && strcmp(key, fields[field]) != 0) field++;
         if (field < 3 && seen[field]) return dtrain__json_fail(json, "a second \"%s\"", key);
         if (field < 3) seen[field] = true;
-        if (field == 0) dtrain__header_dtype(json, &tensor->dtype);
-        else if (field == 1)
+        if (field == 0) {
+            if (!dtrain__json_string(json, key, 32)) return false;
+            tensor->dtype = 0;
+            while (tensor->dtype < DTRAIN__STORED_TYPES &&
+                   strcmp(key, dtrain__stored_types[tensor->dtype].name) != 0)
+                tensor->dtype++;
+            if (tensor->dtype == DTRAIN__STORED_TYPES)
+                return dtrain__json_fail(json, "its dtype \"%s\" is not one of the format", key);
+        } else if (field == 1)
             tensor->dims = dtrain__header_numbers(json, tensor->shape, DTRAIN__TENSOR_DIMS);
         else if (field == 2) offset_count = dtrain__header_numbers(json, offsets, 2);
         else (void)dtrain__json_skip(json);
@@ -25121,7 +25031,15 @@ static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
         return dtrain__json_fail(json, "data_offsets has %d of 2 numbers", offset_count);
     tensor->begin = (uint64_t)offsets[0];
     tensor->end = (uint64_t)offsets[1];
-    return dtrain__header_check(json, tensor);
+    const int64_t found = offsets[1] - offsets[0];
+    for (int d = 0; d < tensor->dims; d++)
+        fits = fits && dtrain__size_mul(size, (size_t)tensor->shape[d], &size);
+    if (!fits || !dtrain__size_mul(size, dtrain__stored_types[tensor->dtype].bits, &size))
+        return dtrain__json_fail(json, "its shape has more elements than fit any memory");
+    if (size % 8) return dtrain__json_fail(json, "its %zu bits are not whole bytes", size);
+    if (found >= 0 && (uint64_t)found == size / 8) return true;
+    return dtrain__json_fail(json, "data_offsets leave it %lld bytes, expected %zu",
+                             (long long)found, size / 8);
 }
 
 /* ---- Reading: all of them ---------------------------------------------------------------------*/

@@ -51,21 +51,6 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder
                            (long long)step, suffix);
 }
 
-/* Read the step out of a name and what follows its digits; -1: the name is another. */
-static int64_t dtrain__step_named(const char *name, const char **rest)
-{
-    const size_t prefix = sizeof DTRAIN__STEP_PREFIX - 1;
-    int64_t step = 0;
-    if (strncmp(name, DTRAIN__STEP_PREFIX, prefix) != 0) return -1;
-    const char *at = name + prefix;
-    for (; *at >= '0' && *at <= '9'; at++) {
-        if (step > (INT64_MAX - 9) / 10) return -1;
-        step = 10 * step + (*at - '0');
-    }
-    *rest = at;
-    return at - name - (ptrdiff_t)prefix < DTRAIN__STEP_DIGITS ? -1 : step;
-}
-
 /* Tell whether checkpoints have files of this name. */
 static bool dtrain__is_ours(const char *name)
 {
@@ -121,16 +106,21 @@ static int dtrain__newest_first(const void *left, const void *right)
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
-    const char *rest;
+    const size_t prefix = sizeof DTRAIN__STEP_PREFIX - 1;
     dtrain__text names;
     memset(out, 0, sizeof *out);
     out->allocator = folder->allocator;
     dtrain_result result = dtrain__names_list(folder, folder->path, &names);
     for (const char *name = NULL;
          result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const int64_t step = dtrain__step_named(name, &rest);
+        const bool is_step = strncmp(name, DTRAIN__STEP_PREFIX, prefix) == 0;
+        const char *at = is_step ? name + prefix : "";
+        const size_t digits = strspn(at, "0123456789");
+        const int64_t step = strtoll(at, NULL, 10);
+        const bool fits = strcmp(at + digits, suffix) == 0;
         out->remains |= dtrain__is_ours(name);
-        if (step < 0 || (strcmp(rest, suffix) != 0 && (*suffix || strcmp(rest, ".old") != 0)))
+        if (digits < DTRAIN__STEP_DIGITS || step > DTRAIN__STEP_MOST ||
+            (!fits && (*suffix || strcmp(at + digits, ".old") != 0)))
             continue;
         if (!dtrain__grow(out->allocator, (void **)&out->steps, out->count, &out->room,
                           sizeof *out->steps, "a list of steps"))
@@ -220,18 +210,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, 
     return !code || *old ? DTRAIN_OK : dtrain__storage_fail(path.text, "opened", code);
 }
 
-/* Give a checkpoint that was being replaced its name back, or remove it if the new one has that. */
-static dtrain_result dtrain__old_settle(const dtrain__folder *folder, int64_t step)
-{
-    const dtrain__file_path path = dtrain__step_path(folder, step, "");
-    const dtrain__file_path old = dtrain__step_path(folder, step, ".old");
-    bool is_old;
-    DTRAIN__TRY(dtrain__step_is_old(folder, step, &is_old));
-    if (is_old) return dtrain__rename(folder, &old, &path);
-    return dtrain__leftover_remove(folder, step, ".old");
-}
-
-/* Clear away what saves, or removals, have left unfinished. */
+/* Clear away what saves, or removals, have left unfinished. A checkpoint that was being replaced
+ * gets its name back, or is removed if the new one has that. */
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder)
 {
     static const char *const suffixes[] = {".tmp", ".old"};
@@ -239,9 +219,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
     for (int s = 0; s < 2 && result == DTRAIN_OK; s++) {
         dtrain__steps list;
         DTRAIN__TRY(dtrain__steps_list(folder, suffixes[s], &list));
-        for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++)
-            result = s ? dtrain__old_settle(folder, list.steps[i])
-                       : dtrain__leftover_remove(folder, list.steps[i], ".tmp");
+        for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++) {
+            const dtrain__file_path path = dtrain__step_path(folder, list.steps[i], "");
+            const dtrain__file_path left = dtrain__step_path(folder, list.steps[i], suffixes[s]);
+            bool is_old = false;
+            if (s) result = dtrain__step_is_old(folder, list.steps[i], &is_old);
+            if (result == DTRAIN_OK)
+                result = is_old ? dtrain__rename(folder, &left, &path)
+                                : dtrain__leftover_remove(folder, list.steps[i], suffixes[s]);
+        }
         dtrain__steps_free(&list);
     }
     return result;

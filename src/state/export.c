@@ -21,34 +21,8 @@
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
-/* Set the shape of a weight in a file. */
-static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *param,
-                                          const dtrain_export_name *how, dtrain__weight *weight)
-{
-    const int dims = dtrain__param_dims(param);
-    const int64_t most = dims ? param->shape[0] : 0;
-    if (how->transpose && dims != 2)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: parameter \"%s\" is to be transposed and has %d dimensions, not 2",
-                           call, dtrain__short(param->name), dims);
-    if (how->rows < 0 || how->rows > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld rows of \"%s\" are to be stored, expected 0 (all) to %lld",
-                           call, (long long)how->rows, dtrain__short(param->name), (long long)most);
-    weight->rows = how->rows ? how->rows : most;
-    weight->columns = most ? dtrain__whole_count(param) / most : 1;
-    weight->total = weight->rows * weight->columns;
-    weight->transpose = how->transpose;
-    weight->dims = dims ? dims : 1; /* without an element: [0] */
-    memcpy(weight->shape, param->shape, sizeof weight->shape);
-    weight->shape[0] = weight->rows;
-    if (!how->transpose) return DTRAIN_OK;
-    weight->shape[0] = weight->columns;
-    weight->shape[1] = weight->rows;
-    return DTRAIN_OK;
-}
-
-/* List the weights of a file: all parameters but aliases and those that are left out. */
+/* List the weights of a file, with their shapes there: all parameters but aliases and those that
+ * are left out. */
 DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    const dtrain_strategy *strategy,
                                                    const dtrain_export_name *names,
@@ -63,17 +37,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
     for (size_t i = 0; i < weights->room; i++) {
         const dtrain_param *param = &weights->params[i];
         const dtrain_export_name *how = names ? &names[i] : &own;
+        const char *const name = dtrain__short(param->name);
+        const int dims = dtrain__param_dims(param);
+        const int64_t most = dims ? param->shape[0] : 0;
         dtrain__weight *weight = &weights->list[weights->count];
         if (param->state.storage != param) continue;
         if (param->dtype == DTRAIN_DTYPE_F64)
             return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                "%s: parameter \"%s\" is fp64, which files of weights do not "
                                "take; checkpoints do",
-                               call, dtrain__short(param->name));
+                               call, name);
         weight->param = i;
         weight->name = how->name ? how->name : param->name;
         if (!weight->name[0]) continue;
-        DTRAIN__TRY(dtrain__weight_shape(call, param, how, weight));
+        if (how->transpose && dims != 2)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "%s: parameter \"%s\" is to be transposed and has %d dimensions, not 2", call, name,
+                dims);
+        if (how->rows < 0 || how->rows > most)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: %lld rows of \"%s\" are to be stored, expected 0 (all) to %lld",
+                               call, (long long)how->rows, name, (long long)most);
+        weight->rows = how->rows ? how->rows : most;
+        weight->columns = most ? dtrain__whole_count(param) / most : 1;
+        weight->total = weight->rows * weight->columns;
+        weight->transpose = how->transpose;
+        weight->dims = dims ? dims : 1; /* without an element: [0] */
+        memcpy(weight->shape, param->shape, sizeof weight->shape);
+        weight->shape[0] = how->transpose ? weight->columns : weight->rows;
+        if (how->transpose) weight->shape[1] = weight->rows;
         weights->count++;
     }
     return DTRAIN_OK;
@@ -170,68 +163,54 @@ static dtrain_result dtrain__export_write(dtrain__export *e, const void *from, s
     return DTRAIN_OK;
 }
 
-/* Begin the file with its header. A file that an interrupted export has left is replaced. */
-static dtrain_result dtrain__export_begin(dtrain__export *e)
-{
-    (void)e->desc.storage->remove(e->desc.storage->user, e->tmp);
-    DTRAIN__TRY(dtrain__storage_open(e->desc.storage, e->tmp, DTRAIN_STORAGE_CREATE, &e->file));
-    return dtrain__export_write(e, e->header.at, e->header.bytes);
-}
-
-/* Convert elements of a weight from element `first` of the file on, and put them into the block. */
-static void dtrain__export_block(const dtrain__export *e, const dtrain__weight *weight,
-                                 int64_t first, int64_t count)
-{
-    int64_t row = weight->transpose ? first % weight->rows : 0;
-    int64_t column = weight->transpose ? first / weight->rows : first;
-    for (int64_t i = 0; i < count; i++) {
-        const float x = e->value[row * weight->columns + column];
-        const uint16_t low = dtrain_half_from_f32((dtrain_dtype)e->desc.dtype, x);
-        if (e->desc.dtype == DTRAIN_DTYPE_F32)
-            memcpy(e->block + (size_t)i * sizeof x, &x, sizeof x);
-        else memcpy(e->block + (size_t)i * sizeof low, &low, sizeof low);
-        if (!weight->transpose) column++;
-        else if (++row == weight->rows) row = 0, column++;
-    }
-}
-
-/* Write the value of a weight. */
+/* Write the value of a weight, block by block, converted and in the order of the file. */
 static dtrain_result dtrain__export_weight(dtrain__export *e, const dtrain__weight *weight)
 {
     const size_t each = dtrain__stored_bytes(e->desc.dtype);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / each);
+    int64_t row = 0, column = 0; /* of the element that comes next */
     for (int64_t done = 0; done < weight->total; done += most) {
         const int64_t count = dtrain__min(most, weight->total - done);
-        dtrain__export_block(e, weight, done, count);
+        for (int64_t i = 0; i < count; i++) {
+            const float x = e->value[row * weight->columns + column];
+            const uint16_t low = dtrain_half_from_f32((dtrain_dtype)e->desc.dtype, x);
+            if (e->desc.dtype == DTRAIN_DTYPE_F32)
+                memcpy(e->block + (size_t)i * sizeof x, &x, sizeof x);
+            else memcpy(e->block + (size_t)i * sizeof low, &low, sizeof low);
+            if (!weight->transpose) column++;
+            else if (++row == weight->rows) row = 0, column++;
+        }
         DTRAIN__TRY(dtrain__export_write(e, e->block, (size_t)count * each));
     }
     return DTRAIN_OK;
 }
 
-/* Give the file its name, and bring that to the disk. */
-static dtrain_result dtrain__export_publish(const dtrain__export *e)
-{
-    char directory[DTRAIN__PATH];
-    dtrain__directory_of(directory, e->path);
-    DTRAIN__TRY(dtrain__storage_rename(e->desc.storage, e->tmp, e->path));
-    return dtrain__storage_sync_directory(e->desc.storage, directory);
-}
-
 /* Gather and write one parameter after the other. The other ranks learn of an error of rank 0's
- * disk at the end only, and gather until then: this costs no more than success. */
+ * disk at the end only, and gather until then: this costs no more than success. A file that an
+ * interrupted export has left is replaced. */
 static dtrain_result dtrain__export_values(dtrain__export *e)
 {
+    const dtrain_storage *storage = e->desc.storage;
     const bool writes = e->block != NULL;
-    dtrain_result result = writes ? dtrain__export_begin(e) : DTRAIN_OK;
+    char directory[DTRAIN__PATH];
+    dtrain_result result = DTRAIN_OK;
+    if (writes) {
+        (void)storage->remove(storage->user, e->tmp);
+        result = dtrain__storage_open(storage, e->tmp, DTRAIN_STORAGE_CREATE, &e->file);
+        if (result == DTRAIN_OK) result = dtrain__export_write(e, e->header.at, e->header.bytes);
+    }
     for (size_t i = 0; i < e->weights.count; i++) {
         const dtrain__weight *weight = &e->weights.list[i];
         const dtrain_result gathered = dtrain_strategy_read(e->strategy, weight->param, e->value);
         if (result == DTRAIN_OK) result = gathered;
         if (result == DTRAIN_OK && writes) result = dtrain__export_weight(e, weight);
     }
-    if (e->file >= 0) result = dtrain__storage_finish(e->desc.storage, e->file, e->tmp, result);
-    if (result == DTRAIN_OK && writes) result = dtrain__export_publish(e);
-    if (result != DTRAIN_OK && writes) (void)e->desc.storage->remove(e->desc.storage->user, e->tmp);
+    if (!writes) return result;
+    if (e->file >= 0) result = dtrain__storage_finish(storage, e->file, e->tmp, result);
+    dtrain__directory_of(directory, e->path);
+    if (result == DTRAIN_OK) result = dtrain__storage_rename(storage, e->tmp, e->path);
+    if (result == DTRAIN_OK) return dtrain__storage_sync_directory(storage, directory);
+    (void)storage->remove(storage->user, e->tmp);
     return result;
 }
 

@@ -68,78 +68,54 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
     return DTRAIN_OK;
 }
 
-/* Read one member of a weight_map: the name of a file beside the index. */
-static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json)
-{
-    char name[DTRAIN__WEIGHT_FILE_NAME], directory[DTRAIN__PATH], path[2 * DTRAIN__PATH];
-    if (!dtrain__json_string(json, name, sizeof name)) return json->result;
-    dtrain__directory_of(directory, im->index);
-    snprintf(path, sizeof path, "%s/%s", directory, name);
-    if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
-        return dtrain__import_file(im, path);
-    dtrain__json_fail(json, "its file is \"%s\", expected the name of one beside the index",
-                      dtrain__short(name));
-    return json->result;
-}
-
-/* Read the files of a weight_map, and count its tensors. */
-static dtrain_result dtrain__index_walk(dtrain__import *im, dtrain__json *json, size_t *count)
-{
-    char name[DTRAIN__TENSOR_NAME];
-    bool seen = false;
-    (void)dtrain__json_enter(json, '{');
-    while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "weight_map") != 0) {
-            (void)dtrain__json_skip(json);
-            continue;
-        }
-        if (seen) dtrain__json_fail(json, "a second \"weight_map\"");
-        seen = true;
-        (void)dtrain__json_enter(json, '{');
-        for (; dtrain__json_member(json, name, sizeof name); ++*count) {
-            json->inside = name;
-            DTRAIN__TRY(dtrain__index_member(im, json));
-            json->inside = NULL;
-        }
-    }
-    DTRAIN__TRY(dtrain__json_end(json));
-    if (seen) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has no \"weight_map\", expected an index of files",
-                       im->index);
-}
-
+/* Read the index, and the headers of the files beside it that its weight_map names. */
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
     const dtrain_allocator *allocator = &im->state->allocator;
-    char *text;
+    char key[DTRAIN__TENSOR_NAME], name[DTRAIN__WEIGHT_FILE_NAME], directory[DTRAIN__PATH];
+    char path[2 * DTRAIN__PATH], *text;
     size_t bytes, count = 0;
+    bool seen = false;
+    dtrain__directory_of(directory, im->index);
     DTRAIN__TRY(dtrain__storage_get(im->desc.storage, allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
     dtrain__json json = dtrain__json_begin(im->index, text, bytes);
-    const dtrain_result result = dtrain__index_walk(im, &json, &count);
+    dtrain_result result = DTRAIN_OK; /* of files */
+    (void)dtrain__json_enter(&json, '{');
+    while (result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key)) {
+        if (strcmp(key, "weight_map") != 0) {
+            (void)dtrain__json_skip(&json);
+            continue;
+        }
+        if (seen) dtrain__json_fail(&json, "a second \"weight_map\"");
+        seen = true;
+        (void)dtrain__json_enter(&json, '{');
+        for (; result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key); count++) {
+            json.inside = key;
+            if (!dtrain__json_string(&json, name, sizeof name)) break;
+            snprintf(path, sizeof path, "%s/%s", directory, name);
+            if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
+                result = dtrain__import_file(im, path);
+            else
+                dtrain__json_fail(&json,
+                                  "its file is \"%s\", expected the name of one beside the "
+                                  "index",
+                                  dtrain__short(name));
+            json.inside = NULL;
+        }
+    }
+    if (result == DTRAIN_OK) result = dtrain__json_end(&json);
     dtrain__free(allocator, text, bytes + 1, 1);
-    if (result != DTRAIN_OK || count == im->tensor_count) return result;
+    DTRAIN__TRY(result);
+    if (!seen)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s has no \"weight_map\", expected an index of files", im->index);
+    if (count == im->tensor_count) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_DATA,
         "%s names %zu tensors, and its files have %zu: one of them has a tensor that "
         "the index does not know, or that another has too",
         im->index, count, im->tensor_count);
-}
-
-static bool dtrain__import_exists(const dtrain__import *im, const char *path)
-{
-    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
-}
-
-/* Read all headers, of the file or of the files of the index that the path leads to. */
-static dtrain_result dtrain__import_headers(dtrain__import *im)
-{
-    const bool is_index = dtrain__ends_with(im->path, ".json");
-    if (!is_index && dtrain__import_exists(im, im->path)) return dtrain__import_file(im, im->path);
-    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : ".index.json");
-    if (dtrain__import_exists(im, im->index)) return dtrain__import_index(im);
-    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
-                       is_index ? "" : ", nor an index of it");
 }
 
 /* ---- Do they fit? -----------------------------------------------------------------------------*/
@@ -152,30 +128,6 @@ static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[
         used +=
             (size_t)snprintf(text + used, 64 - used, "%s%lld", d ? ", " : "", (long long)shape[d]);
     snprintf(text + used, 64 - used, "]");
-}
-
-/* Find a tensor in any file by a name, or by the prefix and that name. */
-static dtrain__stored *dtrain__import_find(const dtrain__import *im, const char *name,
-                                           uint32_t *file)
-{
-    char longer[2 * DTRAIN__TENSOR_NAME];
-    dtrain__stored *stored = NULL;
-    for (int prefixed = 0; prefixed < 2 && !stored; prefixed++) {
-        snprintf(longer, sizeof longer, "%s%s", prefixed ? im->desc.prefix : "", name);
-        for (uint32_t i = 0; i < im->file_count && !stored; i++) {
-            stored = dtrain__safetensors_find(&im->files[i].header, longer);
-            *file = i;
-        }
-    }
-    return stored;
-}
-
-static bool dtrain__weight_fits(const dtrain__weight *weight)
-{
-    const dtrain__stored *stored = weight->stored;
-    bool fits = stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
-    for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
-    return fits;
 }
 
 /* Describe a tensor of a file, all of it, as a source. */
@@ -218,16 +170,23 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
                        im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
 }
 
-/* Find a parameter by its name and by those of its aliases. Rank 0 compares them with one
- * another. */
+/* Find a parameter by its name and by those of its aliases, in any file, with the prefix before the
+ * name if it is not there without. Rank 0 compares the aliases with one another. */
 static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *weight)
 {
     const dtrain_param *first = &im->weights.params[weight->param], *param = first;
+    char longer[2 * DTRAIN__TENSOR_NAME];
     do {
         uint32_t file = 0;
         const char *name = im->desc.names ? im->desc.names[param->state.index].name : NULL;
+        dtrain__stored *stored = NULL;
         if (!name) name = param->name;
-        dtrain__stored *stored = name[0] ? dtrain__import_find(im, name, &file) : NULL;
+        for (uint32_t i = 0; i < 2 * im->file_count && name[0] && !stored; i++) {
+            file = i % im->file_count;
+            snprintf(longer, sizeof longer, "%s%s", i < im->file_count ? "" : im->desc.prefix,
+                     name);
+            stored = dtrain__safetensors_find(&im->files[file].header, longer);
+        }
         param = param->state.next;
         if (!stored || stored->user == weight) continue;
         if (stored->user)
@@ -245,20 +204,8 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
     return DTRAIN_OK;
 }
 
-/* List the tensors of the files that belong to no parameter, without those of desc.ignore. */
-static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *extra)
-{
-    for (uint32_t i = 0; i < im->file_count; i++)
-        for (size_t k = 0; k < im->files[i].header.count; k++) {
-            const dtrain__stored *stored = &im->files[i].header.tensors[k];
-            const char *const *end = im->desc.ignore;
-            while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
-            if (stored->user || (end && *end)) continue;
-            dtrain__name_add(extra, "", stored->name, "");
-        }
-}
-
-/* Compare the tensors of the files with the parameters, and name the differences. */
+/* Compare the tensors of the files with the parameters, and name the differences. Tensors that
+ * belong to no parameter count as extra, without those of desc.ignore. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
@@ -268,18 +215,27 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
         dtrain__weight *weight = &im->weights.list[i];
         char found[64], expected[64], difference[200];
         DTRAIN__TRY(dtrain__import_place(im, weight));
-        if (!weight->stored) dtrain__name_add(&misfit.missing, "", weight->name, "");
-        else if (dtrain__weight_fits(weight)) im->values++;
-        else {
-            dtrain__weight_shape_text(weight->stored->shape, weight->stored->dims, found);
-            dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-            snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
-                     dtrain__stored_name(weight->stored->dtype), found, expected);
-            dtrain__name_add(&misfit.different, "", weight->name, difference);
-            weight->stored = NULL;
-        }
+        const dtrain__stored *stored = weight->stored;
+        bool fits = stored && stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
+        for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
+        im->values += fits;
+        if (!stored) dtrain__name_add(&misfit.missing, "", weight->name, "");
+        if (fits || !stored) continue;
+        dtrain__weight_shape_text(stored->shape, stored->dims, found);
+        dtrain__weight_shape_text(weight->shape, weight->dims, expected);
+        snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
+                 dtrain__stored_name(stored->dtype), found, expected);
+        dtrain__name_add(&misfit.different, "", weight->name, difference);
+        weight->stored = NULL;
     }
-    dtrain__import_extra(im, &misfit.extra);
+    for (uint32_t i = 0; i < im->file_count; i++)
+        for (size_t k = 0; k < im->files[i].header.count; k++) {
+            const dtrain__stored *stored = &im->files[i].header.tensors[k];
+            const char *const *end = im->desc.ignore;
+            while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
+            if (!stored->user && (!end || !*end))
+                dtrain__name_add(&misfit.extra, "", stored->name, "");
+        }
     if (!dtrain__misfit_text(&misfit, sentence, sizeof sentence)) return DTRAIN_OK;
     char *to = im->desc.partial ? im->note : NULL;
     if (to) snprintf(to, sizeof im->note, "%.*s", (int)sizeof im->note - 1, sentence);
@@ -345,7 +301,13 @@ static dtrain_result dtrain__import_piece(dtrain__import *im, const dtrain__weig
     return dtrain__piece_read(&im->reader, &source, &target);
 }
 
-/* Do everything that can fail before values change. */
+static bool dtrain__import_exists(const dtrain__import *im, const char *path)
+{
+    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
+}
+
+/* Do everything that can fail before values change: read all headers, of the file or of the files
+ * of the index that the path leads to, and compare. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     const dtrain_strategy *strategy = im->state->desc.strategy;
@@ -353,7 +315,14 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
     DTRAIN__TRY(dtrain__path_check(dtrain__import_call, im->path));
     DTRAIN__TRY(dtrain__weights_list(dtrain__import_call, strategy, im->desc.names, &im->weights));
     DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
-    DTRAIN__TRY(dtrain__import_headers(im));
+    const bool is_index = dtrain__ends_with(im->path, ".json");
+    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : ".index.json");
+    if (!is_index && dtrain__import_exists(im, im->path))
+        DTRAIN__TRY(dtrain__import_file(im, im->path));
+    else if (dtrain__import_exists(im, im->index)) DTRAIN__TRY(dtrain__import_index(im));
+    else
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
+                           is_index ? "" : ", nor an index of it");
     return dtrain__import_compare(im);
 }
 
@@ -373,15 +342,6 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
         if (weight->stored) DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
     }
     return DTRAIN_OK;
-}
-
-static void dtrain__import_free(dtrain__import *im)
-{
-    dtrain__reader_end(&im->reader, im->state);
-    for (uint32_t i = 0; i < im->file_count; i++) dtrain__safetensors_free(&im->files[i].header);
-    dtrain__free(&im->state->allocator, im->files, im->file_room, sizeof *im->files);
-    dtrain__free(im->weights.allocator, im->weights.list, im->weights.room,
-                 sizeof *im->weights.list);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
@@ -410,6 +370,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
         info->seconds = dtrain_seconds() - start;
         memcpy(info->note, im.note, sizeof im.note);
     }
-    dtrain__import_free(&im);
+    dtrain__reader_end(&im.reader, state);
+    for (uint32_t i = 0; i < im.file_count; i++) dtrain__safetensors_free(&im.files[i].header);
+    dtrain__free(&state->allocator, im.files, im.file_room, sizeof *im.files);
+    dtrain__free(im.weights.allocator, im.weights.list, im.weights.room, sizeof *im.weights.list);
     return result;
 }

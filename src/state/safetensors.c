@@ -53,17 +53,6 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-static void dtrain__header_add(dtrain__text *text, const dtrain__stored *tensor)
-{
-    dtrain__text_add(text, ",");
-    dtrain__text_add_string(text, tensor->name);
-    dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
-    for (int d = 0; d < tensor->dims; d++)
-        dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
-    dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)tensor->begin,
-                     (unsigned long long)tensor->end);
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
                                                         const dtrain__stored *tensors, size_t count,
                                                         const char *metadata)
@@ -71,7 +60,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
     const size_t start = text->bytes, header = start + DTRAIN__LENGTH_BYTES;
     dtrain__tensor_file check;
     dtrain__text_add(text, "%8s{\"__metadata__\":%s", "", metadata); /* the length comes last */
-    for (size_t i = 0; i < count; i++) dtrain__header_add(text, &tensors[i]);
+    for (size_t i = 0; i < count; i++) {
+        const dtrain__stored *tensor = &tensors[i];
+        dtrain__text_add(text, ",");
+        dtrain__text_add_string(text, tensor->name);
+        dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[",
+                         dtrain__stored_name(tensor->dtype));
+        for (int d = 0; d < tensor->dims; d++)
+            dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
+        dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)tensor->begin,
+                         (unsigned long long)tensor->end);
+    }
     dtrain__text_add(text, "}");
     const size_t end = start + dtrain__round_up(text->bytes - start, 8);
     dtrain__text_add(text, "%*s", (int)(end - text->bytes), "");
@@ -89,15 +88,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
 
 /* ---- Reading: one tensor ----------------------------------------------------------------------*/
 
-static void dtrain__header_dtype(dtrain__json *json, uint32_t *dtype)
-{
-    char name[32];
-    if (!dtrain__json_string(json, name, sizeof name)) return;
-    for (*dtype = 0; *dtype < DTRAIN__STORED_TYPES; ++*dtype)
-        if (strcmp(name, dtrain__stored_types[*dtype].name) == 0) return;
-    dtrain__json_fail(json, "its dtype \"%s\" is not one of the format", name);
-}
-
 /* Read an array of at most `room` numbers, and return how many it has. */
 static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room)
 {
@@ -109,39 +99,31 @@ static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room
     return count;
 }
 
-/* Compare the size of a tensor with what its shape and type say. */
-static bool dtrain__header_check(dtrain__json *json, const dtrain__stored *tensor)
-{
-    const int64_t found = (int64_t)(tensor->end - tensor->begin);
-    size_t size = 1;
-    bool fits = true;
-    for (int d = 0; d < tensor->dims; d++)
-        fits = fits && dtrain__size_mul(size, (size_t)tensor->shape[d], &size);
-    if (!fits || !dtrain__size_mul(size, dtrain__stored_types[tensor->dtype].bits, &size))
-        return dtrain__json_fail(json, "its shape has more elements than fit any memory");
-    if (size % 8) return dtrain__json_fail(json, "its %zu bits are not whole bytes", size);
-    if (found >= 0 && (uint64_t)found == size / 8) return true;
-    return dtrain__json_fail(json, "data_offsets leave it %lld bytes, expected %zu",
-                             (long long)found, size / 8);
-}
-
-/* Read the entry of a tensor. Step over members that the format does not have, as the reference
- * reader does. */
+/* Read the entry of a tensor, and compare its size with what its shape and type say. Step over
+ * members that the format does not have, as the reference reader does. */
 static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
 {
     static const char *const fields[3] = {"dtype", "shape", "data_offsets"};
-    bool seen[3] = {false, false, false};
+    bool seen[3] = {false, false, false}, fits = true;
     char key[DTRAIN__TENSOR_NAME];
     int64_t offsets[2] = {0, 0};
     int offset_count = 0;
+    size_t size = 1;
     if (!dtrain__json_enter(json, '{')) return false;
     while (dtrain__json_member(json, key, sizeof key)) {
         int field = 0;
         while (field < 3 && strcmp(key, fields[field]) != 0) field++;
         if (field < 3 && seen[field]) return dtrain__json_fail(json, "a second \"%s\"", key);
         if (field < 3) seen[field] = true;
-        if (field == 0) dtrain__header_dtype(json, &tensor->dtype);
-        else if (field == 1)
+        if (field == 0) {
+            if (!dtrain__json_string(json, key, 32)) return false;
+            tensor->dtype = 0;
+            while (tensor->dtype < DTRAIN__STORED_TYPES &&
+                   strcmp(key, dtrain__stored_types[tensor->dtype].name) != 0)
+                tensor->dtype++;
+            if (tensor->dtype == DTRAIN__STORED_TYPES)
+                return dtrain__json_fail(json, "its dtype \"%s\" is not one of the format", key);
+        } else if (field == 1)
             tensor->dims = dtrain__header_numbers(json, tensor->shape, DTRAIN__TENSOR_DIMS);
         else if (field == 2) offset_count = dtrain__header_numbers(json, offsets, 2);
         else (void)dtrain__json_skip(json);
@@ -153,7 +135,15 @@ static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
         return dtrain__json_fail(json, "data_offsets has %d of 2 numbers", offset_count);
     tensor->begin = (uint64_t)offsets[0];
     tensor->end = (uint64_t)offsets[1];
-    return dtrain__header_check(json, tensor);
+    const int64_t found = offsets[1] - offsets[0];
+    for (int d = 0; d < tensor->dims; d++)
+        fits = fits && dtrain__size_mul(size, (size_t)tensor->shape[d], &size);
+    if (!fits || !dtrain__size_mul(size, dtrain__stored_types[tensor->dtype].bits, &size))
+        return dtrain__json_fail(json, "its shape has more elements than fit any memory");
+    if (size % 8) return dtrain__json_fail(json, "its %zu bits are not whole bytes", size);
+    if (found >= 0 && (uint64_t)found == size / 8) return true;
+    return dtrain__json_fail(json, "data_offsets leave it %lld bytes, expected %zu",
+                             (long long)found, size / 8);
 }
 
 /* ---- Reading: all of them ---------------------------------------------------------------------*/
