@@ -203,8 +203,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outc
 
 /* state/union.c */
 DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain_result dtrain__entries_count(const char *where, dtrain_result differ,
+                                                    const dtrain__held *entries, size_t room,
+                                                    size_t *count);
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
-                                                   size_t room, size_t *count);
+                                                   size_t count);
 DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b);
 DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right);
 

@@ -103,59 +103,28 @@ DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* The form of a member says what type holds it. */
-typedef enum dtrain__form {
-    DTRAIN__FORM_U64,
-    DTRAIN__FORM_I64,
-    DTRAIN__FORM_BOOL,
-    DTRAIN__FORM_TEXT,  /* const char * */
-    DTRAIN__FORM_OBJECT /* dtrain__object */
-} dtrain__form;
-
-/* Read a member to its place in the struct. A string is decoded where it is in the text: it becomes
- * no longer by that. */
-static void dtrain__read_member(dtrain__manifest *m, dtrain__json *json, dtrain__form form,
-                                void *at)
+/* Decode a string where it is in the text: it becomes no longer by that. */
+static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const char **text)
 {
     (void)dtrain__json_peek(json);
     char *here = m->text + (json->at - json->text);
-    dtrain__object object = {here, 0};
-    switch (form) {
-    case DTRAIN__FORM_U64: (void)dtrain__json_u64(json, (uint64_t *)at); break;
-    case DTRAIN__FORM_I64: (void)dtrain__json_count(json, (int64_t *)at); break;
-    case DTRAIN__FORM_BOOL: (void)dtrain__json_bool(json, (bool *)at); break;
-    case DTRAIN__FORM_TEXT:
-        if (dtrain__json_string(json, here, (size_t)(json->end - json->at)))
-            *(const char **)at = here;
-        break;
-    case DTRAIN__FORM_OBJECT:
-        if (!dtrain__json_skip(json)) break;
-        object.bytes = (size_t)(json->at - here);
-        *(dtrain__object *)at = object;
-    }
+    *text = here;
+    return dtrain__json_string(json, here, (size_t)(json->end - json->at));
 }
 
-/* Read the text of a manifest, the seal first. Members that are not in the table are skipped:
- * people, or a later library, may have added some. */
+static bool dtrain__read_object(dtrain__json *json, dtrain__object *object)
+{
+    (void)dtrain__json_peek(json);
+    object->at = json->at;
+    if (!dtrain__json_skip(json)) return false;
+    object->bytes = (size_t)(json->at - object->at);
+    return true;
+}
+
+/* Read the text of a manifest, the seal first. Other members than these are skipped: people, or a
+ * later library, may have added some. */
 static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *path)
 {
-    static const struct {
-        const char *name;
-        dtrain__form form;
-        size_t at;
-    } members[] = {{"format", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, format)},
-                   {"version", DTRAIN__FORM_U64, offsetof(dtrain__manifest, version)},
-                   {"step", DTRAIN__FORM_I64, offsetof(dtrain__manifest, step)},
-                   {"ranks", DTRAIN__FORM_I64, offsetof(dtrain__manifest, ranks)},
-                   {"strategy", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, strategy)},
-                   {"hierarchical", DTRAIN__FORM_BOOL, offsetof(dtrain__manifest, hierarchical)},
-                   {"metric_bits", DTRAIN__FORM_U64, offsetof(dtrain__manifest, metric_bits)},
-                   {"run", DTRAIN__FORM_U64, offsetof(dtrain__manifest, run)},
-                   {"job", DTRAIN__FORM_U64, offsetof(dtrain__manifest, job)},
-                   {"model", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, model)},
-                   {"settings", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, settings)},
-                   {"scalars", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, scalars)},
-                   {"headers", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, headers)}};
     const size_t seal = (size_t)dtrain__max((int64_t)m->text_bytes - DTRAIN__SEAL_BYTES, 0);
     char expected[DTRAIN__SEAL_BYTES + 1], name[32];
     snprintf(expected, sizeof expected, DTRAIN__SEAL_FORM, dtrain__crc32c(0, m->text, seal));
@@ -164,15 +133,24 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
                            "%s does not have the checksum (CRC-32C) that it ends with: it is "
                            "damaged, or not all of it was written",
                            path);
-    dtrain__json json = dtrain__json_begin(path, m->text, m->text_bytes);
-    (void)dtrain__json_enter(&json, '{');
-    while (dtrain__json_member(&json, name, sizeof name)) {
-        size_t i = 0;
-        while (i < sizeof members / sizeof *members && strcmp(name, members[i].name) != 0) i++;
-        if (i == sizeof members / sizeof *members) (void)dtrain__json_skip(&json);
-        else dtrain__read_member(m, &json, members[i].form, (char *)m + members[i].at);
-    }
-    DTRAIN__TRY(dtrain__json_end(&json));
+    dtrain__json json = dtrain__json_begin(path, m->text, m->text_bytes), *j = &json;
+    (void)dtrain__json_enter(j, '{');
+    while (dtrain__json_member(j, name, sizeof name))
+        if (strcmp(name, "format") == 0) (void)dtrain__read_text(m, j, &m->format);
+        else if (strcmp(name, "version") == 0) (void)dtrain__json_u64(j, &m->version);
+        else if (strcmp(name, "step") == 0) (void)dtrain__json_count(j, &m->step);
+        else if (strcmp(name, "ranks") == 0) (void)dtrain__json_count(j, &m->ranks);
+        else if (strcmp(name, "strategy") == 0) (void)dtrain__read_text(m, j, &m->strategy);
+        else if (strcmp(name, "hierarchical") == 0) (void)dtrain__json_bool(j, &m->hierarchical);
+        else if (strcmp(name, "metric_bits") == 0) (void)dtrain__json_u64(j, &m->metric_bits);
+        else if (strcmp(name, "run") == 0) (void)dtrain__json_u64(j, &m->run);
+        else if (strcmp(name, "job") == 0) (void)dtrain__json_u64(j, &m->job);
+        else if (strcmp(name, "model") == 0) (void)dtrain__read_object(j, &m->model);
+        else if (strcmp(name, "settings") == 0) (void)dtrain__read_object(j, &m->settings);
+        else if (strcmp(name, "scalars") == 0) (void)dtrain__read_object(j, &m->scalars);
+        else if (strcmp(name, "headers") == 0) (void)dtrain__read_text(m, j, &m->headers);
+        else (void)dtrain__json_skip(j);
+    DTRAIN__TRY(dtrain__json_end(j));
     if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the format is \"%.100s\", expected \"%s\"", path,
                            m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
@@ -322,8 +300,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
     for (size_t i = 0; i < m->piece_count; i += m->tensors[m->tensor_count++].count) {
         dtrain__saved_tensor *saved = &m->tensors[m->tensor_count];
         saved->pieces = &m->pieces[i];
-        DTRAIN__TRY(
-            dtrain__pieces_check(checkpoint, saved->pieces, m->piece_count - i, &saved->count));
+        DTRAIN__TRY(dtrain__entries_count(checkpoint, DTRAIN_ERROR_DATA, saved->pieces,
+                                          m->piece_count - i, &saved->count));
+        DTRAIN__TRY(dtrain__pieces_check(checkpoint, saved->pieces, saved->count));
     }
     return DTRAIN_OK;
 }

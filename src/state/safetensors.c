@@ -163,39 +163,6 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
     return DTRAIN_OK;
 }
 
-/* Read the entries of a header, and the names into memory that is as long as the header: decoded, a
- * string is never longer than its text between quotes. */
-static dtrain_result dtrain__header_read(dtrain__json *json, dtrain__tensor_file *out)
-{
-    char *name = out->names, *const end = name + out->names_bytes;
-    (void)dtrain__json_enter(json, '{');
-    while (dtrain__json_member(json, name, DTRAIN__TENSOR_NAME)) {
-        dtrain__stored *tensor = &out->tensors[out->count];
-        json->inside = name;
-        for (const char *c = name; *c; c++)
-            if ((unsigned char)*c < 0x20 || *c == 0x7f)
-                dtrain__json_fail(json, "a name with control characters");
-        if (strcmp(name, "__metadata__") == 0) { /* strings by name */
-            json->inside = "__metadata__";
-            if (out->metadata) dtrain__json_fail(json, "a second \"__metadata__\"");
-            out->metadata = name;
-            (void)dtrain__json_enter(json, '{');
-            while (dtrain__json_member(json, name, (size_t)(end - name))) {
-                name += strlen(name) + 1;
-                if (dtrain__json_string(json, name, (size_t)(end - name))) name += strlen(name) + 1;
-            }
-            out->metadata_end = name;
-        } else if (dtrain__header_tensor(json, tensor)) {
-            tensor->name = name;
-            name += strlen(name) + 1;
-            out->count++;
-        }
-        if (json->result != DTRAIN_OK) return json->result;
-        json->inside = NULL;
-    }
-    return dtrain__json_end(json);
-}
-
 /* Order tensors by their place, empty ones before what begins there. */
 static int dtrain__stored_by_place(const void *a, const void *b)
 {
@@ -237,6 +204,8 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
     return DTRAIN_OK;
 }
 
+/* Names go into memory that is as long as the header: decoded, a string is never longer than its
+ * text between quotes. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const char *header,
                                                         size_t bytes, uint64_t file_bytes,
                                                         const dtrain_allocator *allocator,
@@ -251,11 +220,38 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
     out->tensors = (dtrain__stored *)dtrain__alloc(allocator, out->room, sizeof *out->tensors,
                                                    "the tensors of a file");
     out->names = (char *)dtrain__alloc(allocator, bytes, 1, "names of tensors");
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    if (out->tensors && out->names) {
-        dtrain__json json = dtrain__json_begin(path, header, bytes);
-        result = dtrain__header_read(&json, out);
+    if (!out->tensors || !out->names) {
+        dtrain__safetensors_free(out);
+        return DTRAIN_ERROR_MEMORY;
     }
+    char *name = out->names, *const end = name + bytes;
+    dtrain__json json = dtrain__json_begin(path, header, bytes);
+    (void)dtrain__json_enter(&json, '{');
+    while (dtrain__json_member(&json, name, DTRAIN__TENSOR_NAME)) {
+        dtrain__stored *tensor = &out->tensors[out->count];
+        json.inside = name;
+        for (const char *c = name; *c; c++)
+            if ((unsigned char)*c < 0x20 || *c == 0x7f)
+                dtrain__json_fail(&json, "a name with control characters");
+        if (strcmp(name, "__metadata__") == 0) { /* strings by name */
+            json.inside = "__metadata__";
+            if (out->metadata) dtrain__json_fail(&json, "a second \"__metadata__\"");
+            out->metadata = name;
+            (void)dtrain__json_enter(&json, '{');
+            while (dtrain__json_member(&json, name, (size_t)(end - name))) {
+                name += strlen(name) + 1;
+                if (dtrain__json_string(&json, name, (size_t)(end - name)))
+                    name += strlen(name) + 1;
+            }
+            out->metadata_end = name;
+        } else if (dtrain__header_tensor(&json, tensor)) {
+            tensor->name = name;
+            name += strlen(name) + 1;
+            out->count++;
+        }
+        if (json.result == DTRAIN_OK) json.inside = NULL;
+    }
+    dtrain_result result = dtrain__json_end(&json);
     if (result == DTRAIN_OK) result = dtrain__header_check_all(path, file_bytes - out->data, out);
     if (result != DTRAIN_OK) dtrain__safetensors_free(out);
     return result;

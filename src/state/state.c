@@ -267,7 +267,7 @@ static dtrain_result dtrain__state_scalars(dtrain_state *state)
         const bool real = strcmp(s->name, "scaler.scale") == 0;
         const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
         if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, s->name,
-                                  s->bytes == 8 ? DTRAIN_DTYPE_I64 : narrow, dtrain__one,
+                                  s->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow, dtrain__one,
                                   s->memory))
             return DTRAIN_ERROR_MEMORY;
     }

@@ -1,8 +1,9 @@
 /* The union of all ranks' lists
  *
  *     gather    every rank learns what each of them lists: tensors, and its pieces of them
- *     check     those that list the same tensor agree on it, and together they have all of it
+ *     check     those that list the same tensor agree on it
  *     choose    of the ranks that hold the same piece the one that has the least to write
+ *     check     the pieces that are chosen are all of the tensor
  *
  * What a tensor axis does not cut its ranks have all, and where their parts of other parameters
  * differ in length they may shard it at different places. Each of them has a copy then, whole
@@ -93,75 +94,46 @@ DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right)
     return pieces ? pieces : ranks;
 }
 
-/* Name a contradiction: two ranks describe one tensor in different ways. */
-static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__held *b)
+/* Count the entries of the first tensor of a sorted list. If they do not agree on it, the result is
+ * `differ`. */
+DTRAIN__PRIVATE dtrain_result dtrain__entries_count(const char *where, dtrain_result differ,
+                                                    const dtrain__held *entries, size_t room,
+                                                    size_t *count)
 {
-    char text[2][120];
-    for (int i = 0; i < 2; i++) {
-        const dtrain__held *held = i ? b : a;
-        const int64_t *shape = held->tensor.shape;
-        snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s", (int)held->rank,
-                 dtrain__stored_name(held->tensor.dtype), (long long)shape[0], (long long)shape[1],
-                 (long long)shape[2], (long long)shape[3], held->tensor.own ? ", its own" : "");
-    }
-    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "dtrain_checkpoint_open: ranks list the %s of \"%s\" in different ways "
-                       "(%s; %s), expected the same dtype and shape from all that list it",
-                       dtrain__state_kind_name(a->tensor.kind), dtrain__short(a->tensor.name),
-                       text[0], text[1]);
-}
-
-/* Choose a writer for each piece: of entries that differ in nothing but the
- * rank, that of the rank with the least to write stays; none, if copy 0 has no such piece. */
-static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
-{
-    uint64_t load[DTRAIN_MAX_RANKS] = {0};
-    size_t count = 0, first = 0; /* entries that stay; the first one of the tensor */
-    for (size_t i = 0, next; i < c->held_count; i = next) {
-        const dtrain_state_tensor *tensor = &c->held[i].tensor;
-        size_t least = i;
-        bool counts = false; /* a piece of copy 0 */
-        if (dtrain__tensor_order(&c->held[i], &c->held[first])) first = i;
-        for (next = i; next < c->held_count; next++) {
-            const dtrain__held *held = &c->held[next];
-            if (dtrain__tensor_order(held, &c->held[first]) ||
-                (next > i && tensor->own && held->tensor.own) ||
-                dtrain__piece_order(&tensor->piece, &held->tensor.piece))
-                break;
-            if (!dtrain__state_alike(&held->tensor, &c->held[first].tensor))
-                return dtrain__union_differs(&c->held[first], held);
-            if (load[held->rank] < load[c->held[least].rank]) least = next;
-            counts = counts || held->tensor.own || held->copy == 0;
+    const dtrain_state_tensor *tensor = &entries->tensor;
+    for (*count = 1; *count < room && !dtrain__tensor_order(entries, &entries[*count]); ++*count) {
+        char text[2][120];
+        if (dtrain__state_alike(tensor, &entries[*count].tensor)) continue;
+        for (int i = 0; i < 2; i++) {
+            const dtrain__held *held = &entries[i ? *count : 0];
+            const int64_t *shape = held->tensor.shape;
+            snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s",
+                     (int)held->rank, dtrain__stored_name(held->tensor.dtype), (long long)shape[0],
+                     (long long)shape[1], (long long)shape[2], (long long)shape[3],
+                     held->tensor.own ? ", its own" : "");
         }
-        if (!counts) continue;
-        load[c->held[least].rank] +=
-            (uint64_t)tensor->piece.count * dtrain__state_bytes(tensor->dtype);
-        c->held[count++] = c->held[least];
+        return dtrain_fail(differ,
+                           "%s: ranks list the %s of \"%s\" in different ways (%s; %s), expected "
+                           "the same dtype and shape from all that list it",
+                           where, dtrain__state_kind_name(tensor->kind),
+                           dtrain__short(tensor->name), text[0], text[1]);
     }
-    c->held_count = count;
     return DTRAIN_OK;
 }
 
-/* Count the pieces of the first tensor of a sorted list, and check that they agree on it, do not
- * overlap, and are all of it together. A piece is compared with those whose boxes begin before its
- * own ends. */
+/* Check that the pieces of a tensor that ranks share, sorted, do not overlap, and that together
+ * they are all of it. A piece is compared with those whose boxes begin before its own ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
-                                                   size_t room, size_t *count)
+                                                   size_t count)
 {
     const dtrain_state_tensor *tensor = &pieces->tensor;
     int64_t sum = 0;
     bool overlap = false;
-    for (*count = 1; *count < room && !dtrain__tensor_order(pieces, &pieces[*count]); ++*count)
-        if (!dtrain__state_alike(tensor, &pieces[*count].tensor))
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "%s: the %s of \"%s\" has two shapes, types or owners", where,
-                               dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name));
-    if (tensor->own) return DTRAIN_OK;
-    for (size_t i = 0; i < *count && !overlap; i++) {
+    for (size_t i = 0; i < count && !overlap; i++) {
         const dtrain_piece *a = &pieces[i].tensor.piece;
         overlap = a->count > tensor->total - sum;
         if (!overlap) sum += a->count;
-        for (size_t k = i + 1; k < *count && !overlap; k++) {
+        for (size_t k = i + 1; k < count && !overlap; k++) {
             const dtrain_piece *b = &pieces[k].tensor.piece;
             dtrain_piece common;
             if (b->first[0] >= a->first[0] + a->length[0]) break;
@@ -170,7 +142,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtra
                                               : dtrain__piece_common(a, b, &common));
         }
     }
-    if (!overlap && sum == tensor->total) return DTRAIN_OK;
+    if (!count || tensor->own || (!overlap && sum == tensor->total)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s: the pieces of the %s of \"%s\" %s: they have %lld of its %lld elements",
                        where, dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name),
@@ -178,14 +150,38 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtra
                        (long long)tensor->total);
 }
 
-/* Make the union. Collective. */
+/* Make the union. Collective. Of entries that differ in nothing but the rank, that of the rank with
+ * the least to write stays; none, if copy 0 has no such piece. */
 DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 {
+    static const char call[] = "dtrain_checkpoint_open";
+    uint64_t load[DTRAIN_MAX_RANKS] = {0};
+    size_t stay = 0; /* entries */
     DTRAIN__TRY(dtrain__union_gather(c));
-    qsort(c->held, c->held_count, sizeof *c->held, dtrain__held_order);
-    DTRAIN__TRY(dtrain__union_choose(c));
-    for (size_t i = 0, count; i < c->held_count; i += count)
-        DTRAIN__TRY(
-            dtrain__pieces_check("dtrain_checkpoint_open", &c->held[i], c->held_count - i, &count));
+    dtrain__held *const held = c->held;
+    qsort(held, c->held_count, sizeof *held, dtrain__held_order);
+    for (size_t i = 0, count, next; i < c->held_count; i += count) {
+        const bool own = held[i].tensor.own;
+        const size_t first = stay; /* of this tensor */
+        DTRAIN__TRY(dtrain__entries_count(call, DTRAIN_ERROR_MISMATCH, &held[i], c->held_count - i,
+                                          &count));
+        for (size_t k = i; k < i + count; k = next) {
+            const dtrain_piece *piece = &held[k].tensor.piece;
+            size_t least = k;
+            bool counts = own; /* or a piece of copy 0 */
+            for (next = k; next < i + count && (next == k || !own) &&
+                           dtrain__piece_order(piece, &held[next].tensor.piece) == 0;
+                 next++) {
+                if (load[held[next].rank] < load[held[least].rank]) least = next;
+                counts = counts || held[next].copy == 0;
+            }
+            if (!counts) continue;
+            load[held[least].rank] +=
+                (uint64_t)piece->count * dtrain__state_bytes(held[k].tensor.dtype);
+            held[stay++] = held[least];
+        }
+        DTRAIN__TRY(dtrain__pieces_check(call, &held[first], stay - first));
+    }
+    c->held_count = stay;
     return DTRAIN_OK;
 }
