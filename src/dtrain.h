@@ -176,7 +176,6 @@ DTRAIN__COLD
 #include "state/read.c"
 #include "state/load.c"
 #include "state/export.c"
-#include "state/import.c"
 #include "state/directory.c"
 #include "state/manifest.c"
 #include "state/safetensors.c"

@@ -21,6 +21,11 @@
  * reads without reading all of it. */
 #define DTRAIN__BLOCK ((size_t)1 << 20)
 #define DTRAIN__CRC_DIGITS 8
+static inline size_t dtrain__blocks_of(uint64_t bytes)
+{
+    return (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK);
+}
+
 #define DTRAIN__PIECE_KEY "piece:" /* before a piece's name in the metadata of its file */
 #define DTRAIN__PATH 768
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
@@ -107,7 +112,8 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
+                                                  const char *suffix);
 DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
                                                   bool *old);
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);

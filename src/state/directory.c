@@ -148,36 +148,6 @@ DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 
 /* ---- Removal ----------------------------------------------------------------------------------*/
 
-/* List what is in a checkpoint's directory, or what is left of it, and refuse one in which
- * something is not ours. The caller frees *names in any case. */
-static dtrain_result dtrain__ours_list(const dtrain__folder *folder, const char *path,
-                                       dtrain__text *names)
-{
-    DTRAIN__TRY(dtrain__names_list(folder, path, names));
-    for (const char *name = NULL; (name = dtrain__next_name(names, name)) != NULL;)
-        if (!dtrain__is_ours(name))
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "%s is not removed: there are files in it that no checkpoint has",
-                               path);
-    return DTRAIN_OK;
-}
-
-/* Remove a directory that is no checkpoint any more, or not yet, with all that is in it. */
-static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64_t step,
-                                             const char *suffix)
-{
-    const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
-    dtrain__text names;
-    dtrain_result result = dtrain__ours_list(folder, path.text, &names);
-    for (const char *name = NULL;
-         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const dtrain__file_path file = dtrain__path_in(path.text, "%s", name);
-        result = dtrain__storage_remove(folder->storage, file.text);
-    }
-    dtrain__text_free(&names);
-    return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, path.text) : result;
-}
-
 /* Rename a name of the folder, and bring that to the disk. */
 static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__file_path *from,
                                     const dtrain__file_path *to)
@@ -186,17 +156,30 @@ static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__
     return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
 
-/* Remove a checkpoint. A crash in the middle leaves a step-N.tmp. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step)
+/* Remove a checkpoint, or a directory that is none any more, or not yet, with all that is in it,
+ * unless something in it is not ours. A checkpoint is renamed first: a crash in the middle leaves a
+ * step-N.tmp. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
+                                                  const char *suffix)
 {
-    const dtrain__file_path path = dtrain__step_path(folder, step, "");
-    const dtrain__file_path tmp = dtrain__step_path(folder, step, ".tmp");
+    const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
+    const dtrain__file_path tmp = dtrain__step_path(folder, step, *suffix ? suffix : ".tmp");
     dtrain__text names;
-    const dtrain_result result = dtrain__ours_list(folder, path.text, &names);
+    dtrain_result result = dtrain__names_list(folder, path.text, &names);
+    for (const char *name = NULL;
+         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;)
+        if (!dtrain__is_ours(name))
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "%s is not removed: there are files in it that no checkpoint has",
+                                 path.text);
+    if (result == DTRAIN_OK && !*suffix) result = dtrain__rename(folder, &path, &tmp);
+    for (const char *name = NULL;
+         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
+        const dtrain__file_path file = dtrain__path_in(tmp.text, "%s", name);
+        result = dtrain__storage_remove(folder->storage, file.text);
+    }
     dtrain__text_free(&names);
-    DTRAIN__TRY(result);
-    DTRAIN__TRY(dtrain__rename(folder, &path, &tmp));
-    return dtrain__leftover_remove(folder, step, ".tmp");
+    return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, tmp.text) : result;
 }
 
 /* Tell whether a step has nothing under its own name but a checkpoint that was being replaced: a
@@ -226,7 +209,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
             if (s) result = dtrain__step_is_old(folder, list.steps[i], &is_old);
             if (result == DTRAIN_OK)
                 result = is_old ? dtrain__rename(folder, &left, &path)
-                                : dtrain__leftover_remove(folder, list.steps[i], suffixes[s]);
+                                : dtrain__step_remove(folder, list.steps[i], suffixes[s]);
         }
         dtrain__steps_free(&list);
     }
@@ -294,6 +277,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
     const int code = storage->rename(storage->user, path.text, old.text);
     if (code < 0 && code != -ENOENT) return dtrain__storage_fail(path.text, "renamed", code);
     DTRAIN__TRY(dtrain__rename(folder, &tmp, &path));
-    if (code >= 0) DTRAIN__TRY(dtrain__leftover_remove(folder, step, ".old"));
+    if (code >= 0) DTRAIN__TRY(dtrain__step_remove(folder, step, ".old"));
     return dtrain__write_latest(folder, step);
 }

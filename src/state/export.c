@@ -1,7 +1,12 @@
-/* Export
+/* Whole weights
  *
- *     a list      which parameters a file has, by which name and in which shape; for import too
- *     export      all ranks gather one parameter after the other, and rank 0 writes it */
+ *     a list      which parameters a file has, by which name and in which shape
+ *     export      all ranks gather one parameter after the other, and rank 0 writes it
+ *     import      every rank: headers | do they fit the model? | read the pieces of this rank |
+ *                 publish. Every step ends with an agreement of all ranks
+ *
+ * To import, a tensor of a file is a source, as a piece of a checkpoint is (state/read.c): no rank
+ * has more in memory than headers, its own pieces and a block. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -15,18 +20,43 @@
 #include "strategy/query.h"
 #include "strategy/view_internal.h"
 #include "state/export.h"
-#include "state/export_internal.h"
+#include "state/box_internal.h"
+#include "state/checkpoint_internal.h"
+#include "state/read_internal.h"
 #include "state/safetensors_internal.h"
+#include "state/state_internal.h"
 #include "state/storage_internal.h"
+#include "device/backend.h"
+
+#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
+#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
+/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here when it is
+ * whole. */
+typedef struct dtrain__weight {
+    const char *name;
+    size_t param; /* its index in the strategy's array */
+    bool transpose;
+    int dims;
+    int64_t shape[4]; /* in the file */
+    int64_t rows, columns, total;
+    const dtrain__stored *stored; /* import: what it is read from; NULL: nothing that fits ... */
+    uint32_t file;                /* ... and the number of the file */
+} dtrain__weight;
+
+typedef struct dtrain__weights {
+    const dtrain_allocator *allocator;
+    const dtrain_param *params; /* (room), the strategy's */
+    dtrain__weight *list;       /* (room), count in use */
+    size_t count, room;
+} dtrain__weights;
+
 /* List the weights of a file, with their shapes there: all parameters but aliases and those that
  * are left out. */
-DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
-                                                   const dtrain_strategy *strategy,
-                                                   const dtrain_export_name *names,
-                                                   dtrain__weights *weights)
+static dtrain_result dtrain__weights_list(const char *call, const dtrain_strategy *strategy,
+                                          const dtrain_export_name *names, dtrain__weights *weights)
 {
     static const dtrain_export_name own = {0, NULL, false};
     weights->allocator = &dtrain__world_of(strategy)->allocator;
@@ -72,14 +102,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end)
+static bool dtrain__ends_with(const char *text, const char *end)
 {
     const size_t bytes = strlen(text), end_bytes = strlen(end);
     return bytes >= end_bytes && strcmp(text + bytes - end_bytes, end) == 0;
 }
 
 /* Write the directory of a path. */
-DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path)
+static void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path)
 {
     const char *slash = strrchr(path, '/');
     const int bytes = slash == path ? 1 : slash ? (int)(slash - path) : 1;
@@ -218,8 +248,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
                                                   const dtrain_export_desc *desc)
 {
     dtrain__export e;
-    if (!strategy)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", dtrain__export_call);
+    DTRAIN__GIVEN(dtrain__export_call, strategy);
     memset(&e, 0, sizeof e);
     e.strategy = strategy;
     e.path = path;
@@ -234,5 +263,351 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     dtrain__free(e.header.allocator, e.block, DTRAIN__BLOCK, 1);
     dtrain__free(e.header.allocator, e.value, e.most, sizeof(float));
     dtrain__free(e.header.allocator, e.weights.list, e.weights.room, sizeof *e.weights.list);
+    return result;
+}
+
+/* ---- Import: files ----------------------------------------------------------------------------*/
+
+typedef struct dtrain__weight_file {
+    char path[2 * DTRAIN__PATH];
+    dtrain__tensor_file header;
+} dtrain__weight_file;
+
+typedef struct dtrain__import {
+    dtrain_state *state;
+    dtrain_import_desc desc; /* resolved */
+    const char *path;
+    char index[DTRAIN__PATH]; /* the path of the index, if there is one */
+    dtrain__weights weights;
+    dtrain__weight_file *files; /* (file_room), file_count in use */
+    uint32_t file_count;
+    size_t file_room, tensor_count; /* of all files */
+    dtrain__reader reader;
+    uint64_t values;
+    char note[600];
+} dtrain__import;
+
+static const char dtrain__import_call[] = "dtrain_checkpoint_import";
+
+/* Read the header of a file, unless it has been read. The search begins with the last file: an
+ * index mostly names a file several times in a row. */
+static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
+{
+    const dtrain_allocator *allocator = &im->state->allocator;
+    for (uint32_t i = im->file_count; i-- > 0;)
+        if (strcmp(im->files[i].path, path) == 0) return DTRAIN_OK;
+    if (!dtrain__grow(allocator, (void **)&im->files, im->file_count, &im->file_room,
+                      sizeof *im->files, "a list of files"))
+        return DTRAIN_ERROR_MEMORY;
+    dtrain__weight_file *file = &im->files[im->file_count];
+    snprintf(file->path, sizeof file->path, "%s", path);
+    DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, path, NULL, allocator, &file->header));
+    im->file_count++;
+    im->tensor_count += file->header.count;
+    return DTRAIN_OK;
+}
+
+/* Read the index, and the headers of the files beside it that its weight_map names. */
+static dtrain_result dtrain__import_index(dtrain__import *im)
+{
+    const dtrain_allocator *allocator = &im->state->allocator;
+    char key[DTRAIN__TENSOR_NAME], name[DTRAIN__WEIGHT_FILE_NAME], directory[DTRAIN__PATH];
+    char path[2 * DTRAIN__PATH], *text;
+    size_t bytes, count = 0;
+    bool seen = false;
+    dtrain__directory_of(directory, im->index);
+    DTRAIN__TRY(dtrain__storage_get(im->desc.storage, allocator, im->index, DTRAIN__INDEX_MOST,
+                                    &text, &bytes));
+    dtrain__json json = dtrain__json_begin(im->index, text, bytes);
+    dtrain_result result = DTRAIN_OK; /* of files */
+    (void)dtrain__json_enter(&json, '{');
+    while (result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key)) {
+        if (strcmp(key, "weight_map") != 0) {
+            (void)dtrain__json_skip(&json);
+            continue;
+        }
+        if (seen) dtrain__json_fail(&json, "a second \"weight_map\"");
+        seen = true;
+        (void)dtrain__json_enter(&json, '{');
+        for (; result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key); count++) {
+            json.inside = key;
+            if (!dtrain__json_string(&json, name, sizeof name)) break;
+            snprintf(path, sizeof path, "%s/%s", directory, name);
+            if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
+                result = dtrain__import_file(im, path);
+            else
+                dtrain__json_fail(&json,
+                                  "its file is \"%s\", expected the name of one beside the "
+                                  "index",
+                                  dtrain__short(name));
+            json.inside = NULL;
+        }
+    }
+    if (result == DTRAIN_OK) result = dtrain__json_end(&json);
+    dtrain__free(allocator, text, bytes + 1, 1);
+    DTRAIN__TRY(result);
+    if (!seen)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s has no \"weight_map\", expected an index of files", im->index);
+    if (count == im->tensor_count) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_DATA,
+        "%s names %zu tensors, and its files have %zu: one of them has a tensor that "
+        "the index does not know, or that another has too",
+        im->index, count, im->tensor_count);
+}
+
+/* ---- Import: do they fit? ---------------------------------------------------------------------*/
+
+/* Write a shape: "[2, 3]". */
+static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[64])
+{
+    size_t used = (size_t)snprintf(text, 64, "[");
+    for (int d = 0; d < dims && used < 40; d++)
+        used +=
+            (size_t)snprintf(text + used, 64 - used, "%s%lld", d ? ", " : "", (long long)shape[d]);
+    snprintf(text + used, 64 - used, "]");
+}
+
+/* Describe a tensor of a file, all of it, as a source. */
+static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t file,
+                                            const dtrain__stored *stored)
+{
+    dtrain__source source;
+    memset(&source, 0, sizeof source);
+    source.path = im->files[file].path;
+    source.at = im->files[file].header.data + stored->begin;
+    source.kind = "value";
+    source.name = stored->name;
+    source.dtype = stored->dtype;
+    return source;
+}
+
+/* Compare the bytes of two tensors that are one tied parameter here, half a block of each at a
+ * time. */
+static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
+                                         const dtrain__stored *other, uint32_t file)
+{
+    dtrain__source source[2] = {dtrain__import_source(im, weight->file, weight->stored),
+                                dtrain__import_source(im, file, other)};
+    const int64_t bytes = (int64_t)(other->end - other->begin), half = DTRAIN__BLOCK / 2;
+    char *const block = im->reader.block;
+    bool same = weight->stored->dtype == other->dtype &&
+                weight->stored->end - weight->stored->begin == (uint64_t)bytes;
+    source[0].dtype = source[1].dtype = DTRAIN__STORED_U8;
+    for (int64_t done = 0; done < bytes && same; done += half) {
+        const int64_t count = dtrain__min(bytes - done, half);
+        for (int i = 0; i < 2; i++)
+            DTRAIN__TRY(dtrain__elements_read(&im->reader, &source[i], false, done, count,
+                                              block + i * half));
+        same = memcmp(block, block + half, (size_t)count) == 0;
+    }
+    if (same) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s: \"%s\" and \"%s\" differ, and are one tied parameter here; "
+                       "leave out one of them with `names`, and name it in `ignore`",
+                       im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
+}
+
+/* Find a parameter by its name and by those of its aliases, in any file, with the prefix before the
+ * name if it is not there without. Rank 0 compares the aliases with one another. */
+static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *weight)
+{
+    const dtrain_param *first = &im->weights.params[weight->param], *param = first;
+    char longer[2 * DTRAIN__TENSOR_NAME];
+    do {
+        uint32_t file = 0;
+        const char *name = im->desc.names ? im->desc.names[param->state.index].name : NULL;
+        dtrain__stored *stored = NULL;
+        if (!name) name = param->name;
+        for (uint32_t i = 0; i < 2 * im->file_count && name[0] && !stored; i++) {
+            file = i % im->file_count;
+            snprintf(longer, sizeof longer, "%s%s", i < im->file_count ? "" : im->desc.prefix,
+                     name);
+            stored = dtrain__safetensors_find(&im->files[file].header, longer);
+        }
+        param = param->state.next;
+        if (!stored || stored->user == weight) continue;
+        if (stored->user)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: two parameters are called \"%s\", expected names that "
+                               "occur once",
+                               dtrain__import_call, dtrain__short(name));
+        stored->user = weight;
+        if (!weight->stored) {
+            weight->stored = stored;
+            weight->file = file;
+        } else if (dtrain_comm_rank(im->state->comm) == 0)
+            DTRAIN__TRY(dtrain__import_same(im, weight, stored, file));
+    } while (param != first);
+    return DTRAIN_OK;
+}
+
+/* Compare the tensors of the files with the parameters, and name the differences. Tensors that
+ * belong to no parameter count as extra, without those of desc.ignore. */
+static dtrain_result dtrain__import_compare(dtrain__import *im)
+{
+    char sentence[1024];
+    dtrain__name_list misfits[DTRAIN__MISFITS];
+    memset(misfits, 0, sizeof misfits);
+    for (size_t i = 0; i < im->weights.count; i++) {
+        dtrain__weight *weight = &im->weights.list[i];
+        char found[64], expected[64], difference[200];
+        DTRAIN__TRY(dtrain__import_place(im, weight));
+        const dtrain__stored *stored = weight->stored;
+        bool fits = stored && stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
+        for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
+        im->values += fits;
+        if (!stored) dtrain__name_add(&misfits[DTRAIN__MISSING], "", weight->name, "");
+        if (fits || !stored) continue;
+        dtrain__weight_shape_text(stored->shape, stored->dims, found);
+        dtrain__weight_shape_text(weight->shape, weight->dims, expected);
+        snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
+                 dtrain__stored_name(stored->dtype), found, expected);
+        dtrain__name_add(&misfits[DTRAIN__DIFFERENT], "", weight->name, difference);
+        weight->stored = NULL;
+    }
+    for (uint32_t i = 0; i < im->file_count; i++)
+        for (size_t k = 0; k < im->files[i].header.count; k++) {
+            const dtrain__stored *stored = &im->files[i].header.tensors[k];
+            const char *const *end = im->desc.ignore;
+            while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
+            if (!stored->user && (!end || !*end))
+                dtrain__name_add(&misfits[DTRAIN__EXTRA], "", stored->name, "");
+        }
+    if (!dtrain__misfit_text(misfits, sentence, sizeof sentence)) return DTRAIN_OK;
+    char *to = im->desc.partial ? im->note : NULL;
+    if (to) snprintf(to, sizeof im->note, "%.*s", (int)sizeof im->note - 1, sentence);
+    if (to && (im->values || !im->weights.count)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%.300s does not fit this model: %s; see `names`, %s",
+                       im->path, sentence,
+                       to ? "as no parameter is in it" : "`prefix`, `ignore` or `partial`");
+}
+
+/* ---- Import: values ---------------------------------------------------------------------------*/
+
+/* Read what a transposed weight has of the columns of a piece, and keep the piece: a matrix whose
+ * (row, column) here is (column, row) in the file. Rows that the file lacks become zero. */
+static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
+                                               const dtrain__source *source,
+                                               const dtrain_state_tensor *tensor)
+{
+    const dtrain_piece *piece = &tensor->piece;
+    const int64_t block = (int64_t)(DTRAIN__BLOCK / sizeof(float));
+    const size_t bytes = (size_t)piece->count * sizeof(float);
+    const int64_t end = (piece->first[1] + piece->length[1]) * weight->rows; /* in the file */
+    int64_t row = 0, column = piece->first[1]; /* here, of the element that comes next in it */
+    dtrain_result result = DTRAIN_OK;
+    float *to = (float *)dtrain__alloc(&im->state->allocator, bytes, 1, "a piece of a parameter");
+    if (!to) return DTRAIN_ERROR_MEMORY;
+    for (int64_t at = column * weight->rows; at < end && result == DTRAIN_OK; at += block) {
+        const int64_t count = dtrain__min(end - at, block);
+        result = dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32, at,
+                                       count, im->reader.block);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t r = row - piece->first[0], c = column - piece->first[1];
+            const int64_t place = r * piece->length[1] + c - piece->offset;
+            if (r >= 0 && c >= 0 && c < piece->length[1] && place >= 0 && place < piece->count)
+                memcpy(&to[place], im->reader.block + (size_t)i * sizeof(float), sizeof(float));
+            if (++row == weight->rows) row = 0, column++;
+        }
+    }
+    if (result == DTRAIN_OK)
+        result = dtrain_device_copy(im->state->device, tensor->memory, to, bytes);
+    dtrain__free(&im->state->allocator, to, bytes, 1);
+    return result;
+}
+
+static bool dtrain__import_exists(const dtrain__import *im, const char *path)
+{
+    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
+}
+
+/* Do everything that can fail before values change: read all headers, of the file or of the files
+ * of the index that the path leads to, and compare. */
+static dtrain_result dtrain__import_prepare(dtrain__import *im)
+{
+    const dtrain_strategy *strategy = im->state->desc.strategy;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, dtrain__import_call));
+    DTRAIN__TRY(dtrain__path_check(dtrain__import_call, im->path));
+    DTRAIN__TRY(dtrain__weights_list(dtrain__import_call, strategy, im->desc.names, &im->weights));
+    DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
+    const bool is_index = dtrain__ends_with(im->path, ".json");
+    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : ".index.json");
+    if (!is_index && dtrain__import_exists(im, im->path))
+        DTRAIN__TRY(dtrain__import_file(im, im->path));
+    else if (dtrain__import_exists(im, im->index)) DTRAIN__TRY(dtrain__import_index(im));
+    else
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
+                           is_index ? "" : ", nor an index of it");
+    return dtrain__import_compare(im);
+}
+
+/* Read this rank's pieces of all weights. The state's list begins with those of values, in the
+ * order of the parameters, and has the parameters' own names. Rows that the file lacks come last
+ * and become zero. */
+static dtrain_result dtrain__import_values(dtrain__import *im)
+{
+    const dtrain_state *state = im->state;
+    const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
+    for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
+        if (tensor->kind != DTRAIN_STATE_VALUE) break;
+        const dtrain__weight *next = weight; /* behind those that other stages have */
+        while (next < end && tensor->name != im->weights.params[next->param].name) next++;
+        if (next == end) continue;
+        weight = next;
+        if (!weight->stored || !tensor->piece.count) continue;
+        dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
+        source.piece = dtrain__piece_whole(tensor->shape);
+        source.piece.length[0] = weight->rows;
+        source.piece.count = dtrain__box_count(&source.piece);
+        if (weight->transpose) {
+            DTRAIN__TRY(dtrain__import_transposed(im, weight, &source, tensor));
+            continue;
+        }
+        const int64_t stored = dtrain__piece_place(&tensor->piece, &source.piece, weight->total);
+        if (stored < tensor->piece.count) memset(im->reader.block, 0, DTRAIN__BLOCK);
+        for (int64_t at = dtrain__max(0, stored), count; at < tensor->piece.count; at += count) {
+            count = dtrain__min(tensor->piece.count - at, (int64_t)(DTRAIN__BLOCK / sizeof(float)));
+            DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + at,
+                                           im->reader.block, (size_t)count * sizeof(float)));
+        }
+        DTRAIN__TRY(dtrain__piece_read(&im->reader, &source, &target));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
+                                                  const dtrain_import_desc *desc,
+                                                  dtrain_import_info *info)
+{
+    dtrain__import im;
+    if (info) memset(info, 0, sizeof *info);
+    DTRAIN__GIVEN(dtrain__import_call, state);
+    const double start = dtrain_seconds();
+    memset(&im, 0, sizeof im);
+    im.state = state;
+    im.path = path;
+    if (desc) im.desc = *desc;
+    if (!im.desc.prefix) im.desc.prefix = "";
+    im.desc.storage = dtrain__storage_or_files(im.desc.storage);
+    dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
+    if (result == DTRAIN_OK) {
+        dtrain__set_torn(state->desc.strategy, dtrain__import_call);
+        result = dtrain__agree(state->comm, dtrain__import_values(&im));
+    }
+    if (result == DTRAIN_OK) result = dtrain_state_changed(state);
+    if (result == DTRAIN_OK && info) {
+        info->values = im.values;
+        info->bytes = im.reader.bytes;
+        info->seconds = dtrain_seconds() - start;
+        memcpy(info->note, im.note, sizeof im.note);
+    }
+    dtrain__reader_end(&im.reader, state);
+    for (uint32_t i = 0; i < im.file_count; i++) dtrain__safetensors_free(&im.files[i].header);
+    dtrain__free(&state->allocator, im.files, im.file_room, sizeof *im.files);
+    dtrain__free(im.weights.allocator, im.weights.list, im.weights.room, sizeof *im.weights.list);
     return result;
 }

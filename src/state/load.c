@@ -124,7 +124,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     const dtrain_state *state = load->state;
-    dtrain__misfit misfit;
+    dtrain__name_list misfits[DTRAIN__MISFITS];
     char model[400], settings[400], text[1024];
     if (load->desc.this_job && m->job != load->job)
         return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job",
@@ -136,7 +136,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                            model);
     if (model[0]) dtrain__load_note(load, "%s", model);
     if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
-    memset(&misfit, 0, sizeof misfit);
+    memset(misfits, 0, sizeof misfits);
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const bool value = tensor->kind == DTRAIN_STATE_VALUE; /* others belong to a training */
@@ -145,13 +145,14 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
             continue;
         if (dtrain__saved_for(load, tensor)) continue;
         const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
-        dtrain__name_add(there ? &misfit.different : &misfit.missing,
+        dtrain__name_add(&misfits[there ? DTRAIN__DIFFERENT : DTRAIN__MISSING],
                          dtrain__state_kind_name(tensor->kind), tensor->name, "");
     }
     for (size_t i = 0; i < m->tensor_count; i++)
         if (m->tensors[i].pieces->tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfit.extra, "value", m->tensors[i].pieces->tensor.name, "");
-    if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
+            dtrain__name_add(&misfits[DTRAIN__EXTRA], "value", m->tensors[i].pieces->tensor.name,
+                             "");
+    if (!dtrain__misfit_text(misfits, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s does not fit this run%s%s%s: %s; build the same model and optimizer, or "
@@ -267,25 +268,6 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
 
 /* ---- All of it --------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__tensors_load(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    const int rank = dtrain_comm_rank(state->comm);
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
-        if (tensor->kind != DTRAIN_STATE_VALUE && load->desc.values_only) continue;
-        if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
-            DTRAIN__TRY(dtrain__own_mean(load, tensor));
-        else if (saved && (!tensor->own || rank < load->manifest.ranks)) {
-            load->values += tensor->kind == DTRAIN_STATE_VALUE;
-            DTRAIN__TRY(dtrain__tensor_read(load, saved, rank, &target));
-        }
-    }
-    return DTRAIN_OK;
-}
-
 /* Note what was not carried over exactly: scalars and arrays of this run that begin anew, tensors
  * of the checkpoint that no rank lists (the program's arrays by name, the optimizer's by kind), and
  * residuals. */
@@ -349,6 +331,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     dtrain__manifest *m = &load->manifest;
     dtrain__state_source *loader = dtrain__source_of(state->desc.loader);
     const bool all = !load->desc.values_only;
+    const int rank = dtrain_comm_rank(state->comm);
     char note[256] = "";
     *differs = false;
     load->note[0] = 0;
@@ -375,7 +358,19 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     DTRAIN__TRY(result);
     DTRAIN__TRY(dtrain__compare_cuts(load));
     dtrain__set_torn(state->desc.strategy, dtrain__load_call);
-    DTRAIN__TRY(dtrain__agree(state->comm, dtrain__tensors_load(load)));
+    for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
+        if (tensor->kind != DTRAIN_STATE_VALUE && !all) continue;
+        if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
+            result = dtrain__own_mean(load, tensor);
+        else if (saved && (!tensor->own || rank < m->ranks)) {
+            load->values += tensor->kind == DTRAIN_STATE_VALUE;
+            result = dtrain__tensor_read(load, saved, rank, &target);
+        }
+    }
+    DTRAIN__TRY(dtrain__agree(state->comm, result));
     for (size_t i = 0; i < state->scalar_count && all; i++)
         if (load->has_scalar[i]) /* little-endian */
             memcpy(state->scalars[i].memory, &load->scalars[i], state->scalars[i].bytes);
@@ -479,7 +474,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (!info) info = &ignored;
     memset(info, 0, sizeof *info);
     info->step = -1;
-    DTRAIN__TRY(dtrain__state_check(state, dtrain__load_call));
+    DTRAIN__GIVEN(dtrain__load_call, state);
     memset(&load, 0, sizeof load);
     load.state = state;
     if (desc) load.desc = *desc;

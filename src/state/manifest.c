@@ -208,42 +208,6 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, i
     return dtrain__path_in(checkpoint, "%s-%05d.safetensors", which ? "state" : "model", (int)rank);
 }
 
-/* Read the description of a piece, the text that the metadata has for it. */
-static bool dtrain__piece_parse(dtrain__json *json, const dtrain__stored *stored, int which,
-                                dtrain__held *held)
-{
-    dtrain_state_tensor *tensor = &held->tensor;
-    int64_t numbers[16] = {0}; /* kind, own, shape, piece */
-    bool fits = true;
-    for (int i = 0; i < 16; i++) fits = dtrain__json_count(json, &numbers[i]);
-    if (!fits) return false;
-    tensor->kind = (uint32_t)numbers[0];
-    tensor->own = numbers[1] != 0;
-    tensor->dtype = stored->dtype;
-    tensor->total = 1;
-    memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
-    memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
-    for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
-        fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
-        if (fits) tensor->total *= tensor->shape[d];
-    }
-    if (!fits || numbers[0] >= DTRAIN_STATE_SCALAR ||
-        (numbers[0] == DTRAIN_STATE_VALUE) != (which == 0) || stored->dtype > DTRAIN_STATE_BYTES ||
-        !dtrain__piece_fits(&tensor->piece, tensor->shape))
-        return dtrain__json_fail(json, "this piece cannot be");
-    const uint64_t bytes = (uint64_t)tensor->piece.count * dtrain__state_bytes(stored->dtype);
-    const size_t digits =
-        (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS);
-    held->crc = json->at + 1;
-    if (bytes != stored->end - stored->begin || *json->at != ' ' ||
-        strspn(held->crc, DTRAIN__HEX) != digits || held->crc[digits] != ' ' ||
-        !held->crc[digits + 1])
-        return dtrain__json_fail(json, "expected %zu digits of checksums and a name, of %llu bytes",
-                                 digits, (unsigned long long)bytes);
-    tensor->name = held->crc + digits + 1;
-    return true;
-}
-
 /* List the pieces of a file, the number `f`, by the descriptions in its metadata. */
 static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
 {
@@ -253,6 +217,9 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
     for (const char *key = file->metadata; key < file->metadata_end;
          key = value + strlen(value) + 1) {
         dtrain__held held;
+        dtrain_state_tensor *tensor = &held.tensor;
+        int64_t numbers[16] = {0}; /* kind, own, shape, piece */
+        bool fits = true;
         value = key + strlen(key) + 1;
         if (strncmp(key, DTRAIN__PIECE_KEY, prefix) != 0) continue;
         dtrain__stored *stored = dtrain__safetensors_find(file, key + prefix);
@@ -260,11 +227,37 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
         json.inside = key;
         if (!stored || stored->user)
             dtrain__json_fail(&json, "there is no such tensor, or it is described twice");
+        for (int i = 0; i < 16; i++) (void)dtrain__json_count(&json, &numbers[i]);
+        if (json.result != DTRAIN_OK || !stored) return json.result;
+        stored->user = m;
         memset(&held, 0, sizeof held);
-        if (!stored || !dtrain__piece_parse(&json, stored, f % 2, &held)) return json.result;
         held.rank = (int64_t)(f / 2);
         held.at = (int64_t)(file->data + stored->begin);
-        stored->user = m;
+        tensor->kind = (uint32_t)numbers[0];
+        tensor->own = numbers[1] != 0;
+        tensor->dtype = stored->dtype;
+        memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
+        memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
+        tensor->total = 1;
+        for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
+            fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
+            if (fits) tensor->total *= tensor->shape[d];
+        }
+        if (!fits || numbers[0] >= DTRAIN_STATE_SCALAR || stored->dtype > DTRAIN_STATE_BYTES ||
+            (numbers[0] == DTRAIN_STATE_VALUE) != (f % 2 == 0) ||
+            !dtrain__piece_fits(&tensor->piece, tensor->shape))
+            return dtrain__json_fail(&json, "this piece cannot be"), json.result;
+        const uint64_t bytes = (uint64_t)tensor->piece.count * dtrain__state_bytes(stored->dtype);
+        const size_t digits = dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
+        held.crc = json.at + 1;
+        if (bytes != stored->end - stored->begin || *json.at != ' ' ||
+            strspn(held.crc, DTRAIN__HEX) != digits || held.crc[digits] != ' ' ||
+            !held.crc[digits + 1]) {
+            dtrain__json_fail(&json, "expected %zu digits of checksums and a name, of %llu bytes",
+                              digits, (unsigned long long)bytes);
+            return json.result;
+        }
+        tensor->name = held.crc + digits + 1;
         if (!dtrain__grow(m->allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
                           sizeof *m->pieces, "the pieces of a checkpoint"))
             return DTRAIN_ERROR_MEMORY;

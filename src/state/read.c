@@ -84,17 +84,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
     return DTRAIN_OK;
 }
 
-/* Put elements that were read where they belong. */
-static dtrain_result dtrain__elements_place(const dtrain__reader *reader,
-                                            const dtrain__target *target, const char *from,
-                                            char *to, size_t bytes)
-{
-    if (!target->add) return dtrain_device_copy(reader->device, to, from, bytes);
-    for (size_t i = 0; i < bytes / sizeof(float); i++)
-        ((float *)(void *)to)[i] += ((const float *)(const void *)from)[i];
-    return DTRAIN_OK;
-}
-
 /* Read what a source has of the target. Elements come in the same order in both, so that every
  * block is read once. */
 DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
@@ -129,9 +118,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
             reader->low = low;
             reader->high = high;
         }
-        DTRAIN__TRY(dtrain__elements_place(reader, target,
-                                           reader->block + (size_t)(from - reader->low) * each, to,
-                                           (size_t)count * each));
+        const char *block_at = reader->block + (size_t)(from - reader->low) * each;
+        if (!target->add)
+            DTRAIN__TRY(dtrain_device_copy(reader->device, to, block_at, (size_t)count * each));
+        for (int64_t e = 0; e < count && target->add; e++)
+            ((float *)(void *)to)[e] += ((const float *)(const void *)block_at)[e];
     }
     return DTRAIN_OK;
 }
@@ -152,15 +143,15 @@ DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind,
 }
 
 /* Write the differences as a sentence; false: there are none. */
-DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room)
+DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__MISFITS], char *text,
+                                         size_t room)
 {
     static const char *const titles[] = {"missing in it", "of another shape or type", "only in it"};
-    const dtrain__name_list *lists[] = {&misfit->missing, &misfit->different, &misfit->extra};
     size_t used = 0;
     *text = 0;
-    for (int i = 0; i < 3 && used < room; i++)
-        if (lists[i]->count)
+    for (int i = 0; i < DTRAIN__MISFITS && used < room; i++)
+        if (lists[i].count)
             used += (size_t)snprintf(text + used, room - used, "%s%s: %s", used ? "; " : "",
-                                     titles[i], lists[i]->text);
+                                     titles[i], lists[i].text);
     return used > 0;
 }

@@ -42,10 +42,8 @@ typedef struct dtrain__name_list {
     int count; /* 7: the text ends with "..." */
 } dtrain__name_list;
 
-/* The differences between a file and the tensors that a run wants from it. */
-typedef struct dtrain__misfit {
-    dtrain__name_list missing, different, extra;
-} dtrain__misfit;
+/* The differences between a file and the tensors that a run wants from it, a list of each kind. */
+enum { DTRAIN__MISSING, DTRAIN__DIFFERENT, DTRAIN__EXTRA, DTRAIN__MISFITS };
 
 /* state/read.c */
 DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
@@ -60,4 +58,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
                                                  const dtrain__target *target);
 DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
                                       const char *difference);
-DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room);
+DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__MISFITS], char *text,
+                                         size_t room);

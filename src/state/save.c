@@ -195,7 +195,7 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
             better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
         const bool best = metrics[i] < DBL_MAX && better < c->desc.keep_best;
         if (list.steps[i] == c->step || best) continue;
-        if (dtrain__step_remove(&c->folder, list.steps[i]) != DTRAIN_OK)
+        if (dtrain__step_remove(&c->folder, list.steps[i], "") != DTRAIN_OK)
             dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
                        dtrain__bare(dtrain_last_error()));
     }
@@ -472,31 +472,23 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
-                                              const dtrain_checkpoint_desc *desc,
-                                              dtrain_checkpoint **out)
-{
-    const char *const call = "dtrain_checkpoint_open";
-    DTRAIN__GIVEN(call, world);
-    DTRAIN__GIVEN(call, desc);
-    DTRAIN__GIVEN(call, out);
-    DTRAIN__GIVEN(call, desc->state);
-    DTRAIN__GIVEN(call, desc->directory);
-    DTRAIN__TRY(dtrain__path_check(call, desc->directory));
-    if (!desc->config || strlen(desc->config) <= DTRAIN__TEXT_MOST) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: config has more than %d bytes", call,
-                       DTRAIN__TEXT_MOST);
-}
-
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out)
 {
+    static const char call[] = "dtrain_checkpoint_open";
     dtrain_checkpoint *c = NULL;
     if (out) *out = NULL;
-    dtrain_result result = dtrain__checkpoint_check(world, desc, out);
-    if (!desc || !desc->state) return result; /* there is no communicator to agree over */
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, desc->state); /* without, there is no communicator to agree over */
     dtrain_comm *comm = desc->state->comm;
+    dtrain_result result = dtrain__path_check(call, desc->directory);
+    if (!world || !out)
+        result =
+            dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, world ? "out" : "world");
+    if (result == DTRAIN_OK && desc->config && strlen(desc->config) > DTRAIN__TEXT_MOST)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: config has more than %d bytes", call,
+                             DTRAIN__TEXT_MOST);
     if (result == DTRAIN_OK) {
         c = (dtrain_checkpoint *)dtrain__alloc(&world->allocator, 1, sizeof *c, "checkpoints");
         result = c ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;

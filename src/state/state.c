@@ -35,12 +35,6 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call)
-{
-    if (!state) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: state is NULL", call);
-    return DTRAIN_OK;
-}
-
 static const int64_t dtrain__one[4] = {1, 0, 0, 0}; /* the shape of a number */
 
 /* ---- Tensors ----------------------------------------------------------------------------------*/
@@ -341,7 +335,7 @@ DTRAIN_API void dtrain_state_destroy(dtrain_state *state)
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count)
 {
-    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_tensors"));
+    DTRAIN__GIVEN("dtrain_state_tensors", state);
     DTRAIN__GIVEN("dtrain_state_tensors", tensors);
     DTRAIN__GIVEN("dtrain_state_tensors", count);
     *tensors = state->tensors;
@@ -354,7 +348,7 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
  * compression depends on its step, and forgets micro-batches of a step under way. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
-    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
+    DTRAIN__GIVEN("dtrain_state_changed", state);
     dtrain_strategy *strategy = state->desc.strategy;
     const char *const torn = dtrain__torn(strategy);
     dtrain__set_torn(strategy, NULL); /* values are whole again */

@@ -30,7 +30,6 @@ struct dtrain_state {
 /* state/state.c */
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
-DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call);
 /* Tell whether two ranks, or a rank and a file, describe the same tensor in the same way. */
 DTRAIN__PRIVATE bool dtrain__state_alike(const dtrain_state_tensor *a,
                                          const dtrain_state_tensor *b);

@@ -27,11 +27,6 @@
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-static size_t dtrain__blocks_of(uint64_t bytes)
-{
-    return (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK);
-}
-
 /* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
  * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
  * "wte[0:16384]". The names of all kinds but values begin with the kind. */
