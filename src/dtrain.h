@@ -171,7 +171,6 @@ DTRAIN__COLD
 #include "state/state.c"
 #include "state/box.c"
 #include "state/union.c"
-#include "state/write.c"
 #include "state/save.c"
 #include "state/read.c"
 #include "state/load.c"

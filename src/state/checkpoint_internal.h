@@ -169,7 +169,7 @@ struct dtrain_checkpoint {
     dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
     char *held_names;   /* (held_names_bytes) */
     size_t held_count, held_room, held_names_bytes;
-    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
+    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see save.c */
     size_t piece_count, piece_room;
     uint32_t *crcs; /* (crc_count) of all pieces */
     size_t crc_count;
@@ -216,8 +216,3 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtra
                                                    size_t count);
 DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b);
 DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right);
-
-/* state/write.c */
-DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c);

@@ -277,31 +277,30 @@ static void dtrain__note_differences(dtrain__load *load)
     const dtrain__manifest *m = &load->manifest;
     const int ranks = dtrain_comm_size(state->comm), before = (int)m->ranks;
     const bool by_nodes = m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy);
-    bool listed[DTRAIN_STATE_KINDS] = {false}, saved[DTRAIN_STATE_KINDS] = {false};
-    bool said[DTRAIN_STATE_KINDS] = {false};
-    for (size_t i = 0; i < state->tensor_count; i++) listed[state->tensors[i].kind] = true;
+    bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
+    bool residuals = false, there = false;
+    quiet[DTRAIN_STATE_STEPS] = quiet[DTRAIN_STATE_VELOCITY] = true;
+    quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
+    for (size_t i = 0; i < state->tensor_count; i++)
+        residuals |= state->tensors[i].kind == DTRAIN_STATE_RESIDUAL;
     for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
-        saved[tensor->kind] = true;
-        said[tensor->kind] |= load->wanted[i] != 0;
+        const uint32_t kind = m->tensors[i].pieces->tensor.kind;
+        there |= kind == DTRAIN_STATE_RESIDUAL;
+        quiet[kind] |= load->wanted[i] && kind != DTRAIN_STATE_HOST;
     }
     for (size_t i = 0; i < state->scalar_count; i++)
         if (!load->has_scalar[i]) dtrain__load_note(load, "%s begins anew", state->scalars[i].name);
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
-        const char *kind = dtrain__state_kind_name(tensor->kind);
-        if (load->wanted[i] || tensor->kind == DTRAIN_STATE_VALUE ||
-            tensor->kind == DTRAIN_STATE_STEPS || tensor->kind == DTRAIN_STATE_RESIDUAL ||
-            tensor->kind == DTRAIN_STATE_VELOCITY)
-            continue;
-        if (tensor->kind == DTRAIN_STATE_HOST)
-            dtrain__load_note(load, "\"%s\" is left out: this run has no such array",
-                              dtrain__short(tensor->name));
-        else if (!said[tensor->kind])
-            dtrain__load_note(load, "%s was left out: this optimizer keeps none", kind);
-        said[tensor->kind] = true;
+        const bool array = tensor->kind == DTRAIN_STATE_HOST;
+        if (load->wanted[i] || quiet[tensor->kind]) continue;
+        quiet[tensor->kind] = !array;
+        dtrain__load_note(load,
+                          array ? "\"%s\" is left out: this run has no such array"
+                                : "%s was left out: this optimizer keeps none",
+                          array ? dtrain__short(tensor->name)
+                                : dtrain__state_kind_name(tensor->kind));
     }
-    const bool residuals = listed[DTRAIN_STATE_RESIDUAL], there = saved[DTRAIN_STATE_RESIDUAL];
     if (there && !residuals)
         dtrain__load_note(load, "residuals were left out: this run keeps none");
     else if (residuals && !there) dtrain__load_note(load, "residuals begin with zeros");
