@@ -95,18 +95,25 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
     return dtrain_work_test(message->works[message->count - 1], &done);
 }
 
-/* Call compute, in a span: a trace shows passes as a drawing of the schedule does. */
-static dtrain_result dtrain__run_pass(const dtrain__runner *run,
-                                      const dtrain_pipeline_action *action)
+/* Wait for what a computation needs, and for what it would overwrite; then do it, in a span: a trace
+ * shows passes as a drawing of the schedule does. */
+static dtrain_result dtrain__run_compute(const dtrain__runner *run,
+                                         const dtrain_pipeline_action *action)
 {
     static const char *const names[] = {"forward", "backward", "weights"};
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
     dtrain_world *world = run->comm ? run->comm->world : NULL;
     char stage[24];
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD && action->inbox >= 0)
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
+    }
     if (!world || action->act > DTRAIN_PIPELINE_ACT_WEIGHT)
         return run->work->compute(run->work->user, action);
     snprintf(stage, sizeof stage, "stage %d",
              dtrain__action_stage(run->schedule, run->rank, action));
-    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
     const uint32_t span =
         dtrain__span_begin(world, forward ? DTRAIN_SPAN_FORWARD : DTRAIN_SPAN_BACKWARD,
                            names[action->act - DTRAIN_PIPELINE_ACT_FORWARD], action->micro_batch);
@@ -116,27 +123,17 @@ static dtrain_result dtrain__run_pass(const dtrain__runner *run,
     return result;
 }
 
-/* Wait for what a computation needs, and for what it would overwrite; then do it. */
-static dtrain_result dtrain__run_compute(const dtrain__runner *run,
-                                         const dtrain_pipeline_action *action)
-{
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD && action->inbox >= 0)
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
-    }
-    return dtrain__run_pass(run, action);
-}
-
 /* Add to the last error where in the schedule this rank was. */
 static dtrain_result dtrain__run_place(const dtrain__runner *run,
                                        const dtrain_pipeline_action *action, dtrain_result result)
 {
+    static const char *const names[] = {"?",      "FORWARD", "BACKWARD",      "WEIGHT",
+                                        "SEND",   "RECEIVE", "SEND_GRADIENT", "RECEIVE_GRADIENT",
+                                        "REDUCE", "STEP"};
     const dtrain_pipeline_schedule *s = run->schedule;
     return dtrain_fail(result, "stage %d of %d, %s of micro-batch %d: %s",
                        dtrain__action_stage(s, run->rank, action), s->ranks * s->chunks,
-                       dtrain__pipeline_act_name(action->act), (int)action->micro_batch,
+                       names[action->act], (int)action->micro_batch,
                        dtrain__bare(dtrain_last_error()));
 }
 
@@ -157,46 +154,15 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
     return dtrain__set_last_error(result, text); /* waiting has left another one */
 }
 
-/* Walk the list, and wait for what is still being sent. */
-static dtrain_result dtrain__run_walk(const dtrain__runner *run)
-{
-    const dtrain_pipeline_schedule *s = run->schedule;
-    const dtrain_pipeline_action *action = NULL;
-    dtrain_result result = DTRAIN_OK;
-    for (size_t i = s->first[run->rank]; i < s->first[run->rank + 1]; i++) {
-        action = &s->actions[i];
-        result = dtrain__is_message(action) ? dtrain__message_start(run, action)
-                                            : dtrain__run_compute(run, action);
-        if (result != DTRAIN_OK) break;
-    }
-    for (size_t i = 0; i < run->count && result == DTRAIN_OK; i++)
-        result = dtrain__message_wait(&run->messages[i]);
-    return result == DTRAIN_OK ? DTRAIN_OK : dtrain__run_fail(run, action, result);
-}
-
-/* Find room in the schedule for the messages of this rank: all of an earlier run are over. */
-static dtrain_result dtrain__run_room(dtrain__runner *run)
-{
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    dtrain__run_memory *memory = &run->schedule->memory[run->rank];
-    int slots, inboxes;
-    dtrain__pipeline_room(run->schedule, run->rank, &slots, &inboxes);
-    run->count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
-    const size_t bytes = run->count * sizeof *run->messages;
-    if (memory->bytes < bytes) {
-        dtrain__free(&allocator, memory->messages, memory->bytes, 1);
-        memory->messages = dtrain__alloc(&allocator, bytes, 1, "messages of a pipeline");
-        memory->bytes = memory->messages ? bytes : 0;
-    }
-    run->messages = (dtrain__message *)memory->messages;
-    return run->messages ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-
 DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
                                              dtrain_comm *comm, const dtrain_pipeline_work *work)
 {
     const char *const call = "dtrain_pipeline_run";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const dtrain_pipeline_action *action = NULL;
+    dtrain_result result = DTRAIN_OK;
     dtrain__runner run;
+    int slots, inboxes;
     DTRAIN__GIVEN(call, schedule);
     DTRAIN__GIVEN(call, work);
     DTRAIN__GIVEN(call, work->compute);
@@ -212,6 +178,27 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.comm = comm;
     run.work = work;
     run.rank = comm ? dtrain_comm_rank(comm) : 0;
-    DTRAIN__TRY(dtrain__run_room(&run));
-    return dtrain__run_walk(&run);
+
+    /* room in the schedule for this rank's messages: all of an earlier run are over */
+    dtrain__run_memory *memory = &schedule->memory[run.rank];
+    dtrain__pipeline_room(schedule, run.rank, &slots, &inboxes);
+    run.count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
+    const size_t bytes = run.count * sizeof *run.messages;
+    if (memory->bytes < bytes) {
+        dtrain__free(&allocator, memory->messages, memory->bytes, 1);
+        memory->messages = dtrain__alloc(&allocator, bytes, 1, "messages of a pipeline");
+        memory->bytes = memory->messages ? bytes : 0;
+    }
+    run.messages = (dtrain__message *)memory->messages;
+    if (!run.messages) return DTRAIN_ERROR_MEMORY;
+
+    /* walk the list, and wait for what is still being sent */
+    for (size_t i = schedule->first[run.rank]; i < schedule->first[run.rank + 1] && !result; i++) {
+        action = &schedule->actions[i];
+        result = dtrain__is_message(action) ? dtrain__message_start(&run, action)
+                                            : dtrain__run_compute(&run, action);
+    }
+    for (size_t i = 0; i < run.count && result == DTRAIN_OK; i++)
+        result = dtrain__message_wait(&run.messages[i]);
+    return result == DTRAIN_OK ? DTRAIN_OK : dtrain__run_fail(&run, action, result);
 }

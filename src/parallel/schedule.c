@@ -16,14 +16,6 @@
 
 /* ---- Stages, ranks and actions ----------------------------------------------------------------*/
 
-DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act)
-{
-    static const char *const names[] = {"?",      "FORWARD", "BACKWARD",      "WEIGHT",
-                                        "SEND",   "RECEIVE", "SEND_GRADIENT", "RECEIVE_GRADIENT",
-                                        "REDUCE", "STEP"};
-    return names[act <= DTRAIN_PIPELINE_ACT_STEP ? act : 0];
-}
-
 DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *s, int rank,
                                          const dtrain_pipeline_action *action)
 {
@@ -56,12 +48,10 @@ typedef struct dtrain__weave {
     uint32_t kind;
     int p, v, m; /* ranks, chunks, micro-batches */
     bool splits;
-    size_t most; /* actions of a rank */
     dtrain__weave_rank *ranks;
-    double *done;                   /* (3, p * v, m) when a computation ended; below 0: not yet */
-    int32_t *slots;                 /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
-    bool *taken;                    /* (2, p, v * m) by a pass under way */
-    dtrain_pipeline_action *memory; /* (2, p, most) */
+    double *done;   /* (3, p * v, m) when a computation ended; below 0: not yet */
+    int32_t *slots; /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
+    bool *taken;    /* (2, p, v * m) by a pass under way */
 } dtrain__weave;
 
 static void dtrain__put(dtrain__order *order, uint32_t act, int chunk, int micro)
@@ -141,25 +131,19 @@ static void dtrain__put_pass(const dtrain__weave *weave, int rank, uint32_t act,
     dtrain__put(&weave->ranks[rank].order, act, chunk, first + i % size);
 }
 
-/* Return how many forwards a rank does before it does a forward and a backward in turn: all with
- * GPIPE; with one chunk, one for each stage behind this one; with several, a forward and a backward
- * for each of those ranks, and the forwards of a whole group in all chunks but the last. */
-static int dtrain__ahead(const dtrain__weave *weave, int rank)
-{
-    const int p = weave->p, groups = dtrain__groups_in(weave);
-    const int size = weave->m / groups + (weave->m % groups > 0);
-    if (weave->kind == DTRAIN_PIPELINE_GPIPE) return weave->m;
-    if (weave->kind != DTRAIN_PIPELINE_INTERLEAVED) return p - rank - 1;
-    return 2 * (p - rank - 1) + (weave->v - 1) * (size > p ? size : p);
-}
-
-/* Order the computations of a rank. With weights apart (ZB_H1) those of `rank` micro-batches are
- * put off: rank 0 has none to spare, and the last rank fills with them what it would wait for at
- * the end. */
+/* Order the computations of a rank: first a number of forwards, then a forward and a backward in
+ * turn. That number is all with GPIPE; with one chunk, one for each stage behind this one; with
+ * several, a forward and a backward for each of those ranks, and the forwards of a whole group in
+ * all chunks but the last. With weights apart (ZB_H1) those of `rank` micro-batches are put off:
+ * rank 0 has none to spare, and the last rank fills with them what it would wait for at the end. */
 static void dtrain__order_rank(const dtrain__weave *weave, int rank)
 {
-    const int total = weave->m * weave->v, ahead = dtrain__ahead(weave, rank);
-    int forward = 0, weight = 0;
+    const int p = weave->p, groups = dtrain__groups_in(weave), total = weave->m * weave->v;
+    const int size = weave->m / groups + (weave->m % groups > 0);
+    int forward = 0, weight = 0, ahead = p - rank - 1;
+    if (weave->kind == DTRAIN_PIPELINE_GPIPE) ahead = weave->m;
+    if (weave->kind == DTRAIN_PIPELINE_INTERLEAVED)
+        ahead = 2 * ahead + (weave->v - 1) * (size > p ? size : p);
     for (; forward < ahead && forward < total; forward++)
         dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_FORWARD, forward);
     for (int i = 0; i < total; i++) {
@@ -231,21 +215,19 @@ static int32_t *dtrain__held_by(const dtrain__weave *weave, bool inbox, int rank
     return &weave->slots[((size_t)inbox * (size_t)weave->p + (size_t)rank) * passes + pass];
 }
 
+static bool *dtrain__taken(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
+{
+    return weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots) + slot;
+}
+
 /* Let a pass have the lowest free slot or inbox of its rank. */
 static void dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank, int chunk,
                               int micro)
 {
-    bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
     int32_t slot = 0;
-    while (taken[slot]) slot++;
-    taken[slot] = true;
+    while (*dtrain__taken(weave, inbox, rank, slot)) slot++;
+    *dtrain__taken(weave, inbox, rank, slot) = true;
     *dtrain__held_by(weave, inbox, rank, chunk, micro) = slot;
-}
-
-static void dtrain__give_slot(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
-{
-    bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
-    if (slot >= 0) taken[slot] = false;
 }
 
 /* Append an action, with the slot and inbox of its pass, to the list of its rank. */
@@ -262,68 +244,60 @@ static void dtrain__weave_put(const dtrain__weave *weave, int rank, uint32_t act
     woven->actions[woven->count++] = action;
 }
 
-/* Append the message that a computation makes to the lists of both ranks. */
-static void dtrain__weave_message(const dtrain__weave *weave, int rank,
-                                  const dtrain_pipeline_action *made)
-{
-    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, made->chunk);
-    const bool forward = made->act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const int to = forward ? stage + 1 : stage - 1, i = made->micro_batch;
-    if (made->act == DTRAIN_PIPELINE_ACT_WEIGHT || to < 0 || to == weave->p * weave->v) return;
-    const dtrain__place_of_stage place = dtrain__pipeline_place(weave->kind, weave->p, to);
-    if (place.rank == rank) return;
-    const uint32_t act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-    if (forward) dtrain__take_slot(weave, true, place.rank, place.chunk, i);
-    dtrain__weave_put(weave, rank, act, made->chunk, i, place.rank);
-    dtrain__weave_put(weave, place.rank, act + 1, place.chunk, i, rank);
-}
-
-/* Append a computation; its last use gives the slot back. */
+/* Append a computation, and the message that it makes to the lists of both ranks; the last use of a
+ * pass gives its slot and inbox back. */
 static void dtrain__weave_compute(dtrain__weave *weave, int rank,
                                   const dtrain_pipeline_action *action, double at)
 {
     const int chunk = action->chunk, micro = action->micro_batch;
-    const uint32_t last = weave->splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD)
-        dtrain__take_slot(weave, false, rank, chunk, micro);
+    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, chunk);
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const bool weight = action->act == DTRAIN_PIPELINE_ACT_WEIGHT;
+    const int to = forward ? stage + 1 : stage - 1;
+    if (forward) dtrain__take_slot(weave, false, rank, chunk, micro);
     dtrain__replay_do(weave, rank, action, at);
     dtrain__weave_put(weave, rank, action->act, chunk, micro, -1);
-    dtrain__weave_message(weave, rank, action);
-    if (action->act != last) return;
-    for (int inbox = 0; inbox < 2; inbox++)
-        dtrain__give_slot(weave, inbox, rank, *dtrain__held_by(weave, inbox, rank, chunk, micro));
+    if (!weight && to >= 0 && to < weave->p * weave->v) {
+        const dtrain__place_of_stage place = dtrain__pipeline_place(weave->kind, weave->p, to);
+        const uint32_t act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+        if (place.rank != rank) {
+            if (forward) dtrain__take_slot(weave, true, place.rank, place.chunk, micro);
+            dtrain__weave_put(weave, rank, act, chunk, micro, place.rank);
+            dtrain__weave_put(weave, place.rank, act + 1, place.chunk, micro, rank);
+        }
+    }
+    if (forward || weight != weave->splits) return;
+    for (int inbox = 0; inbox < 2; inbox++) {
+        const int32_t held = *dtrain__held_by(weave, inbox, rank, chunk, micro);
+        if (held >= 0) *dtrain__taken(weave, inbox, rank, held) = false;
+    }
     if (micro == weave->m - 1)
         dtrain__put(&weave->ranks[rank].woven, DTRAIN_PIPELINE_ACT_REDUCE, chunk, micro);
-}
-
-/* Find the rank whose next computation ends first, of those that can begin; -1: none can. */
-static int dtrain__weave_next(const dtrain__weave *weave, double *at)
-{
-    int first = -1;
-    double end = 0, begin;
-    for (int r = 0; r < weave->p; r++) {
-        const dtrain__weave_rank *rank = &weave->ranks[r];
-        if (rank->at == rank->order.count) continue;
-        const dtrain_pipeline_action *action = &rank->order.actions[rank->at];
-        if (!dtrain__begin_at(weave, r, action, &begin)) continue;
-        const double ends = begin + dtrain__takes(weave, action->act);
-        if (first < 0 || ends < end) first = r, *at = begin, end = ends;
-    }
-    return first;
 }
 
 /* Do both steps; false: an order of step 1 waits for itself. */
 static bool dtrain__weave_run(dtrain__weave *weave)
 {
-    double at;
     dtrain__replay_reset(weave);
     if (weave->kind == DTRAIN_PIPELINE_ZBV) dtrain__order_zbv(weave);
     else
         for (int r = 0; r < weave->p; r++) dtrain__order_rank(weave, r);
     dtrain__replay_reset(weave);
-    for (int r; (r = dtrain__weave_next(weave, &at)) >= 0;) {
-        dtrain__weave_rank *rank = &weave->ranks[r];
-        dtrain__weave_compute(weave, r, &rank->order.actions[rank->at++], at);
+    for (;;) {
+        dtrain__weave_rank *first = NULL; /* whose next computation ends first, of those that can
+                                             begin */
+        double at = 0, end = 0, begin;
+        for (int r = 0; r < weave->p; r++) {
+            dtrain__weave_rank *rank = &weave->ranks[r];
+            if (rank->at == rank->order.count) continue;
+            const dtrain_pipeline_action *action = &rank->order.actions[rank->at];
+            if (!dtrain__begin_at(weave, r, action, &begin)) continue;
+            const double ends = begin + dtrain__takes(weave, action->act);
+            if (!first || ends < end) first = rank, at = begin, end = ends;
+        }
+        if (!first) break;
+        dtrain__weave_compute(weave, (int)(first - weave->ranks),
+                              &first->order.actions[first->at++], at);
     }
     for (int r = 0; r < weave->p; r++) {
         if (weave->ranks[r].at < weave->ranks[r].order.count) return false;
@@ -334,26 +308,13 @@ static bool dtrain__weave_run(dtrain__weave *weave)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Check the sizes of a schedule that is to be made. */
-static dtrain_result dtrain__pipeline_sizes(const dtrain_pipeline_desc *desc, int ranks,
-                                            int micro_batches, int *chunks)
-{
-    const int most = DTRAIN__PASSES_MOST;
-    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, chunks));
-    if (ranks > 0 && micro_batches > 0 && ranks <= most && micro_batches <= most &&
-        (int64_t)ranks * micro_batches <= most / *chunks)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_pipeline_create: %d ranks, %d chunks and %d micro-batches; expected "
-                       "1 or more, and at most %d passes in all",
-                       ranks, *chunks, micro_batches, most);
-}
-
-/* Allocate the schedule of a weave, with room for actions; NULL: no memory. */
-static dtrain_pipeline_schedule *dtrain__pipeline_alloc(const dtrain__weave *weave, size_t actions)
+/* Copy the woven lists into a schedule; NULL: no memory. */
+static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     const size_t ranks = (size_t)weave->p;
+    size_t count = 0;
+    for (size_t r = 0; r < ranks; r++) count += weave->ranks[r].woven.count;
     dtrain_pipeline_schedule *schedule =
         (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
     if (!schedule) return NULL;
@@ -361,25 +322,18 @@ static dtrain_pipeline_schedule *dtrain__pipeline_alloc(const dtrain__weave *wea
     schedule->ranks = weave->p;
     schedule->chunks = weave->v;
     schedule->micro_batches = weave->m;
-    schedule->room = actions;
+    schedule->room = count;
     schedule->first =
         (size_t *)dtrain__alloc(&allocator, ranks + 1, sizeof *schedule->first, "a schedule");
     schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
-        &allocator, actions, sizeof *schedule->actions, "a schedule");
+        &allocator, count, sizeof *schedule->actions, "a schedule");
     schedule->memory = (dtrain__run_memory *)dtrain__alloc(&allocator, ranks,
                                                            sizeof *schedule->memory, "a schedule");
-    if (schedule->first && schedule->actions && schedule->memory) return schedule;
-    dtrain_pipeline_destroy(schedule);
-    return NULL;
-}
-
-/* Copy the woven lists into a schedule; NULL: no memory. */
-static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
-{
-    size_t count = 0;
-    for (int r = 0; r < weave->p; r++) count += weave->ranks[r].woven.count;
-    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(weave, count);
-    for (int r = 0; r < weave->p && schedule; r++) {
+    if (!schedule->first || !schedule->actions || !schedule->memory) {
+        dtrain_pipeline_destroy(schedule);
+        return NULL;
+    }
+    for (size_t r = 0; r < ranks; r++) {
         const dtrain__order *woven = &weave->ranks[r].woven;
         memcpy(schedule->actions + schedule->first[r], woven->actions,
                woven->count * sizeof *woven->actions);
@@ -388,58 +342,54 @@ static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
     return schedule;
 }
 
-/* Allocate what weaving needs (allocate), or free it. */
-static bool dtrain__weave_memory(dtrain__weave *weave, bool allocate)
-{
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const size_t p = (size_t)weave->p, passes = (size_t)weave->v * (size_t)weave->m;
-    struct {
-        void **memory;
-        size_t count, bytes;
-    } all[] = {{(void **)&weave->ranks, p, sizeof *weave->ranks},
-               {(void **)&weave->done, 3 * p * passes, sizeof *weave->done},
-               {(void **)&weave->slots, 2 * p * passes, sizeof *weave->slots},
-               {(void **)&weave->taken, 2 * p * passes, sizeof *weave->taken},
-               {(void **)&weave->memory, 2 * p * weave->most, sizeof *weave->memory}};
-    bool complete = true;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        if (!allocate) dtrain__free(&allocator, *all[i].memory, all[i].count, all[i].bytes);
-        else *all[i].memory = dtrain__alloc(&allocator, all[i].count, all[i].bytes, "a schedule");
-        complete = complete && *all[i].memory;
-    }
-    for (size_t r = 0; allocate && complete && r < p; r++) {
-        weave->ranks[r].order.actions = weave->memory + 2 * r * weave->most;
-        weave->ranks[r].woven.actions = weave->memory + (2 * r + 1) * weave->most;
-    }
-    for (size_t i = 0; allocate && complete && i < 2 * p * passes; i++) weave->slots[i] = -1;
-    return complete;
-}
-
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out)
 {
     const char *const call = "dtrain_pipeline_create";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const int limit = DTRAIN__PASSES_MOST;
+    dtrain_result result = DTRAIN_OK;
     dtrain__weave weave;
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
     *out = NULL;
-    DTRAIN__TRY(dtrain__pipeline_sizes(desc, ranks, micro_batches, &chunks));
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, &chunks));
+    if (ranks < 1 || micro_batches < 1 || ranks > limit || micro_batches > limit ||
+        (int64_t)ranks * micro_batches > limit / chunks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and "
+                           "at most %d passes in all",
+                           call, ranks, chunks, micro_batches, limit);
     memset(&weave, 0, sizeof weave);
     weave.kind = desc ? desc->kind : 0;
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
     weave.splits = dtrain__pipeline_splits(weave.kind);
-    weave.most = 7 * (size_t)chunks * (size_t)micro_batches + (size_t)chunks + 1;
-    dtrain_result result = dtrain__weave_memory(&weave, true) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK && !dtrain__weave_run(&weave))
+
+    /* one piece of memory for all lists: those of 8 bytes first */
+    const size_t p = (size_t)ranks, passes = (size_t)chunks * (size_t)micro_batches;
+    const size_t most = 7 * passes + (size_t)chunks + 1; /* actions of a rank */
+    const size_t bytes = p * sizeof *weave.ranks + 3 * p * passes * sizeof *weave.done +
+                         2 * p * most * sizeof(dtrain_pipeline_action) +
+                         2 * p * passes * (sizeof *weave.slots + sizeof *weave.taken);
+    weave.ranks = (dtrain__weave_rank *)dtrain__alloc(&allocator, bytes, 1, "a schedule");
+    if (!weave.ranks) return DTRAIN_ERROR_MEMORY;
+    weave.done = (double *)(weave.ranks + p);
+    dtrain_pipeline_action *const actions = (dtrain_pipeline_action *)(weave.done + 3 * p * passes);
+    weave.slots = (int32_t *)(actions + 2 * p * most);
+    weave.taken = (bool *)(weave.slots + 2 * p * passes);
+    for (size_t r = 0; r < p; r++) {
+        weave.ranks[r].order.actions = actions + 2 * r * most;
+        weave.ranks[r].woven.actions = actions + (2 * r + 1) * most;
+    }
+    for (size_t i = 0; i < 2 * p * passes; i++) weave.slots[i] = -1;
+
+    if (!dtrain__weave_run(&weave))
         result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                              "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
                              "multiple of %d",
                              call, ranks, micro_batches, ranks);
-    if (result == DTRAIN_OK) {
-        *out = dtrain__schedule_of(&weave);
-        if (!*out) result = DTRAIN_ERROR_MEMORY;
-    }
-    dtrain__weave_memory(&weave, false);
+    else if (!(*out = dtrain__schedule_of(&weave))) result = DTRAIN_ERROR_MEMORY;
+    dtrain__free(&allocator, weave.ranks, bytes, 1);
     return result;
 }
 

@@ -17,7 +17,6 @@ typedef struct dtrain__run_memory {
     size_t bytes;
 } dtrain__run_memory;
 
-DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
 /* Return the stage of a rank's action; -1: it has no such chunk. */
 DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *schedule, int rank,

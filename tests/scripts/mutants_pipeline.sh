@@ -37,7 +37,7 @@ mutant "messages: gradients are written to while they are sent" tape/stage.c 's/
 arguments=""
 prepare test_pipeline_faults
 mutant "error: another stage" parallel/runner.c '/_run_place(/,/^}/s/run->rank, action),/run->rank, action) + 1,/'
-mutant "error: another action" parallel/runner.c 's/dtrain__pipeline_act_name(action->act)/dtrain__pipeline_act_name(action->act % 3 + 1)/'
+mutant "error: another action" parallel/runner.c 's/names\[action->act\],/names[action->act % 3 + 1],/'
 mutant "error: another micro-batch" parallel/runner.c '/_run_place(/,/^}/s/(int)action->micro_batch,/(int)action->micro_batch + 1,/'
 mutant "error: without the place" parallel/runner.c 's/    result = dtrain__run_place(run, action, result);/    (void)action;/;s/    if (strncmp(stands, .*//'
 mutant "error: data that ended is not named" train/trainer.c 's/return dtrain__pipeline_failed(trainer, result);/return result;/'
