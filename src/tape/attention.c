@@ -107,61 +107,6 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
     return DTRAIN_OK;
 }
 
-/* Take q, k and v from rows that hold them side by side. */
-static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
-{
-    const dtrain_tensor *qkv = op->inputs[0];
-    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
-    const int64_t all = args->heads + 2 * args->kv_heads;
-    char text[DTRAIN__SHAPE_TEXT];
-    if (rows % args->queries || width % all || args->keys != args->queries)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: rows %s of queries, keys and values side by side do not divide "
-                           "into sequences of %lld queries, as many keys (found %lld) and %lld + "
-                           "2 x %lld heads",
-                           op->desc->name, dtrain__shape_text(qkv->shape, text),
-                           (long long)args->queries, (long long)args->keys, (long long)args->heads,
-                           (long long)args->kv_heads);
-    args->batch = rows / args->queries;
-    args->d = width / all;
-    const size_t bytes = dtrain_dtype_bytes((dtrain_dtype)qkv->dtype);
-    args->q = op->input_data[0];
-    args->k = (const char *)args->q + (size_t)(args->heads * args->d) * bytes;
-    args->v = (const char *)args->k + (size_t)(args->kv_heads * args->d) * bytes;
-    args->q_stride = args->k_stride = args->v_stride = width;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__attention_separate(dtrain_op *op, dtrain__attention *x)
-{
-    dtrain_attention_args *args = &x->args;
-    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
-    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
-    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
-    args->batch = rows / args->queries;
-    args->d = width / args->heads;
-    args->q = op->input_data[0], args->q_stride = width;
-    args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
-    args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
-    const int64_t kv_width = args->kv_heads * args->d, count = args->batch * args->keys * kv_width;
-    if (rows % args->queries || width % args->heads || args->k_stride != kv_width ||
-        args->v_stride != kv_width || k->count != count || v->count != count)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads of q, "
-            "and %lld rows of %lld heads of k and v of the same size",
-            op->desc->name, dtrain__shape_text(q->shape, q_text),
-            dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
-            (long long)args->queries, (long long)args->heads, (long long)args->keys,
-            (long long)args->kv_heads);
-    if (q->dtype != k->dtype || q->dtype != v->dtype)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
-            op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
-            dtrain_dtype_name((dtrain_dtype)k->dtype), dtrain_dtype_name((dtrain_dtype)v->dtype));
-    return DTRAIN_OK;
-}
-
 /* Take the mask, whose axes count from the last one, and the key lengths. */
 static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__attention *x)
 {
@@ -200,6 +145,9 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     dtrain__attention *x = (dtrain__attention *)op->args;
     dtrain_attention_args *args = &x->args;
     const int64_t heads = args->heads, kv_heads = args->kv_heads;
+    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
+    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
+    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
     if (heads < 1 || kv_heads < 1 || heads % kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: %lld heads of queries cannot share %lld of keys equally",
@@ -208,17 +156,55 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: a sequence of %lld queries and %lld keys, expected at least one",
                            op->desc->name, (long long)args->queries, (long long)args->keys);
-    args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    args->dtype = (dtrain_dtype)q->dtype;
     DTRAIN__TRY(dtrain__attention_here(op, x));
-    if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
-    else DTRAIN__TRY(dtrain__attention_packed(op, args));
+    const int64_t all = args->heads + (x->k ? 0 : 2 * args->kv_heads);
+    args->batch = rows / args->queries;
+    args->d = width / all;
+    args->q = op->input_data[0];
+    args->q_stride = width;
+    if (!x->k) { /* rows hold q, k and v side by side */
+        const size_t head_bytes = (size_t)args->d * dtrain_dtype_bytes(args->dtype);
+        if (rows % args->queries || width % all || args->keys != args->queries)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: rows %s of queries, keys and values side by side do not divide "
+                               "into sequences of %lld queries, as many keys (found %lld) and %lld "
+                               "+ 2 x %lld heads",
+                               op->desc->name, dtrain__shape_text(q->shape, q_text),
+                               (long long)args->queries, (long long)args->keys,
+                               (long long)args->heads, (long long)args->kv_heads);
+        args->k = (const char *)args->q + (size_t)args->heads * head_bytes;
+        args->v = (const char *)args->k + (size_t)args->kv_heads * head_bytes;
+        args->k_stride = args->v_stride = width;
+    } else {
+        const int64_t kv_width = args->kv_heads * args->d;
+        const int64_t count = args->batch * args->keys * kv_width;
+        args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
+        args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
+        if (rows % args->queries || width % all || args->k_stride != kv_width ||
+            args->v_stride != kv_width || k->count != count || v->count != count)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads "
+                "of q, and %lld rows of %lld heads of k and v of the same size",
+                op->desc->name, dtrain__shape_text(q->shape, q_text),
+                dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
+                (long long)args->queries, (long long)args->heads, (long long)args->keys,
+                (long long)args->kv_heads);
+        if (q->dtype != k->dtype || q->dtype != v->dtype)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
+                               op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
+                               dtrain_dtype_name((dtrain_dtype)k->dtype),
+                               dtrain_dtype_name((dtrain_dtype)v->dtype));
+    }
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
-    dtrain__output_like(op, op->inputs[0], args->heads * args->d, args->dtype);
-    if (op->inputs[0]->placement == DTRAIN_PLACEMENT_COLUMNS) {
+    dtrain__output_like(op, q, args->heads * args->d, args->dtype);
+    if (q->placement == DTRAIN_PLACEMENT_COLUMNS) {
         /* the heads of queries that are here, of a row of all of them */
         const dtrain__groups *groups = &op->tape->groups;
         const int64_t row[4] = {x->heads * args->d, 0, 0, 0};
-        dtrain_cut cut = dtrain__tensor_share(op->inputs[0])->cut;
+        dtrain_cut cut = dtrain__tensor_share(q)->cut;
         dtrain__share part;
         cut.components = 1;
         memset(cut.widths, 0, sizeof cut.widths);
@@ -226,9 +212,9 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
     args->y = op->output_data[0];
-    const int64_t rows = args->batch * args->heads * args->queries;
-    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    const int64_t sums = args->batch * args->heads * args->queries;
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, sums);
+    args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, sums);
     return DTRAIN_OK;
 }
 
@@ -315,24 +301,6 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
  *
  * A rotation is orthogonal: the gradient is turned back by the same angles. */
 
-/* Turn the numbers of heads into those of this rank's columns; those that are turned come first in
- * each run, as they do in the whole. */
-static dtrain_result dtrain__rotary_here(const dtrain_op *op, dtrain_rotary_args *args)
-{
-    const uint32_t runs = dtrain__tensor_share(op->inputs[0])->runs;
-    int64_t heads = 0, rotated = 0;
-    for (uint32_t run = 0; run < runs; run++) {
-        int64_t first, count;
-        DTRAIN__TRY(dtrain__heads_of(op, 0, run, 0, args->heads, args->d, &first, &count));
-        heads += count;
-        if (args->rotated > first)
-            rotated += args->rotated - first < count ? args->rotated - first : count;
-    }
-    args->heads = heads;
-    args->rotated = rotated;
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
 {
     dtrain_rotary_args *args = (dtrain_rotary_args *)op->args;
@@ -357,7 +325,17 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
                            (long long)args->rotated, (long long)args->heads, (double)args->theta);
     if (!args->rotated) args->rotated = args->heads;
     args->d = width / args->heads;
-    if (cut) DTRAIN__TRY(dtrain__rotary_here(op, args));
+    int64_t heads = 0, rotated = 0; /* of this rank's columns: turned ones come first in each run */
+    for (uint32_t run = 0; cut && run < dtrain__tensor_share(x)->runs; run++) {
+        int64_t first, count;
+        DTRAIN__TRY(dtrain__heads_of(op, 0, run, 0, args->heads, args->d, &first, &count));
+        heads += count;
+        rotated += dtrain__max(0, args->rotated - first < count ? args->rotated - first : count);
+    }
+    if (cut) {
+        args->heads = heads;
+        args->rotated = rotated;
+    }
     args->dtype = (dtrain_dtype)x->dtype;
     dtrain_op_output(op, args->dtype, x->ndim, x->shape);
     args->x = op->input_data[0];

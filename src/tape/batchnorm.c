@@ -31,20 +31,6 @@ static int dtrain__batch_ranks(const dtrain__batch_norm *layer)
     return layer->desc.comm ? dtrain_comm_size(layer->desc.comm) : 1;
 }
 
-/* Refuse a communicator with ranks that do not run the operation: those of other stages. */
-static dtrain_result dtrain__batch_norm_group(const dtrain_op *op, dtrain_comm *comm)
-{
-    if (!comm || !op->tape->strategy) return DTRAIN_OK;
-    const dtrain__groups groups = dtrain__groups_of(op->tape->strategy);
-    if (groups.pipeline_ranks == 1 || !groups.all) return DTRAIN_OK; /* NULL: a plan */
-    const int of_stage = dtrain_comm_size(groups.all) / groups.pipeline_ranks;
-    if (dtrain_comm_size(comm) <= of_stage) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: comm has %d ranks, and a stage of the pipeline is on %d; split one off "
-                       "the data axis (dtrain_mesh_comm), whose ranks have the same stages",
-                       op->desc->name, dtrain_comm_size(comm), of_stage);
-}
-
 static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain__batch_norm *layer)
 {
     const dtrain_batch_norm_desc *desc = &layer->desc;
@@ -71,7 +57,18 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
                            "%s: comm is that of the strategy, whose calls would come between; give "
                            "it one of its own (dtrain_comm_split)",
                            name);
-    DTRAIN__TRY(dtrain__batch_norm_group(op, desc->comm));
+    if (desc->comm && strategy) { /* ranks of other stages do not run the operation */
+        const dtrain__groups groups = dtrain__groups_of(strategy);
+        const int ranks = dtrain_comm_size(desc->comm);
+        const int of_stage =
+            groups.all ? dtrain_comm_size(groups.all) / groups.pipeline_ranks : ranks;
+        if (groups.pipeline_ranks > 1 && ranks > of_stage)
+            return dtrain_fail(DTRAIN_ERROR_USAGE,
+                               "%s: comm has %d ranks, and a stage of the pipeline is on %d; split "
+                               "one off the data axis (dtrain_mesh_comm), whose ranks have the "
+                               "same stages",
+                               name, ranks, of_stage);
+    }
     if (op->input_count == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_same(op));
     if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;
@@ -132,14 +129,14 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Compute mean and rstd, in the first forward only. */
-static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_norm *layer)
+/* Compute mean and rstd, in the first forward only, and y. */
+static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
 {
+    dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
     const dtrain_device_ops *ops = op->device->ops;
     const dtrain_batchnorm_moments_args *moments = &layer->moments;
-    if (layer->known) return DTRAIN_OK;
-    if (layer->batch) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
-    if (layer->batch && dtrain__batch_ranks(layer) > 1) {
+    if (!layer->known && layer->batch) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
+    if (!layer->known && layer->batch && dtrain__batch_ranks(layer) > 1) {
         dtrain_work *work = NULL;
         if (op->tape->strategy) dtrain__share_batches(op->tape->strategy, layer->desc.comm);
         DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
@@ -147,32 +144,9 @@ static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_
                                       (size_t)(1 + 2 * moments->n), DTRAIN_DTYPE_F32, &work));
         DTRAIN__TRY(dtrain_work_wait(work));
     }
+    if (!layer->known) DTRAIN__TRY(ops->batchnorm_statistics(op->device, &layer->statistics));
     layer->known = true;
-    return ops->batchnorm_statistics(op->device, &layer->statistics);
-}
-
-static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
-{
-    dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
-    DTRAIN__TRY(dtrain__batch_norm_statistics(op, layer));
-    return op->device->ops->batchnorm(op->device, &layer->forward);
-}
-
-/* Add this rank's sums to the gradients of weight and bias. */
-static dtrain_result dtrain__batch_norm_params(dtrain_op *op, const float *sums, int64_t n)
-{
-    for (uint32_t i = 0; i < 2; i++) {
-        dtrain_axpby_args args;
-        memset(&args, 0, sizeof args);
-        args.y = dtrain_op_param_grad(op, i, &args.accumulate);
-        if (!args.y) continue;
-        args.count = n;
-        args.a = args.b = 1;
-        args.x = sums + (i == 0 ? n : 0);
-        args.dtype = DTRAIN_DTYPE_F32;
-        DTRAIN__TRY(op->device->ops->axpby(op->device, &args));
-    }
-    return op->tape->error;
+    return ops->batchnorm(op->device, &layer->forward);
 }
 
 static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
@@ -187,7 +161,18 @@ static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
     if (op->input_count > 1) args.d_residual = dtrain_op_input_grad(op, 1, &args.accumulate);
     DTRAIN__TRY(op->tape->error);
     DTRAIN__TRY(ops->batchnorm_sums(op->device, &args));
-    DTRAIN__TRY(dtrain__batch_norm_params(op, args.sums, n));
+    for (uint32_t i = 0; i < 2; i++) { /* this rank's share */
+        dtrain_axpby_args add;
+        memset(&add, 0, sizeof add);
+        add.y = dtrain_op_param_grad(op, i, &add.accumulate);
+        if (!add.y) continue;
+        add.count = n;
+        add.a = add.b = 1;
+        add.x = args.sums + (i == 0 ? n : 0);
+        add.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(ops->axpby(op->device, &add));
+    }
+    DTRAIN__TRY(op->tape->error);
     if (dtrain__batch_ranks(layer) > 1 && !op->planning) {
         dtrain_work *work = NULL;
         DTRAIN__TRY(dtrain_all_reduce(layer->desc.comm, args.sums, args.sums, (size_t)(2 * n),

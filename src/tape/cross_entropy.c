@@ -36,28 +36,6 @@ typedef struct dtrain__cross_entropy {
     const float *device_factor;
 } dtrain__cross_entropy;
 
-/* Take the columns or rows that are here of logits which are cut; whole numbers become this
- * rank's. */
-static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
-                                                dtrain_cross_entropy_args *args)
-{
-    const dtrain_tensor *logits = op->inputs[0];
-    const dtrain__share *part = dtrain__tensor_share(logits);
-    if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
-    if (logits->placement != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
-    if (part->runs > 1)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: the columns of the logits are cut in %u components, expected one: "
-                           "the vocabulary",
-                           op->desc->name, (unsigned)part->runs);
-    args->whole_classes = args->classes ? args->classes : part->whole;
-    args->first_class = part->first[0];
-    args->classes = args->whole_classes - args->first_class;
-    if (args->classes > args->n) args->classes = args->n;
-    if (args->classes <= 0) args->classes = -1; /* padding alone */
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
 {
     dtrain__cross_entropy *loss = (dtrain__cross_entropy *)op->args;
@@ -92,8 +70,18 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
-    if (columns) {
+    if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
+    if (columns) { /* whole numbers become this rank's */
+        if (part->runs > 1)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: the columns of the logits are cut in %u components, expected "
+                               "one: the vocabulary",
+                               op->desc->name, (unsigned)part->runs);
+        args->whole_classes = args->classes ? args->classes : part->whole;
+        args->first_class = part->first[0];
+        args->classes = args->whole_classes - args->first_class;
+        if (args->classes > n) args->classes = n;
+        if (args->classes <= 0) args->classes = -1; /* padding alone */
         loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
         args->parts =
             (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);

@@ -88,22 +88,6 @@ typedef struct dtrain__map {
     dtrain_dropout_args dropout;
 } dtrain__map;
 
-/* Say where x's elements stand in the whole tensor: their random numbers are drawn by that place,
- * so that the masks of all ranks together are those of one. */
-static void dtrain__map_part(const dtrain_tensor *x, dtrain_part *of)
-{
-    const dtrain__share *part = dtrain__tensor_share(x);
-    of->n = x->shape[x->ndim - 1];
-    if (x->placement == DTRAIN_PLACEMENT_ROWS) of->first = part->first[0] * of->n;
-    if (x->placement != DTRAIN_PLACEMENT_COLUMNS) return;
-    of->whole_n = part->whole;
-    of->segments = part->runs;
-    for (uint32_t i = 0; i < part->runs; i++) {
-        of->segment[i].length = part->length[i];
-        of->segment[i].column = part->first[i];
-    }
-}
-
 static dtrain_result dtrain__map_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
@@ -111,7 +95,19 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
                            op->desc->name, (double)probability);
-    dtrain__map_part(x, &((dtrain__map *)op->args)->dropout.part);
+    /* Random numbers are drawn by an element's place in the whole tensor, so that the masks of all
+     * ranks together are those of one. */
+    dtrain_part *const of = &((dtrain__map *)op->args)->dropout.part;
+    const dtrain__share *part = dtrain__tensor_share(x);
+    const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;
+    of->n = x->shape[x->ndim - 1];
+    if (x->placement == DTRAIN_PLACEMENT_ROWS) of->first = part->first[0] * of->n;
+    if (columns) of->whole_n = part->whole;
+    if (columns) of->segments = part->runs;
+    for (uint32_t i = 0; columns && i < part->runs; i++) {
+        of->segment[i].length = part->length[i];
+        of->segment[i].column = part->first[i];
+    }
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }

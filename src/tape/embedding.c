@@ -29,39 +29,6 @@ typedef struct dtrain__embedding {
     bool cut;                      /* the table is */
 } dtrain__embedding;
 
-/* Find how the output lies, and take the part of the table that is here. */
-static dtrain_result dtrain__embedding_place(const dtrain_op *op, dtrain__embedding *layer,
-                                             uint32_t *placement, dtrain__share *rows)
-{
-    dtrain_embedding_args *args = &layer->forward;
-    *placement = DTRAIN_PLACEMENT_WHOLE;
-    layer->rows = args->rows;
-    if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
-    const dtrain__share table = dtrain__param_share(op, 0);
-    if (table.axis > 0 || table.runs > 1)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_embedding: parameter %s is cut by %s, expected rows, in one "
-                           "component: the vocabulary",
-                           dtrain__param_name(op->params[0]),
-                           table.axis ? "columns" : "rows, in several components");
-    if (op->param_count > 1 && dtrain__param_share(op, 1).axis >= 0)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_embedding: parameter %s is cut over the tensor axis, and "
-                           "positions stay whole; leave its cut zeroed",
-                           dtrain__param_name(op->params[1]));
-    layer->cut = table.axis == 0;
-    if (layer->cut) {
-        args->first_token = table.first[0];
-        args->whole_vocab = table.whole;
-    }
-    DTRAIN__TRY(dtrain__divide_rows(op, args->rows, placement, rows));
-    if (*placement == DTRAIN_PLACEMENT_ROWS) {
-        layer->rows = rows->count;
-        layer->first_row = rows->first[0];
-    }
-    return DTRAIN_OK;
-}
-
 /* Let a kernel work on the rows that are here alone. */
 static void dtrain__embedding_own_rows(const dtrain__embedding *layer, dtrain_embedding_args *args)
 {
@@ -76,14 +43,37 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     dtrain_embedding_args *args = &layer->forward;
     const dtrain_tensor *tokens = op->inputs[0];
     const int64_t positions = op->param_shape[1][0];
-    uint32_t placement;
+    uint32_t placement = DTRAIN_PLACEMENT_WHOLE;
     dtrain__share part;
-    args->rows = tokens->count;
+    args->rows = layer->rows = tokens->count;
     args->sequence = tokens->shape[tokens->ndim - 1];
     args->vocab = op->param_shape[0][0];
     args->n = op->param_shape[0][1];
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
-    DTRAIN__TRY(dtrain__embedding_place(op, layer, &placement, &part));
+    if (op->tape->groups.tensor_ranks > 1) {
+        const dtrain__share table = dtrain__param_share(op, 0);
+        if (table.axis > 0 || table.runs > 1)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "dtrain_embedding: parameter %s is cut by %s, expected rows, in one "
+                               "component: the vocabulary",
+                               dtrain__param_name(op->params[0]),
+                               table.axis ? "columns" : "rows, in several components");
+        if (op->param_count > 1 && dtrain__param_share(op, 1).axis >= 0)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "dtrain_embedding: parameter %s is cut over the tensor axis, and "
+                               "positions stay whole; leave its cut zeroed",
+                               dtrain__param_name(op->params[1]));
+        layer->cut = table.axis == 0;
+        if (layer->cut) {
+            args->first_token = table.first[0];
+            args->whole_vocab = table.whole;
+        }
+        DTRAIN__TRY(dtrain__divide_rows(op, args->rows, &placement, &part));
+        if (placement == DTRAIN_PLACEMENT_ROWS) {
+            layer->rows = part.count;
+            layer->first_row = part.first[0];
+        }
+    }
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
     if (op->param_count > 1 && positions < args->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

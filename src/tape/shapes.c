@@ -117,23 +117,6 @@ typedef struct dtrain__reshape {
     bool keeps;       /* the shape is x's own */
 } dtrain__reshape;
 
-/* Turn the whole shape into that of this rank's part, which stays the same piece of memory where
- * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
-static dtrain_result dtrain__reshape_part(const dtrain_op *op, dtrain__reshape *to, int64_t n)
-{
-    const dtrain_tensor *x = op->inputs[0];
-    int64_t *last = &to->shape[to->ndim - 1];
-    if (x->placement == DTRAIN_PLACEMENT_WHOLE) return DTRAIN_OK;
-    if (*last != n || (x->placement == DTRAIN_PLACEMENT_ROWS && to->ndim != 2))
-        return dtrain__placement_fail(op, 0,
-                                      x->placement == DTRAIN_PLACEMENT_ROWS
-                                          ? "whole, or two axes of which the last one stays"
-                                          : "whole, or axes of which the last one stays");
-    if (x->placement == DTRAIN_PLACEMENT_ROWS) to->shape[0] = x->shape[0];
-    else *last = x->shape[x->ndim - 1];
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__copy_prepare(dtrain_op *op)
 {
     dtrain__reshape *to = (dtrain__reshape *)op->args;
@@ -160,7 +143,15 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s cannot become %s", op->desc->name,
                            dtrain__shape_text(x->shape, from_text),
                            dtrain__shape_text(to->shape, to_text));
-    if (!to->keeps) DTRAIN__TRY(dtrain__reshape_part(op, to, n));
+    /* The whole shape becomes that of this rank's part, which stays the same piece of memory where
+     * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
+    int64_t *const last = &to->shape[to->ndim - 1];
+    if ((columns || rows) && (*last != n || (rows && to->ndim != 2)))
+        return dtrain__placement_fail(op, 0,
+                                      rows ? "whole, or two axes of which the last one stays"
+                                           : "whole, or axes of which the last one stays");
+    if (rows) to->shape[0] = x->shape[0];
+    if (columns) *last = here;
     dtrain_op_output(op, to->dtype, to->ndim, to->shape);
     return DTRAIN_OK;
 }
