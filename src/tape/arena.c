@@ -16,28 +16,16 @@ static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
     return tape->groups.tensor || tape->stages ? tape->groups.model : NULL;
 }
 
-static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
-                                         void **memory)
-{
-    dtrain_comm *sharing = dtrain__sharing(tape);
-    return sharing ? dtrain_comm_alloc(sharing, bytes, memory)
-                   : device->ops->alloc(device, bytes, memory);
-}
-
-static void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device, dtrain__chunk *chunk)
-{
-    dtrain_comm *sharing = dtrain__sharing(tape);
-    if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-    else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
-    else device->ops->free(device, chunk->memory, chunk->bytes);
-    dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-}
-
 DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena)
 {
+    dtrain_comm *sharing = dtrain__sharing(tape);
+    dtrain_device *device = arena->device;
     for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
         next = chunk->next;
-        dtrain__chunk_free(tape, arena->device, chunk);
+        if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+        else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
+        else device->ops->free(device, chunk->memory, chunk->bytes);
+        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
     }
 }
 
@@ -58,7 +46,10 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     void *memory = NULL;
     dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
-    if (chunk && device) result = dtrain__chunk_alloc(tape, device, bytes, &memory);
+    dtrain_comm *sharing = dtrain__sharing(tape);
+    if (chunk && device)
+        result = sharing ? dtrain_comm_alloc(sharing, bytes, &memory)
+                         : device->ops->alloc(device, bytes, &memory);
     else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
     if (!memory) {
         dtrain__tape_stick(tape, result);

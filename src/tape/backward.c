@@ -303,8 +303,6 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
         *accumulate = false;
         grad = (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
     }
-    /* a plan writes nothing, and grad may be NULL there */
-    if (op->planning) return (float *)DTRAIN__REMOTE;
     dtrain__set_grad_written(target, true);
     return grad;
 }

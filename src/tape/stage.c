@@ -84,16 +84,6 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
     tape->stages = NULL;
 }
 
-DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_info *info)
-{
-    const dtrain__stages *stages = tape->stages;
-    for (uint32_t s = 0; stages && s < stages->slot_count; s++)
-        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
-            dtrain__bump_count(&stages->slots[s].arenas[i], info);
-    for (uint32_t i = 0; stages && i < stages->inbox_count; i++)
-        dtrain__bump_count(&stages->inboxes[i].arena, info);
-}
-
 /* ---- Remote: what the tape asks ---------------------------------------------------------------*/
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)

@@ -21,12 +21,6 @@
 
 #define DTRAIN__STAGING_ALIGN 256
 
-/* Tell whether the device has memory of its own, and events. */
-static bool dtrain__staging_serves(const dtrain_device *device)
-{
-    return !device->ops->host_memory && device->ops->event_query;
-}
-
 /* Wait until uploads from the block are done, as they are once the pass's loss has been read. */
 static dtrain_result dtrain__staging_await(dtrain_tape *tape)
 {
@@ -63,7 +57,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to
     dtrain__staging *s = &tape->staging;
     dtrain_device *device = tape->device;
     const size_t room = dtrain__round_up(bytes, DTRAIN__STAGING_ALIGN);
-    if (dtrain__staging_serves(device)) s->wanted += room;
+    if (!device->ops->host_memory && device->ops->event_query) s->wanted += room;
     if (room > s->bytes - s->used)
         return device->ops->copy(device, to, from, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
     char *place = s->memory + s->used;

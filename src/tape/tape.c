@@ -7,6 +7,7 @@
 #include "device/device_internal.h"
 #include "world/timeline_internal.h"
 #include "world/world_internal.h"
+#include "tape/stage_internal.h"
 #include "tape/tape_internal.h"
 
 DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__layout *layout,
@@ -18,24 +19,6 @@ DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__l
     own->data = own->copy = own->tensor = own->pipeline = own->model = own->all = NULL;
 }
 
-/* Connect a tape with the world, whose timeline shows its passes, and with a strategy. A tape of
- * the plan device only has their sizes: it leaves no trace in either, and sends nothing. */
-static void dtrain__tape_join(dtrain_tape *tape, dtrain_world *world, dtrain_strategy *strategy)
-{
-    dtrain__groups groups;
-    if (strategy) groups = dtrain__groups_of(strategy);
-    if (tape->device->ops == dtrain__plan_device_ops()) {
-        if (strategy) dtrain__tape_plan(tape, dtrain__layout_of(strategy), &groups);
-        return;
-    }
-    tape->world = !world && strategy ? dtrain__world_of(strategy) : world;
-    if (!strategy) return;
-    tape->strategy = strategy;
-    tape->layout = dtrain__layout_of(strategy);
-    tape->groups = groups;
-    dtrain__expect_tape(strategy);
-}
-
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out)
 {
@@ -44,13 +27,24 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!world && !device)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
                                                   "NULL; a tape needs a device to run on");
+    dtrain__groups groups;
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
     tape->groups.tensor_ranks = 1;
     tape->device = device ? device : dtrain_world_device(world);
-    dtrain__tape_join(tape, world, strategy);
+    /* The world's timeline shows its passes. A tape of the plan device only has the sizes of a
+     * strategy: it leaves no trace in either, and sends nothing. */
+    const bool plans = tape->device->ops == dtrain__plan_device_ops();
+    if (strategy) groups = dtrain__groups_of(strategy);
+    if (strategy) dtrain__tape_plan(tape, dtrain__layout_of(strategy), &groups);
+    if (!plans) tape->world = !world && strategy ? dtrain__world_of(strategy) : world;
+    if (!plans && strategy) {
+        tape->strategy = strategy;
+        tape->groups = groups;
+        dtrain__expect_tape(strategy);
+    }
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device =
             i == DTRAIN__ARENA_HOST || i == DTRAIN__ARENA_RECORDS ? NULL : tape->device;
@@ -169,25 +163,6 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
     snprintf(name, 512, "%.*s", first ? (int)same : 4, first ? first : "unit");
 }
 
-/* Write the unit that ends, up to its last operation, to the trace, and note the begin of the
- * next. */
-static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
-{
-    dtrain_world *world = tape->world;
-    const uint64_t begin = tape->unit_begin_ns;
-    char name[512];
-    tape->unit_begin_ns = 0;
-    if (!world || !world->timeline.traced) return;
-    if (begin && begin < tape->unit_end_ns) {
-        const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
-        dtrain__unit_name(tape->strategy, tape->unit, name);
-        dtrain__span_add(world, DTRAIN__TRACK_RANK,
-                         back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL, tape->unit,
-                         begin, tape->unit_end_ns);
-    }
-    if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
-}
-
 /* Release the gathered unit and gather another one; -1: none. Releasing comes first: two whole
  * units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
@@ -195,8 +170,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     const dtrain_pass pass =
         tape->pass.state == DTRAIN__TAPE_DONE ? DTRAIN_PASS_BACKWARD : DTRAIN_PASS_FORWARD;
     const int64_t before = tape->unit;
+    const uint64_t begin = tape->unit_begin_ns;
+    const bool traced = tape->world && tape->world->timeline.traced;
     if (unit == before && pass == tape->unit_pass) return DTRAIN_OK;
-    dtrain__unit_trace(tape, unit);
+    if (traced && begin && begin < tape->unit_end_ns) { /* the unit that ends, up to its last
+                                                           operation */
+        const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
+        char name[512];
+        dtrain__unit_name(tape->strategy, before, name);
+        dtrain__span_add(tape->world, DTRAIN__TRACK_RANK,
+                         back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL, before,
+                         begin, tape->unit_end_ns);
+    }
+    tape->unit_begin_ns = traced && unit >= 0 ? dtrain__now_ns() : 0;
     tape->unit = unit;
     tape->unit_pass = pass;
     if (!tape->strategy || tape->stages) return DTRAIN_OK; /* all are there */
@@ -398,7 +384,12 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
     for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_count(&tape->arenas[i], info);
     info->activation_bytes -= info->gradient_bytes;
-    dtrain__stages_count(tape, info);
+    const dtrain__stages *stages = tape->stages; /* a selected slot's arenas are in the tape */
+    for (uint32_t s = 0; stages && s < stages->slot_count; s++)
+        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
+            dtrain__bump_count(&stages->slots[s].arenas[i], info);
+    for (uint32_t i = 0; stages && i < stages->inbox_count; i++)
+        dtrain__bump_count(&stages->inboxes[i].arena, info);
     info->error = dtrain__tape_error(tape);
 }
 

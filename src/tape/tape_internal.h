@@ -380,7 +380,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tens
 DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x,
                                                   bool *shared);
-DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_info *info);
 DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
 
 /* tape/arena.c */
