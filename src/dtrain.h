@@ -187,7 +187,6 @@ DTRAIN__COLD
 #include "parallel/schedule.c"
 #include "parallel/runner.c"
 #include "tape/tape.c"
-#include "tape/staging.c"
 #include "tape/op.c"
 #include "tape/backward.c"
 #include "tape/linear.c"

@@ -19,6 +19,25 @@ DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__l
     own->data = own->copy = own->tensor = own->pipeline = own->model = own->all = NULL;
 }
 
+/* Wait until the uploads of a pass are done, as they are once its loss has been read; what has been
+ * page-locked for them is then free for the next pass. */
+static dtrain_result dtrain__uploads_await(dtrain_tape *tape)
+{
+    bool done = true;
+    if (tape->inputs.next)
+        DTRAIN__TRY(tape->device->ops->event_query(tape->device, tape->uploaded, &done));
+    tape->inputs.next = 0;
+    return done ? DTRAIN_OK : tape->device->ops->synchronize(tape->device);
+}
+
+static void dtrain__pinned_free(dtrain_device *device, dtrain__feed_item *item)
+{
+    if (item->pinned)
+        device->ops->host_free(device, item->pinned, item->room + DTRAIN__VALID_BYTES);
+    item->pinned = NULL;
+    item->room = 0;
+}
+
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out)
 {
@@ -57,7 +76,10 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
     dtrain_allocator allocator = tape->allocator;
-    dtrain__staging_free(tape);
+    (void)dtrain__uploads_await(tape);
+    for (size_t i = 0; i < tape->inputs.count; i++)
+        dtrain__pinned_free(tape->device, &tape->inputs.items[i]);
+    if (tape->uploaded) tape->device->ops->event_destroy(tape->device, tape->uploaded);
     for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
     dtrain__stages_free(tape);
     dtrain__free(&allocator, tape, 1, sizeof *tape);
@@ -130,9 +152,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
                               "dtrain_tape_begin: flags are %#x, expected DTRAIN_TAPE_NO_GRAD and "
                               "at most one of DTRAIN_TAPE_BF16 and DTRAIN_TAPE_F16",
                               flags));
-    const dtrain_result staged = dtrain__staging_begin(tape);
-    if (staged != DTRAIN_OK) return dtrain__tape_stick(tape, staged);
-    return dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
+    const dtrain_result free = tape->feed ? DTRAIN_OK : dtrain__uploads_await(tape);
+    return dtrain__tape_stick(tape, free ? free : dtrain__tape_enter(tape, -1));
 }
 
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
@@ -203,7 +224,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
                                                                 : "no pass is under way"));
 }
 
-/* ---- Inputs -----------------------------------------------------------------------------------*/
+/* ---- Inputs
+ *
+ * On a device with memory of its own an input has a page-locked place, from where the device fetches
+ * it in the order of its work. The host goes on at once and may fill its arrays with the next batch:
+ * it waits neither for what the device does before, nor for the upload.
+ *
+ *     host     batch -> places | forward is queued ...         next pass: is it uploaded?
+ *     device   ... the step before | places -> inputs | forward ... */
 
 /* Count the targets that are not ignored, entries other than -1: valid[1] is their number and
  * valid[0] one over it, or 0 where there are none: the loss is then 0. */
@@ -249,40 +277,49 @@ DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream
- * copies it to the device later. */
-static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, const void *host)
+/* Copy the caller's data to the input's page-locked place, unless a feed has done so; the stream
+ * copies it to the device later. What has no place goes by a copy that waits. */
+static dtrain_result dtrain__input_upload(dtrain_tape *tape, dtrain_tensor *x, const void *host)
 {
-    dtrain__feed *feed = tape->feed;
+    const dtrain_device_ops *ops = tape->device->ops;
+    dtrain__feed *feed = tape->feed ? tape->feed : &tape->inputs;
     dtrain__feed_item *item = &feed->items[feed->next];
+    const bool full = feed->next == DTRAIN__FEED_ITEMS, known = feed->next < feed->count;
     size_t bytes = (size_t)x->count * 4;
-    if (feed->next == DTRAIN__FEED_ITEMS)
+    if (!tape->feed && (full || ops->host_memory || !ops->event_query))
+        return ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
+    if (full)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pass that is replayed has at most %d inputs",
                            DTRAIN__FEED_ITEMS);
-    if (feed->next == feed->count) {
-        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes + DTRAIN__VALID_BYTES,
-                                                  &item->pinned));
-        item->bytes = bytes;
-        item->dtype = (dtrain_dtype)x->dtype;
-        feed->count++;
-    } else if (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype) {
+    if (tape->feed && known && (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype))
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "dtrain_tape_input: input %zu has %zu bytes and had %zu in an earlier "
                            "step; a step that is replayed must repeat its shapes",
                            feed->next + 1, bytes, item->bytes);
+    if (!tape->feed && !tape->uploaded)
+        DTRAIN__TRY(ops->event_create(tape->device, &tape->uploaded));
+    if (item->room < bytes) {
+        dtrain__pinned_free(tape->device, item);
+        DTRAIN__TRY(ops->host_alloc(tape->device, bytes + DTRAIN__VALID_BYTES, &item->pinned));
+        item->room = bytes;
     }
+    item->bytes = bytes;
+    item->dtype = (dtrain_dtype)x->dtype;
     item->host = host;
-    if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(tape, feed, item));
+    if (!known) feed->count++;
+    if (!tape->feed) memcpy(item->pinned, host, bytes);
+    else if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(tape, feed, item));
     feed->next++;
-    if (item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
+    if (tape->feed && item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
         dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
         samples->valid = dtrain__feed_valid(item);
         samples->device_valid = (const float *)x->data + x->count;
         bytes += DTRAIN__VALID_BYTES;
     }
-    return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
-                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+    DTRAIN__TRY(ops->copy_async(tape->device, x->data, item->pinned, bytes,
+                                DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    return tape->feed ? DTRAIN_OK : ops->event_record(tape->device, tape->uploaded, NULL);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
@@ -315,9 +352,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (shared) return x;
     if (!tape->feed && !dtrain__is_surveying(tape))
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
-    if (((dtrain__tape_tensor *)x)->remote) result = DTRAIN_OK;
-    else if (tape->feed) result = dtrain__feed_take(tape, x, host);
-    else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
+    if (!((dtrain__tape_tensor *)x)->remote) result = dtrain__input_upload(tape, x, host);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
         float *valid = (float *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, DTRAIN__VALID_BYTES);
         if (!valid) return NULL;

@@ -134,7 +134,7 @@ typedef struct dtrain__cast {
     uint32_t mark; /* of one that lasts only while its unit is gathered */
 } dtrain__cast;
 
-/* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
+/* ---- Inputs on their way to a device ----------------------------------------------------------*/
 
 #define DTRAIN__FEED_ITEMS 16
 #define DTRAIN__VALID_BYTES (2 * sizeof(float)) /* of dtrain__samples.valid */
@@ -144,8 +144,8 @@ typedef struct dtrain__cast {
  * from step to step, and a recorded loss reads them there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
-    void *pinned;     /* (bytes + DTRAIN__VALID_BYTES) */
-    size_t bytes;
+    void *pinned;     /* (room + DTRAIN__VALID_BYTES) */
+    size_t bytes, room;
     dtrain_dtype dtype;
 } dtrain__feed_item;
 
@@ -155,14 +155,6 @@ typedef struct dtrain__feed {
     bool fixed;  /* a loss adds two means: the targets that are not ignored keep their number */
     bool filled; /* `pinned` already holds this pass's data */
 } dtrain__feed;
-
-/* Page-locked memory through which inputs of all other passes go; see staging.c. */
-typedef struct dtrain__staging {
-    char *memory; /* (bytes) */
-    size_t bytes;
-    size_t used, wanted;    /* bytes: used in this pass, needed by it */
-    dtrain_event *uploaded; /* behind the last upload */
-} dtrain__staging;
 
 /* ---- A pass ----------------------------------------------------------------------------------*/
 
@@ -215,19 +207,14 @@ struct dtrain_tape {
     dtrain_pass unit_pass;                   /* the pass that it is gathered for */
     uint32_t recompute_every, recompute_ops; /* see dtrain_tape_recompute */
     const dtrain_step_scalars *scalars;      /* where a replayed step has its seed; or NULL */
-    dtrain__feed *feed;                      /* inputs of a replayed step, or NULL */
-    dtrain__staging staging;
+    dtrain__feed *feed;                      /* inputs of a replayed step, or NULL: */
+    dtrain__feed inputs;                     /* of all other passes, whose shapes may change */
+    dtrain_event *uploaded;                  /* behind their last upload */
     bool hashes; /* other ranks hold parts of the same model, and must have the same inputs */
     uint64_t inputs_hash; /* of all inputs since a trainer has compared it */
     dtrain_result error;  /* the first error of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
-
-/* tape/staging.c */
-DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
-                                                     size_t bytes);
-DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
 /* Let a tape of the plan device count for a strategy of this layout and these groups. It has no
