@@ -68,13 +68,15 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
     int64_t first[3], count[3], begin = 0;
     x->heads = heads;
     for (uint32_t i = 0; i < op->input_count; i++) {
-        const uint32_t placement = op->inputs[i]->placement;
         const bool beside = i && (i == x->lengths || i == x->mask);
-        if (placement == DTRAIN_PLACEMENT_ROWS)
-            return dtrain__placement_fail(op, i, beside ? "whole" : "whole, or cut by columns");
-        if (placement != (cut && !beside ? (uint32_t)DTRAIN_PLACEMENT_COLUMNS
-                                         : (uint32_t)DTRAIN_PLACEMENT_WHOLE))
-            return dtrain__placement_fail(op, i, cut && !beside ? "cut by columns" : "whole");
+        const uint32_t wanted = cut && !beside ? DTRAIN_PLACEMENT_COLUMNS : DTRAIN_PLACEMENT_WHOLE;
+        const uint32_t placement = op->inputs[i]->placement;
+        const bool either = placement == DTRAIN_PLACEMENT_ROWS && !beside;
+        if (placement != wanted)
+            return dtrain__placement_fail(op, i,
+                                          either   ? "whole, or cut by columns"
+                                          : wanted ? "cut by columns"
+                                                   : "whole");
     }
     if (!cut) return DTRAIN_OK;
     const int64_t d = row->whole / (x->k ? heads : all);

@@ -22,14 +22,8 @@ typedef struct dtrain__batch_norm {
     dtrain_batchnorm_moments_args moments;
     dtrain_batchnorm_statistics_args statistics;
     dtrain_batchnorm_args forward;
-    bool batch; /* the statistics are those of the batch; false: the running averages */
     bool known; /* mean and rstd have been computed */
 } dtrain__batch_norm;
-
-static int dtrain__batch_ranks(const dtrain__batch_norm *layer)
-{
-    return layer->desc.comm ? dtrain_comm_size(layer->desc.comm) : 1;
-}
 
 static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain__batch_norm *layer)
 {
@@ -88,13 +82,13 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
     const dtrain_tensor *x = op->inputs[0];
     const int64_t n = x->shape[x->ndim - 1], part = 1 + 2 * n;
-    const int ranks = dtrain__batch_ranks(layer);
+    const int ranks = layer->desc.comm ? dtrain_comm_size(layer->desc.comm) : 1;
     dtrain_batchnorm_statistics_args *statistics = &layer->statistics;
     dtrain_batchnorm_args *forward = &layer->forward;
     forward->rows = x->count / n;
     forward->n = statistics->n = n;
     DTRAIN__TRY(dtrain__batch_norm_check(op, layer));
-    layer->batch = !(op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD) || !layer->desc.running_mean;
+    const bool batch = !(op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD) || !layer->desc.running_mean;
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
 
     float *all = dtrain__batch_norm_floats(op, part * ranks);
@@ -104,7 +98,7 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     layer->moments.part = ranks > 1 ? dtrain__batch_norm_floats(op, part) : all;
     layer->moments.dtype = (dtrain_dtype)x->dtype;
 
-    statistics->parts = layer->batch ? ranks : 0;
+    statistics->parts = batch ? ranks : 0; /* none: the running averages */
     statistics->epsilon = layer->desc.epsilon > 0 ? layer->desc.epsilon : 1e-5f;
     statistics->momentum = layer->desc.momentum > 0 ? layer->desc.momentum : 0.1f;
     statistics->all = all;
@@ -135,8 +129,9 @@ static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
     dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
     const dtrain_device_ops *ops = op->device->ops;
     const dtrain_batchnorm_moments_args *moments = &layer->moments;
-    if (!layer->known && layer->batch) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
-    if (!layer->known && layer->batch && dtrain__batch_ranks(layer) > 1) {
+    const int parts = layer->known ? 0 : (int)layer->statistics.parts;
+    if (parts) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
+    if (parts > 1) {
         dtrain_work *work = NULL;
         if (op->tape->strategy) dtrain__share_batches(op->tape->strategy, layer->desc.comm);
         DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
@@ -173,7 +168,7 @@ static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
         DTRAIN__TRY(ops->axpby(op->device, &add));
     }
     DTRAIN__TRY(op->tape->error);
-    if (dtrain__batch_ranks(layer) > 1 && !op->planning) {
+    if (layer->statistics.parts > 1 && !op->planning) {
         dtrain_work *work = NULL;
         DTRAIN__TRY(dtrain_all_reduce(layer->desc.comm, args.sums, args.sums, (size_t)(2 * n),
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));

@@ -83,9 +83,8 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
  * dropout keeps an element is a function of (seed, stream, its place in the whole tensor). */
 
 typedef struct dtrain__map {
-    dtrain_result (*run)(dtrain_op *op, const void *x, void *y, bool accumulate);
     float factor;
-    dtrain_dropout_args dropout;
+    dtrain_dropout_args dropout; /* with a probability of 0 for a scale */
 } dtrain__map;
 
 static dtrain_result dtrain__map_prepare(dtrain_op *op)
@@ -112,54 +111,52 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__map_run(dtrain_op *op, const void *x, void *y, bool accumulate)
+{
+    const dtrain__map *map = (const dtrain__map *)op->args;
+    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    dtrain_dropout_args dropout = map->dropout;
+    dtrain_axpby_args scale;
+    if (dropout.probability > 0) {
+        dropout.count = op->inputs[0]->count;
+        dropout.accumulate = accumulate;
+        dropout.x = x;
+        dropout.y = y;
+        dropout.dtype = dtype;
+        return op->device->ops->dropout(op->device, &dropout);
+    }
+    memset(&scale, 0, sizeof scale);
+    scale.count = op->inputs[0]->count;
+    scale.accumulate = accumulate;
+    scale.a = map->factor;
+    scale.b = 1;
+    scale.x = x;
+    scale.y = y;
+    scale.dtype = dtype;
+    return op->device->ops->axpby(op->device, &scale);
+}
+
 static dtrain_result dtrain__map_forward(dtrain_op *op)
 {
-    return ((dtrain__map *)op->args)->run(op, op->input_data[0], op->output_data[0], false);
+    return dtrain__map_run(op, op->input_data[0], op->output_data[0], false);
 }
 
 static dtrain_result dtrain__map_backward(dtrain_op *op)
 {
     bool accumulate;
     void *d_x = dtrain_op_input_grad(op, 0, &accumulate);
-    if (!d_x) return op->tape->error;
-    return ((dtrain__map *)op->args)->run(op, op->outputs[0]->grad, d_x, accumulate);
+    return d_x ? dtrain__map_run(op, op->outputs[0]->grad, d_x, accumulate) : op->tape->error;
 }
 
 DTRAIN__OP(scale, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 DTRAIN__OP(dropout, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
-static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
-{
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.count = op->inputs[0]->count;
-    args.accumulate = accumulate;
-    args.a = ((const dtrain__map *)op->args)->factor;
-    args.b = 1;
-    args.x = x;
-    args.y = y;
-    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    return op->device->ops->axpby(op->device, &args);
-}
-
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
 {
     dtrain__map args;
     memset(&args, 0, sizeof args);
-    args.run = dtrain__scale_run;
     args.factor = factor;
     return dtrain_tape_apply(tape, &dtrain__scale_op, &x, 1, NULL, 0, &args, sizeof args);
-}
-
-static dtrain_result dtrain__dropout_run(dtrain_op *op, const void *x, void *y, bool accumulate)
-{
-    dtrain_dropout_args args = ((const dtrain__map *)op->args)->dropout;
-    args.count = op->inputs[0]->count;
-    args.accumulate = accumulate;
-    args.x = x;
-    args.y = y;
-    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    return op->device->ops->dropout(op->device, &args);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
@@ -171,7 +168,6 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
         (probability == 0 || (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)))
         return x;
     memset(&args, 0, sizeof args);
-    args.run = dtrain__dropout_run;
     args.dropout.probability = probability;
     args.dropout.seed = tape->pass.seed;
     args.dropout.stream = tape->pass.dropout_count++; /* a stream for each dropout */

@@ -212,12 +212,12 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
         if (!dtrain__is_float(x) && first && first->placement == DTRAIN_PLACEMENT_COLUMNS) continue;
-        if (x->placement == DTRAIN_PLACEMENT_COLUMNS && !(takes & DTRAIN_OP_TAKES_COLUMNS))
+        if (x->placement & ~takes) /* a placement is the flag that takes it */
             return dtrain__placement_fail(op, i,
-                                          takes ? "a whole one, or one cut by rows" : "whole");
-        if (x->placement == DTRAIN_PLACEMENT_ROWS && !(takes & DTRAIN_OP_TAKES_ROWS))
-            return dtrain__placement_fail(op, i,
-                                          takes ? "a whole one, or one cut by columns" : "whole");
+                                          !takes ? "whole"
+                                          : x->placement == DTRAIN_PLACEMENT_COLUMNS
+                                              ? "a whole one, or one cut by rows"
+                                              : "a whole one, or one cut by columns");
         if (first && x->placement != first->placement)
             return dtrain__placement_fail(op, i, dtrain__placement_name(first));
         if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
