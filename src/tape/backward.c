@@ -65,7 +65,7 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
                 node->target[i])
                 node->halved = true;
         op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
-        DTRAIN__TRY(dtrain__op_call(op, op->desc->backward, true));
+        DTRAIN__TRY(dtrain__op_call(op, op->desc->backward));
         for (uint32_t i = 0; i < op->input_count; i++)
             DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
         if (!node->halved) DTRAIN__TRY(dtrain__backward_done(tape, node));
@@ -157,7 +157,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
     for (dtrain_node *node = tape->pass.last; node && result == DTRAIN_OK; node = node->previous) {
         if (!node->halved) continue;
         node->op.half = DTRAIN_OP_HALF_PARAMS;
-        result = dtrain__op_call(&node->op, node->op.desc->backward, true);
+        result = dtrain__op_call(&node->op, node->op.desc->backward);
         if (result == DTRAIN_OK) result = dtrain__backward_done(tape, node);
         node->halved = false;
     }

@@ -15,9 +15,10 @@ static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
     return u < costs->count ? u : 0;
 }
 
-DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops)
+DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, double flops)
 {
     const dtrain_op *op = &node->op;
+    const bool backward = op->tape->pass.state == DTRAIN__TAPE_DONE; /* what it runs again, too */
     const dtrain__unit_costs *costs = op->tape->costs;
     bool wanted = !backward || op->half != DTRAIN_OP_HALF_INPUTS; /* or the gradient of an input */
     double bytes = 0;

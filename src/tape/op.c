@@ -299,16 +299,15 @@ static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *ca
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
-    const uint32_t mark = tape->pass.mark_count;
     const void *gathered;
     bool passing;
     if (dtrain__gathered_as(tape->layout, storage, (uint32_t)dtype, &gathered, &passing))
         return gathered;
-    dtrain__cast **list = passing ? &tape->pass.casts : &tape->weights, *cast = *list;
-    while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
+    const uint32_t mark = passing ? tape->pass.mark_count : DTRAIN__CAST_LASTS;
+    dtrain__cast *cast = tape->casts;
+    while (cast && (cast->storage != storage || cast->mark != mark)) cast = cast->next;
     if (cast) return cast->low;
-    cast = (dtrain__cast *)dtrain__take_host(
-        tape, passing ? DTRAIN__ARENA_HOST : DTRAIN__ARENA_RECORDS, sizeof *cast);
+    cast = (dtrain__cast *)dtrain__take_host(tape, DTRAIN__ARENA_RECORDS, sizeof *cast);
     if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
     cast->mark = mark;
@@ -322,8 +321,8 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
         tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_WEIGHTS], cast->count,
         dtype);
     if (!cast->low) return NULL;
-    cast->next = *list;
-    *list = cast;
+    cast->next = tape->casts;
+    tape->casts = cast;
     dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
     return cast->low;
 }
@@ -332,13 +331,10 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
  * `mark`. */
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
 {
-    dtrain__cast *cast = tape->pass.casts;
     if (tape->pass.cast_mark == mark) return DTRAIN_OK;
     tape->pass.cast_mark = mark;
-    while (cast && cast->mark > mark) cast = cast->next;
-    tape->pass.casts = cast;
-    for (; cast && cast->mark == mark; cast = cast->next)
-        DTRAIN__TRY(dtrain__cast_make(tape, cast));
+    for (const dtrain__cast *cast = tape->casts; cast; cast = cast->next)
+        if (cast->mark == mark) DTRAIN__TRY(dtrain__cast_make(tape, cast));
     return DTRAIN_OK;
 }
 
@@ -389,8 +385,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* Call an operation's forward or backward (NULL: neither, in a plan) in a span named with its first
  * parameter, and count what it costs. */
-DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *),
-                                              bool backward)
+DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *))
 {
     dtrain_world *world = op->tape->world;
     const char *name = op->desc->name;
@@ -402,7 +397,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run
         dtrain__span_end(world, span);
         op->tape->unit_end_ns = world->timeline.since_ns;
     }
-    dtrain__cost_add((const dtrain_node *)op, backward, op->tape->flops - flops);
+    dtrain__cost_add((const dtrain_node *)op, op->tape->flops - flops);
     return result ? result : op->tape->error;
 }
 
@@ -437,8 +432,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
             DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
                                              (void *)op->input_data[i], op->cast));
     }
-    const dtrain_result result = dtrain__op_call(op, runs ? op->desc->forward : NULL,
-                                                 op->tape->pass.state == DTRAIN__TAPE_DONE);
+    const dtrain_result result = dtrain__op_call(op, runs ? op->desc->forward : NULL);
     dtrain__scratch_give(scratch);
     return result;
 }

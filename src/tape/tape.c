@@ -128,7 +128,7 @@ DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape)
     dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
     for (; chunk; chunk = chunk->next) chunk->owners = 0;
     for (int i = 0; i < DTRAIN__ARENA_HOST; i++) dtrain__bump_rewind(&tape->arenas[i]);
-    tape->weights = NULL;
+    tape->casts = NULL;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)

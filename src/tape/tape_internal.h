@@ -131,7 +131,8 @@ typedef struct dtrain__cast {
     const dtrain_param *storage;
     int64_t count;
     void *low;
-    uint32_t mark; /* of one that lasts only while its unit is gathered */
+    uint32_t mark; /* of one that lasts only while its unit is gathered, or */
+#define DTRAIN__CAST_LASTS UINT32_MAX
 } dtrain__cast;
 
 /* ---- Inputs on their way to a device ----------------------------------------------------------*/
@@ -162,9 +163,8 @@ typedef struct dtrain__feed {
 typedef struct dtrain__pass {
     uint32_t state, flags;
     uint64_t seed, dropout_count;
-    dtrain_dtype cast;   /* the type of autocast; F32 without */
-    dtrain__cast *casts; /* those that pass, latest first; backward drops later marks */
-    uint32_t cast_mark;  /* the mark whose passing casts are in memory */
+    dtrain_dtype cast;  /* the type of autocast; F32 without */
+    uint32_t cast_mark; /* the mark whose passing casts are in memory */
     dtrain_node *last;
     size_t node_count, tensor_count, recomputed_count;
     uint32_t mark_count, segment_count;
@@ -201,7 +201,7 @@ struct dtrain_tape {
     const dtrain__unit_costs *costs;     /* of a plan that counts them; or NULL */
     dtrain__bump arenas[DTRAIN__ARENAS];
     dtrain__pass pass;
-    dtrain__cast *weights;                   /* rounded ones that do not pass, latest first */
+    dtrain__cast *casts;                     /* rounded weights, latest first */
     struct dtrain__stages *stages;           /* NULL: this rank has the whole model */
     int64_t unit;                            /* the gathered unit; -1: none */
     dtrain_pass unit_pass;                   /* the pass that it is gathered for */
@@ -255,8 +255,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
 /* Let forward borrow memory for `count` values, which it finds at its node's scratch (in prepare,
  * once). It is of the gradient pool, where every layer finds the same. */
 DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
-DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *),
-                                              bool backward);
+DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *));
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
@@ -271,7 +270,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
 
 /* tape/costs.c: add what a call of forward or backward took, of which `flops` in products; count
  * memory that a node keeps */
-DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops);
+DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, double flops);
 DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype);
 
 /* tape/place.c: moves of device memory over the tensor axis, rows of n elements. Rank r of t has
