@@ -22,57 +22,75 @@
 #include "train/data.h"
 #include "train/data_internal.h"
 
+#define DTRAIN__MT_COUNT 624                           /* words of the generator's state */
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
-/* Set order and shift to those of `epoch`: O(windows), once per epoch. The samples of a batch come
- * with growing k, so a batch across a border enters each epoch once. */
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
+/* Write a permutation of 0 to n - 1, n below DTRAIN__RANDPERM_LIMIT: Mersenne Twister (Matsumoto and
+ * Nishimura, 1998) plus the swap loop of torch.randperm, its modulo bias included, so that the order
+ * is PyTorch's, number by number. Swap k takes number k of the generator; the low 32 bits of the
+ * seed count, as in torch. */
+static void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
 {
-    uint32_t random[4];
-    if (loader->entered && loader->epoch == epoch && loader->seed == seed) return;
-    dtrain__randperm(seed + epoch, loader->window_count, loader->order);
-    dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
-    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
-    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
-    loader->epoch = epoch;
-    loader->seed = seed;
-    loader->entered = true;
+    uint32_t s[DTRAIN__MT_COUNT];
+    s[0] = (uint32_t)seed;
+    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++)
+        s[i] = 1812433253u * (s[i - 1] ^ (s[i - 1] >> 30)) + i;
+    for (int64_t i = 0; i < n; i++) out[i] = i;
+    for (int64_t i = 0; i < n - 1; i++) {
+        /* The next 624 words: word k becomes a mix of words k, k + 1 and k + 397, in place. The
+         * words that wrap around are the ones renewed in this same pass, as the definition has
+         * it. */
+        for (uint32_t k = 0; i % DTRAIN__MT_COUNT == 0 && k < DTRAIN__MT_COUNT; k++) {
+            const uint32_t y = (s[k] & 0x80000000u) | (s[(k + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
+            s[k] = s[(k + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
+        }
+        uint32_t y = s[i % DTRAIN__MT_COUNT];
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c5680u;
+        y ^= (y << 15) & 0xefc60000u;
+        y ^= y >> 18;
+        int64_t j = i + (int64_t)(y % (uint32_t)(n - i));
+        int64_t swapped = out[i];
+        out[i] = out[j];
+        out[j] = swapped;
+    }
 }
 
-/* List the samples of this rank's batch at `position`, entering their epochs. */
+DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
+{
+    const uint64_t all = (uint64_t)loader->window_count, left = all - position % all;
+    const bool drops = loader->desc.drop_last && left < loader->desc.batch * loader->ranks;
+    return drops ? position + left : position;
+}
+
+/* List the samples of this rank's batch at `position`. They come with growing k, so a batch across a
+ * border enters each epoch once, which sets order and shift: O(windows). */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                          dtrain__batch *batch)
 {
     const dtrain_loader_desc *desc = &loader->desc;
     const uint64_t samples = (uint64_t)loader->window_count;
     const int64_t stride = desc->sequence ? desc->sequence : 1;
-    dtrain__pick *picks = batch->picks;
     batch->count = 0;
     for (uint32_t i = 0; i < desc->batch; i++, batch->count++) {
-        const uint64_t k = position + i * loader->ranks + loader->rank;
+        const uint64_t k = position + i * loader->ranks + loader->rank, epoch = k / samples;
         if (desc->sample_limit && k >= (uint64_t)desc->sample_limit) return;
-        picks[i].epoch = k / samples;
-        if (!desc->in_order) dtrain__loader_enter(loader, seed, picks[i].epoch);
+        if (!desc->in_order &&
+            !(loader->entered && loader->epoch == epoch && loader->seed == seed)) {
+            uint32_t random[4];
+            dtrain__randperm(seed + epoch, loader->window_count, loader->order);
+            dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
+            const uint64_t wide = (uint64_t)random[1] << 32 | random[0];
+            loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
+            loader->epoch = epoch;
+            loader->seed = seed;
+            loader->entered = true;
+        }
         const int64_t place = (int64_t)(k % samples);
         const int64_t index = desc->in_order ? place : loader->order[place];
-        picks[i].item = desc->first_item + loader->shift + index * stride;
+        batch->picks[i].epoch = epoch;
+        batch->picks[i].item = desc->first_item + loader->shift + index * stride;
     }
-}
-
-/* Read a sample with its label, and transform it into `output`. */
-static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtrain__pick *pick,
-                                         void *scratch, void *output, int32_t *label)
-{
-    const dtrain_loader_desc *desc = &loader->desc;
-    if (!desc->transform) return dtrain__dataset_read(desc->dataset, pick->item, 1, output, label);
-    dtrain_sample sample;
-    memset(&sample, 0, sizeof sample);
-    sample.item = pick->item;
-    sample.epoch = pick->epoch;
-    sample.data = scratch;
-    DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
-    if (label) *label = sample.label;
-    return desc->transform(desc->user, &sample, output);
 }
 
 /* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window
@@ -93,11 +111,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
                                              batch->scratch, NULL));
             memcpy(to, window, loader->sample_bytes);
             memcpy(targets + i * row, window + 1, loader->sample_bytes);
-        } else {
-            int32_t *label = targets ? targets + i : NULL;
-            if (label) *label = 0; /* a source may have none: not the padding of the batch before */
-            DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
+            continue;
         }
+        dtrain_sample sample; /* label 0: a source may have none */
+        memset(&sample, 0, sizeof sample);
+        sample.item = pick->item;
+        sample.epoch = pick->epoch;
+        sample.data = batch->scratch;
+        DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1,
+                                         desc->transform ? batch->scratch : to,
+                                         targets || desc->transform ? &sample.label : NULL));
+        if (targets) targets[i] = sample.label;
+        if (desc->transform) DTRAIN__TRY(desc->transform(desc->user, &sample, to));
     }
     memset(to, 0, missing * loader->sample_bytes);
     if (targets) /* every byte of -1 is 255 */

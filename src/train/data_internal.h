@@ -12,9 +12,6 @@
  * algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
 
-/* train/shuffle.c */
-DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
-
 /* A file, and its size and times when it was opened: a read fails when they have changed. */
 typedef struct dtrain__data_file {
     char *path; /* a copy: errors name it long after open */
@@ -100,16 +97,14 @@ struct dtrain_loader {
     int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
 
-/* train/loader.c */
-/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
- * this one has fewer samples left. */
-DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position);
-
 /* train/dataset.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels);
 
 /* train/batch.c */
+/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
+ * this one has fewer samples left. */
+DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position);
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                          dtrain__batch *batch);
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
@@ -133,21 +128,3 @@ DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *fi
 DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
                                                               int64_t item);
 DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
-
-/* train/tokens.c */
-DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
-                                                    const dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count,
-                                                  void *items, int32_t *labels);
-
-/* train/images.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count,
-                                                 void *items, int32_t *labels);
-DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count,
-                                               void *items, int32_t *labels);

@@ -2,7 +2,18 @@
  *
  * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is
  * that of a format, a row of the table below, or a host's own. dtrain__dataset_read calls it and
- * checks the ids or labels that came. */
+ * checks the ids or labels that came.
+ *
+ *     bytes       | t | t | t | ...                                   a token is a byte, 0 to 255
+ *     .bin        | magic | version | count | 0 ... | t | t | ...
+ *                 |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
+ *     u16, u32    | t | t | t | ...                                   2 or 4 bytes, little endian
+ *     CIFAR-10    | label | 3072 pixels | label | 3072 pixels | ...    planes of red, green, blue,
+ *     CIFAR-100   | coarse | fine | 3072 pixels | ...                  32 rows of 32 each
+ *     IDX         | 0 | 0 | 8 | axes | length of axis 1, 2, ... | bytes ...       in two files:
+ *                 |<- 4 bytes ------>|<- 4 bytes each, big endian         images, and their labels
+ *
+ * The tokens of all files are one stream: a window may begin in one file and end in the next. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -16,6 +27,333 @@
 
 #define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
 
+#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
+#define DTRAIN__BIN_MAGIC_U16 20240520u
+#define DTRAIN__BIN_MAGIC_U32 20240801u
+#define DTRAIN__TOKEN_BYTES 4096 /* read at once, into the stack, which can be of 64 KiB */
+#define DTRAIN__CIFAR_PIXELS 3072
+#define DTRAIN__IDX_AXES 4
+#define DTRAIN__IDX_BYTES 8u /* the type: unsigned bytes */
+
+/* ---- Tokens -----------------------------------------------------------------------------------*/
+
+/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
+ * file counts as no .bin: the read that follows reports the error. */
+static bool dtrain__is_bin(const dtrain__data_file *file)
+{
+    unsigned char head[4];
+    if (file->opened.st_size < 4 || dtrain__data_file_read(file, 0, head, sizeof head) != DTRAIN_OK)
+        return false;
+    const uint32_t magic = dtrain__le(head, 4);
+    return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+}
+
+/* Bytes of a sample of a file, by their place in a group of four. */
+typedef struct dtrain__byte_counts {
+    int64_t all, control;                   /* control: bytes that no text has */
+    int64_t zero[4], printable[4], high[4]; /* high: above 0xc4, the high byte of 50256 */
+} dtrain__byte_counts;
+
+/* Tell integers of 2, 4 or 8 bytes, little endian, from bytes: their high bytes are zero, or of
+ * GPT-2's tokens never above 0xc4 where low bytes are. In programs, pictures, sound and compressed
+ * data no place in a group of bytes is so unlike its neighbour, and text has no control characters.
+ * NULL: bytes, or too few to tell. */
+static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t size)
+{
+    const int64_t n = c->all / 4, even = c->zero[0] + c->zero[2], odd = c->zero[1] + c->zero[3];
+    const int64_t letters[2] = {c->printable[0] + c->printable[2],
+                                c->printable[1] + c->printable[3]};
+    if (n < 32 || c->control * 50 < c->all) return NULL;
+    if (size % 4 == 0 && c->zero[3] >= n && 2 * c->zero[2] >= n && 10 * c->zero[0] < 9 * n)
+        return 2 * c->zero[0] < n ? "uint32 tokens" : "integers of 64 bits, which no format has";
+    if (size % 2) return NULL;
+    if ((10 * odd > 18 * n && 10 * letters[0] > 18 * n) ||
+        (10 * even > 18 * n && 10 * letters[1] > 18 * n))
+        return "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
+    const bool low = odd >= 2 * n && even < n;
+    const bool words = c->high[1] + c->high[3] == 0 && 10 * (c->high[0] + c->high[2]) > n;
+    return low || words ? "uint16 tokens, as nanoGPT's .bin" : NULL;
+}
+
+/* Refuse a file that was taken for bytes because desc names no format, and that is something else:
+ * by its first bytes, or by how the bytes of four pages of it are distributed. */
+static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
+                                           const dtrain__data_file *file)
+{
+    static const char packed[] = "compressed data: decompress it first",
+                      utf16[] = "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
+    static const struct {
+        const char *magic, *what;
+    } known[] = {{"\xc6\xd7\x34\x01", "a model of llm.c, by its magic 20240326"},
+                 {"\xc7\xd7\x34\x01", "a debugging state of llm.c, by its magic 20240327"},
+                 {"\xc8\xd7\x34\x01", "a tokenizer of llm.c, by its magic 20240328"},
+                 {"\x8a\xd8\x34\x01", "an evaluation of llm.c, by its magic 20240522"},
+                 {"\x93NUMPY", "a .npy file: array.tofile(PATH) writes numbers only"},
+                 {"PAR1\x15", "a Parquet file: write its text to a file"},
+                 {"\x1f\x8b\x08", packed}, /* gzip, zstd, xz, bzip2, zip */
+                 {"\x28\xb5\x2f\xfd", packed},
+                 {"\xfd\x37zXZ", packed},
+                 {"BZh91AY&SY", packed},
+                 {"PK\x03\x04", packed},
+                 {"\xff\xfe", utf16},
+                 {"\xfe\xff", utf16}};
+    const int64_t size = (int64_t)file->opened.st_size;
+    unsigned char page[4096];
+    const char *what = NULL;
+    bool text = true;
+    dtrain__byte_counts c;
+    memset(&c, 0, sizeof c);
+    for (int64_t part = 0; part < 4 && !what; part++) {
+        const int64_t at = size / 4 * part / 4 * 4;
+        const int64_t bytes = dtrain__min(size - at, (int64_t)sizeof page);
+        DTRAIN__TRY(dtrain__data_file_read(file, at, page, (size_t)bytes));
+        for (int64_t i = 0; i < bytes; i++) {
+            c.control += page[i] < 9 || (page[i] > 13 && page[i] < 27);
+            c.zero[i % 4] += page[i] == 0;
+            c.printable[i % 4] += page[i] >= 32 ? page[i] < 127 : page[i] >= 9 && page[i] <= 13;
+            c.high[i % 4] += page[i] > 0xc4;
+        }
+        c.all += bytes;
+        if (part > 0) continue;
+        text = c.control == 0 || dataset->vocab_count <= 256;
+        for (size_t i = 0; i < sizeof known / sizeof *known && !what; i++) {
+            const size_t length = strlen(known[i].magic);
+            if ((size_t)bytes >= length && memcmp(page, known[i].magic, length) == 0)
+                what = known[i].what;
+        }
+    }
+    if (!what) what = dtrain__wide_tokens(&c, size);
+    if (!what && !text) what = "no text, and the vocabulary is larger than 256";
+    if (!what) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s seems to be %s; a desc without a `format` reads it "
+                       "as bytes: name DTRAIN_DATA_BYTES if these are meant, and for tokens "
+                       "DTRAIN_DATA_U16 (nanoGPT's .bin) or DTRAIN_DATA_U32",
+                       file->path, what);
+}
+
+static dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    dataset->token_bytes = 1;
+    file->item_count = (int64_t)file->opened.st_size;
+    return DTRAIN_OK;
+}
+
+/* Require that the count in the header is exactly the number of tokens, as llm.c does: a longer
+ * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
+static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    unsigned char head[DTRAIN__BIN_HEADER] = {0};
+    const int64_t size = (int64_t)file->opened.st_size;
+    const int64_t have = dtrain__min(size, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
+    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
+    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
+    if ((!narrow && magic != DTRAIN__BIN_MAGIC_U32) || have < DTRAIN__BIN_HEADER ||
+        version != (narrow ? 1 : 7))
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
+                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
+                           "bytes, %u and %u; nanoGPT's .bin files lack the header: they are "
+                           "`format` DTRAIN_DATA_U16, and text is DTRAIN_DATA_BYTES",
+                           file->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
+                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
+    const uint32_t token_bytes = narrow ? 2 : 4;
+    if (dataset->token_bytes && dataset->token_bytes != token_bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has tokens of %u bytes and %s of %u: files of "
+                           "one dataset have one size of token",
+                           file->path, token_bytes, dataset->data.files->path,
+                           dataset->token_bytes);
+    dataset->token_bytes = token_bytes;
+    file->header_bytes = DTRAIN__BIN_HEADER;
+    file->item_count = dtrain__le(head + 8, 4);
+    const int64_t bytes = DTRAIN__BIN_HEADER + file->item_count * token_bytes;
+    if (file->item_count > 0 && bytes == size) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
+                       "has %lld: is it cut off?",
+                       file->path, (long long)file->item_count, (long long)bytes, (long long)size);
+}
+
+/* Take a file of tokens without a header; its format says how many bytes a token has. */
+static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const int64_t size = (int64_t)file->opened.st_size;
+    unsigned char head[6] = {0};
+    dataset->token_bytes = dataset->format->item_bytes;
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)dtrain__min(size, sizeof head)));
+    if (dtrain__is_bin(file) || memcmp(head, "\x93NUMPY", sizeof head) == 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s begins with the header of %s, and %s have none",
+                           file->path,
+                           head[0] != 0x93 ? "an llm.c token file (DTRAIN_DATA_BIN)"
+                                           : "a .npy file (array.tofile(PATH) writes none)",
+                           dataset->format->name);
+    if (size % dataset->token_bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
+                           "cut off?",
+                           file->path, (long long)size, dataset->format->name);
+    file->item_count = size / dataset->token_bytes;
+    return DTRAIN_OK;
+}
+
+/* Read tokens of 1, 2 or 4 bytes through a small buffer, file after file. */
+static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count, void *items,
+                                         int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const uint32_t width = dataset->token_bytes;
+    unsigned char raw[DTRAIN__TOKEN_BYTES];
+    (void)labels; /* tokens have none */
+    for (int64_t done = 0; done < count;) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);
+        const int64_t at = first + done - file->first_item;
+        const int64_t some = dtrain__min(dtrain__min(count - done, file->item_count - at),
+                                         (int64_t)(sizeof raw / width));
+        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * width, raw,
+                                           (size_t)some * width));
+        int32_t *to = (int32_t *)items + done;
+        if (width == 1)
+            for (int64_t k = 0; k < some; k++) to[k] = raw[k];
+        else if (width == 2)
+            for (int64_t k = 0; k < some; k++) to[k] = raw[2 * k] | raw[2 * k + 1] << 8;
+        else
+            for (int64_t k = 0; k < some; k++) to[k] = (int32_t)dtrain__le(raw + 4 * k, 4);
+        done += some;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Images -----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const dtrain__format *format = dataset->format;
+    dataset->item_bytes = DTRAIN__CIFAR_PIXELS;
+    dataset->shape[0] = 3;
+    dataset->shape[1] = dataset->shape[2] = 32;
+    file->item_count = (int64_t)file->opened.st_size / format->item_bytes;
+    if (file->opened.st_size % format->item_bytes == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s has %lld bytes, no whole number of records of %u: "
+                       "is it the binary version of %s, and not cut off?",
+                       file->path, (long long)file->opened.st_size, format->item_bytes,
+                       format->name);
+}
+
+/* Read records one by one: a label or two, then pixels. */
+static dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count, void *items,
+                                        int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const uint32_t record_bytes = dataset->format->item_bytes,
+                   label_bytes = dataset->format->label_bytes;
+    unsigned char record[2 + DTRAIN__CIFAR_PIXELS];
+    for (int64_t i = 0; i < count; i++) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
+        const int64_t at = first + i - file->first_item;
+        DTRAIN__TRY(dtrain__data_file_read(file, at * record_bytes, record, record_bytes));
+        memcpy((unsigned char *)items + i * DTRAIN__CIFAR_PIXELS, record + label_bytes,
+               DTRAIN__CIFAR_PIXELS);
+        if (labels) labels[i] = record[label_bytes - 1]; /* the last one is the fine one */
+    }
+    return DTRAIN_OK;
+}
+
+/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
+ * lengths must be exactly the bytes that follow. */
+static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
+                                        int64_t lengths[DTRAIN__IDX_AXES])
+{
+    unsigned char head[4 + 4 * DTRAIN__IDX_AXES] = {0};
+    const int64_t size = (int64_t)file->opened.st_size;
+    const int64_t have = dtrain__min(size, (int64_t)sizeof head);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
+    const uint32_t axes = head[3];
+    if (have < 8 || head[0] || head[1] || head[2] != DTRAIN__IDX_BYTES || axes < least ||
+        axes > most || have < 4 + 4 * (int64_t)axes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is no IDX file of %s: expected bytes 0 0 8 and "
+                           "%u%s axes at its beginning, found %u %u %u %u in %lld bytes%s",
+                           file->path, most > 1 ? "images" : "labels", least,
+                           most > least ? " to 4" : "", head[0], head[1], head[2], head[3],
+                           (long long)size,
+                           head[0] == 0x1f && head[1] == 0x8b ? ": gunzip it first" : "");
+    int64_t bytes = 1; /* of the data: no more than size, which bounds every product below */
+    bool fits = true;
+    for (uint32_t i = 0; i < axes; i++) {
+        const unsigned char *big = head + 4 + 4 * i;
+        lengths[i] = (int64_t)big[0] << 24 | big[1] << 16 | big[2] << 8 | big[3];
+        fits = fits && lengths[i] > 0 && lengths[i] <= size / bytes;
+        if (fits) bytes *= lengths[i];
+    }
+    file->header_bytes = 4 + 4 * (int64_t)axes;
+    file->item_count = lengths[0];
+    if (fits && file->header_bytes + bytes == size) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s announces %lld items in %u axes, which does not "
+                       "make its %lld bytes: is it cut off?",
+                       file->path, (long long)lengths[0], axes, (long long)size);
+}
+
+/* Learn a file of images, and the file of labels with the same number in the other list. Axes are
+ * (images, columns), (images, rows, columns) or (images, channels, rows, columns). */
+static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const size_t at = (size_t)(file - dataset->data.files);
+    int64_t lengths[DTRAIN__IDX_AXES], shape[3] = {1, 1, 1}, label_count[DTRAIN__IDX_AXES];
+    if (dataset->labels.count != dataset->data.count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_dataset_open: %zu IDX files of images and %zu of labels; expected "
+            "as many in desc->labels as in desc->path",
+            dataset->data.count, dataset->labels.count);
+    dtrain__data_file *beside = &dataset->labels.files[at];
+    DTRAIN__TRY(dtrain__idx_header(file, 2, DTRAIN__IDX_AXES, lengths));
+    DTRAIN__TRY(dtrain__idx_header(beside, 1, 1, label_count));
+    beside->first_item = file->first_item;
+    if (file->item_count != beside->item_count)
+        return dtrain_fail(
+            DTRAIN_ERROR_DATA, "dtrain_dataset_open: %s has %lld images and %s %lld labels",
+            file->path, (long long)file->item_count, beside->path, (long long)beside->item_count);
+    const int64_t axes = (file->header_bytes - 4) / 4;
+    for (int64_t i = 1; i < axes; i++) shape[3 - axes + i] = lengths[i];
+    if (at > 0 && memcmp(shape, dataset->shape, sizeof shape) != 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: images of %s are (%lld, %lld, %lld), those of %s "
+                           "(%lld, %lld, %lld)",
+                           file->path, (long long)shape[0], (long long)shape[1],
+                           (long long)shape[2], dataset->data.files->path,
+                           (long long)dataset->shape[0], (long long)dataset->shape[1],
+                           (long long)dataset->shape[2]);
+    memcpy(dataset->shape, shape, sizeof shape);
+    dataset->item_bytes = (size_t)(shape[0] * shape[1] * shape[2]);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count, void *items,
+                                      int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const size_t bytes = dataset->item_bytes;
+    for (int64_t i = 0; i < count; i++) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
+        const int64_t at = first + i - file->first_item;
+        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * (int64_t)bytes,
+                                           (unsigned char *)items + (size_t)i * bytes, bytes));
+        if (!labels) continue;
+        const dtrain__data_file *beside = dtrain__data_file_of(&dataset->labels, first + i);
+        unsigned char label;
+        DTRAIN__TRY(dtrain__data_file_read(beside, beside->header_bytes + at, &label, 1));
+        labels[i] = label;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Opening and reading ----------------------------------------------------------------------*/
+
 /* In the order of dtrain_data_format. */
 static const dtrain__format dtrain__formats[] = {
     {"auto", 0, 0, 0, NULL, NULL},
@@ -27,43 +365,6 @@ static const dtrain__format dtrain__formats[] = {
     {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__idx_read},
     {"uint32 tokens", 50257, 4, 0, dtrain__raw_learn, dtrain__tokens_read},
 };
-
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
-static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset,
-                                           const dtrain_dataset_desc *desc);
-
-DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
-                                             dtrain_dataset **out)
-{
-    if (out) *out = NULL;
-    DTRAIN__GIVEN("dtrain_dataset_open", desc);
-    DTRAIN__GIVEN("dtrain_dataset_open", out);
-    DTRAIN__TRY(dtrain__dataset_check(desc));
-    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
-    dtrain_dataset *dataset =
-        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
-    if (!dataset) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = DTRAIN_OK;
-    dataset->allocator = allocator;
-    dataset->vocab_count = desc->vocab_count;
-    if (desc->path) result = dtrain__dataset_files(dataset, desc);
-    else {
-        dataset->item_count = desc->item_count;
-        dataset->item_bytes = desc->item_bytes;
-        dataset->read = desc->read;
-        dataset->user = desc->user;
-        snprintf(dataset->name, sizeof dataset->name, "the host's own source");
-        if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
-    }
-    if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
-        dataset->vocab_count > 256)
-        dtrain_log(world, DTRAIN_LOG_INFO,
-                   "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
-                   (long long)dataset->vocab_count);
-    if (result == DTRAIN_OK) *out = dataset;
-    else dtrain_dataset_close(dataset);
-    return result;
-}
 
 static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
 {
@@ -154,6 +455,39 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
     return dtrain__data_sample(dataset, &dataset->labels);
 }
 
+DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
+                                             dtrain_dataset **out)
+{
+    if (out) *out = NULL;
+    DTRAIN__GIVEN("dtrain_dataset_open", desc);
+    DTRAIN__GIVEN("dtrain_dataset_open", out);
+    DTRAIN__TRY(dtrain__dataset_check(desc));
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
+    dtrain_dataset *dataset =
+        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
+    if (!dataset) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = DTRAIN_OK;
+    dataset->allocator = allocator;
+    dataset->vocab_count = desc->vocab_count;
+    if (desc->path) result = dtrain__dataset_files(dataset, desc);
+    else {
+        dataset->item_count = desc->item_count;
+        dataset->item_bytes = desc->item_bytes;
+        dataset->read = desc->read;
+        dataset->user = desc->user;
+        snprintf(dataset->name, sizeof dataset->name, "the host's own source");
+        if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
+    }
+    if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
+        dataset->vocab_count > 256)
+        dtrain_log(world, DTRAIN_LOG_INFO,
+                   "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
+                   (long long)dataset->vocab_count);
+    if (result == DTRAIN_OK) *out = dataset;
+    else dtrain_dataset_close(dataset);
+    return result;
+}
+
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
 {
     if (!dataset) return;
@@ -177,20 +511,21 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
     info->file_sample = dataset->file_sample;
 }
 
-/* ---- reading ----------------------------------------------------------------------------------*/
-
-/* Check ids of tokens, or labels. They are checked on use, because a dataset of 100 GB would take
- * minutes to check at open. */
-static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t first, int64_t count,
-                                       const int32_t *ids)
+/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. Ids of tokens,
+ * or labels, are checked on use, because a dataset of 100 GB would take minutes to check at open. */
+DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
+                                                   int64_t count, void *items, int32_t *labels)
 {
-    const uint32_t most = (uint32_t)dataset->vocab_count;
-    uint32_t bad = 0;
-    for (int64_t i = 0; i < count; i++) bad |= (uint32_t)ids[i] >= most;
-    if (!bad) return DTRAIN_OK;
-    int64_t i = 0;
-    while ((uint32_t)ids[i] < most) i++;
     const bool tokens = dataset->item_bytes == 0;
+    const uint32_t most = (uint32_t)dataset->vocab_count;
+    const int32_t *ids = tokens ? (const int32_t *)items : labels;
+    uint32_t bad = 0;
+    int64_t i = 0;
+    DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
+    if (!ids) return DTRAIN_OK;
+    for (int64_t k = 0; k < count; k++) bad |= (uint32_t)ids[k] >= most;
+    if (!bad) return DTRAIN_OK;
+    while ((uint32_t)ids[i] < most) i++;
     const dtrain__data_file *file =
         dataset->data.count ? dtrain__data_file_of(&dataset->data, first + i) : NULL;
     return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
@@ -200,14 +535,4 @@ static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t fi
                        tokens ? "the vocabulary has" : "labels are below", (long long)most,
                        tokens ? "was the file made by another tokenizer?"
                               : "has the file another format, or desc->vocab_count to be larger?");
-}
-
-/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. */
-DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
-                                                   int64_t count, void *items, int32_t *labels)
-{
-    const bool tokens = dataset->item_bytes == 0;
-    DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
-    if (!tokens && !labels) return DTRAIN_OK;
-    return dtrain__ids_check(dataset, first, count, tokens ? (const int32_t *)items : labels);
 }

@@ -19,66 +19,6 @@
 #define DTRAIN__OPEN_FILES \
     64 /* that many stay open; others are opened for each read, because descriptors are few */
 
-/* A search for files: what it has found so far, and the part of `paths` it is at. */
-typedef struct dtrain__data_search {
-    const dtrain_allocator *allocator;
-    dtrain__data_files *files;
-    char path[PATH_MAX];
-} dtrain__data_search;
-
-static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths);
-static dtrain_result dtrain__data_file_open(dtrain__data_file *file, bool stays);
-
-/* Find the files that `paths` names, and open each. After a failure files_close frees what is
- * there. */
-DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
-                                                      const char *paths, dtrain__data_files *files)
-{
-    dtrain__data_search search;
-    memset(&search, 0, sizeof search);
-    search.allocator = allocator;
-    search.files = files;
-    DTRAIN__TRY(dtrain__data_files_find(&search, paths));
-    for (size_t i = 0; i < files->count; i++)
-        DTRAIN__TRY(dtrain__data_file_open(&files->files[i], i < DTRAIN__OPEN_FILES));
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
-                                              dtrain__data_files *files)
-{
-    for (size_t i = 0; i < files->count; i++) {
-        dtrain__data_file *file = &files->files[i];
-        if (file->file >= 0) close(file->file);
-        dtrain__free(allocator, file->path, strlen(file->path) + 1, 1);
-    }
-    dtrain__free(allocator, files->files, files->room, sizeof *files->files);
-    memset(files, 0, sizeof *files);
-}
-
-/* Return the file that holds an item of the dataset. */
-DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
-                                                              int64_t item)
-{
-    size_t low = 0, high = files->count; /* it is one of [low, high) */
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        if (files->files[middle].first_item <= item) low = middle;
-        else high = middle;
-    }
-    return &files->files[low];
-}
-
-/* Return the little-endian number of `width` bytes, whatever the host's order. */
-DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
-{
-    uint32_t value = 0;
-    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
-    return value;
-}
-
-/* ---- reading ----------------------------------------------------------------------------------*/
-
 /* Open a file. Without O_NONBLOCK a pipe would wait for its writer here. */
 static int dtrain__data_open(const char *path)
 {
@@ -110,69 +50,67 @@ static dtrain_result dtrain__data_file_check(const dtrain__data_file *file, int 
                                                      : "having been written to");
 }
 
-static dtrain_result dtrain__data_file_pread(const dtrain__data_file *file, int descriptor,
-                                             int64_t offset, void *buffer, size_t bytes)
-{
-    for (size_t done = 0; done < bytes;) {
-        const ssize_t got = pread(descriptor, (unsigned char *)buffer + done, bytes - done,
-                                  (off_t)(offset + (int64_t)done));
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s", file->path,
-                               (long long)offset + (long long)done, strerror(errno));
-        if (got == 0) { /* the file is shorter now: offsets lie inside its size at open */
-            DTRAIN__TRY(dtrain__data_file_check(file, descriptor));
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
-                               (long long)offset + (long long)done,
-                               (long long)file->opened.st_size);
-        }
-        done += (size_t)got;
-    }
-    return dtrain__data_file_check(file, descriptor);
-}
-
 /* Read all `bytes` at `offset`; fail if the file has changed since it was opened. */
 DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
                                                      void *buffer, size_t bytes)
 {
-    if (file->file >= 0) return dtrain__data_file_pread(file, file->file, offset, buffer, bytes);
-    const int descriptor = dtrain__data_open(file->path);
+    const int descriptor = file->file >= 0 ? file->file : dtrain__data_open(file->path);
+    dtrain_result result = DTRAIN_OK;
     if (descriptor < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened again: %s", file->path,
                            strerror(errno));
-    const dtrain_result result = dtrain__data_file_pread(file, descriptor, offset, buffer, bytes);
-    close(descriptor);
+    for (size_t done = 0; done < bytes && result == DTRAIN_OK;) {
+        const long long at = (long long)offset + (long long)done;
+        const ssize_t got =
+            pread(descriptor, (unsigned char *)buffer + done, bytes - done, (off_t)at);
+        if (got > 0) done += (size_t)got;
+        else if (got < 0 && errno != EINTR)
+            result = dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
+                                 file->path, at, strerror(errno));
+        else if (got == 0) { /* the file is shorter now: offsets lie inside its size at open */
+            result = dtrain__data_file_check(file, descriptor);
+            if (result == DTRAIN_OK)
+                result = dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
+                                     at, (long long)file->opened.st_size);
+        }
+    }
+    if (result == DTRAIN_OK) result = dtrain__data_file_check(file, descriptor);
+    if (file->file < 0) close(descriptor);
     return result;
 }
 
-/* Open a file to learn its size, and keep it open if it `stays`. */
-static dtrain_result dtrain__data_file_open(dtrain__data_file *file, bool stays)
+/* Return the file that holds an item of the dataset. */
+DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
+                                                              int64_t item)
 {
-    file->file = dtrain__data_open(file->path);
-    if (file->file < 0 || fstat(file->file, &file->opened) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           file->path, strerror(errno));
-    if (!S_ISREG(file->opened.st_mode) || file->opened.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a file of data", file->path,
-                           S_ISREG(file->opened.st_mode) ? "empty" : "no regular file");
-    if (stays) return DTRAIN_OK;
-    close(file->file);
-    file->file = -1;
-    return DTRAIN_OK;
+    size_t low = 0, high = files->count; /* it is one of [low, high) */
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        if (files->files[middle].first_item <= item) low = middle;
+        else high = middle;
+    }
+    return &files->files[low];
 }
 
-/* ---- finding ----------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__data_files_add(dtrain__data_search *search, const char *path)
+/* Return the little-endian number of `width` bytes, whatever the host's order. */
+DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
 {
-    dtrain__data_files *files = search->files;
+    uint32_t value = 0;
+    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
+    return value;
+}
+
+/* ---- Opening ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__data_files_add(const dtrain_allocator *allocator,
+                                            dtrain__data_files *files, const char *path)
+{
     void *array = files->files;
     const size_t bytes = strlen(path) + 1;
-    const bool room = dtrain__grow(search->allocator, &array, files->count, &files->room,
+    const bool room = dtrain__grow(allocator, &array, files->count, &files->room,
                                    sizeof *files->files, "a dataset's files");
     files->files = (dtrain__data_file *)array;
-    char *copy = room ? (char *)dtrain__alloc(search->allocator, bytes, 1, "a path") : NULL;
+    char *copy = room ? (char *)dtrain__alloc(allocator, bytes, 1, "a path") : NULL;
     if (!copy) return DTRAIN_ERROR_MEMORY;
     dtrain__data_file *file = &files->files[files->count++];
     memset(file, 0, sizeof *file);
@@ -186,69 +124,96 @@ static int dtrain__compare_data_files(const void *a, const void *b)
     return strcmp(((const dtrain__data_file *)a)->path, ((const dtrain__data_file *)b)->path);
 }
 
-/* Add the regular files of a folder whose names fit the pattern, in the order of their names. */
-static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const char *folder,
-                                             const char *pattern)
+/* Add the files that `path` names: the file itself, or the regular files of a folder whose names
+ * fit a pattern, in the order of their names. A path that exists is no pattern, whatever characters
+ * are in it. */
+static dtrain_result dtrain__data_files_find(const dtrain_allocator *allocator,
+                                             dtrain__data_files *files, char *path)
 {
-    const size_t before = search->files->count;
-    dtrain_result result = DTRAIN_OK;
-    DIR *directory = dtrain__open_directory(*folder ? folder : ".");
-    if (!directory)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           *folder ? folder : ".", strerror(errno));
+    const size_t before = files->count;
+    const char *folder = path, *pattern = "*";
+    struct stat info;
+    const bool exists = stat(path, &info) == 0;
+    if (exists ? !S_ISDIR(info.st_mode) : !strpbrk(path, "*?["))
+        return dtrain__data_files_add(allocator, files, path);
+    if (!exists) {
+        char *slash = strrchr(path, '/');
+        pattern = slash ? slash + 1 : path;
+        folder = !slash ? "" : slash == path ? "/" : path;
+        if (slash) *slash = 0;
+    }
     const size_t length = strlen(folder);
-    const char *slash = length && folder[length - 1] != '/' ? "/" : "";
+    const char *between = length && folder[length - 1] != '/' ? "/" : "";
+    const char *where = length ? folder : ".";
+    dtrain_result result = DTRAIN_OK;
+    DIR *directory = dtrain__open_directory(where);
+    if (!directory)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s", where,
+                           strerror(errno));
     for (const struct dirent *entry; result == DTRAIN_OK && (entry = readdir(directory));) {
-        char path[PATH_MAX + 1 + NAME_MAX + 1];
-        struct stat info;
+        char name[PATH_MAX + 1 + NAME_MAX + 1];
         if (fnmatch(pattern, entry->d_name, FNM_PERIOD) != 0) continue;
-        snprintf(path, sizeof path, "%s%s%s", folder, slash, entry->d_name);
-        if (stat(path, &info) == 0 && S_ISREG(info.st_mode))
-            result = dtrain__data_files_add(search, path);
+        snprintf(name, sizeof name, "%s%s%s", folder, between, entry->d_name);
+        if (stat(name, &info) == 0 && S_ISREG(info.st_mode))
+            result = dtrain__data_files_add(allocator, files, name);
     }
     closedir(directory);
     DTRAIN__TRY(result);
-    if (search->files->count == before)
+    if (files->count == before)
         return dtrain_fail(DTRAIN_ERROR_FILE,
                            "dtrain_dataset_open: the folder %s has no file whose name fits \"%s\"",
-                           *folder ? folder : ".", pattern);
-    qsort(search->files->files + before, search->files->count - before,
-          sizeof *search->files->files, dtrain__compare_data_files);
+                           where, pattern);
+    qsort(files->files + before, files->count - before, sizeof *files->files,
+          dtrain__compare_data_files);
     return DTRAIN_OK;
 }
 
-/* Add the files that search->path names: the file itself, the files of a folder, or those that fit
- * a pattern. A path that exists is no pattern, whatever characters are in it. */
-static dtrain_result dtrain__data_files_find_one(dtrain__data_search *search)
+/* Find the files that `paths` names, one that exists or several with commas between, and open each
+ * to learn its size. After a failure files_close frees what is there. */
+DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
+                                                      const char *paths, dtrain__data_files *files)
 {
-    struct stat info;
-    char *path = search->path;
-    const bool exists = stat(path, &info) == 0;
-    if (exists && S_ISDIR(info.st_mode)) return dtrain__data_files_list(search, path, "*");
-    if (exists || !strpbrk(path, "*?[")) return dtrain__data_files_add(search, path);
-    char *slash = strrchr(path, '/');
-    if (!slash) return dtrain__data_files_list(search, "", path);
-    char pattern[NAME_MAX + 1];
-    snprintf(pattern, sizeof pattern, "%s", slash + 1);
-    slash[slash == path] = 0; /* the root keeps its slash */
-    return dtrain__data_files_list(search, path, pattern);
-}
-
-/* Find all files: `paths` is one that exists, or several with commas between. */
-static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths)
-{
+    char path[PATH_MAX];
     struct stat info;
     const bool whole = stat(paths, &info) == 0;
     for (const char *at = paths;;) {
         const size_t length = whole ? strlen(at) : strcspn(at, ",");
-        if (length == 0 || length >= sizeof search->path)
+        if (length == 0 || length >= sizeof path)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "dtrain_dataset_open: a path in \"%.200s\" is %s", paths,
                                length ? "too long" : "empty");
-        memcpy(search->path, at, length);
-        search->path[length] = 0;
-        DTRAIN__TRY(dtrain__data_files_find_one(search));
-        if (!at[length]) return DTRAIN_OK;
+        memcpy(path, at, length);
+        path[length] = 0;
+        DTRAIN__TRY(dtrain__data_files_find(allocator, files, path));
+        if (!at[length]) break;
         at += length + 1;
     }
+    for (size_t i = 0; i < files->count; i++) {
+        dtrain__data_file *file = &files->files[i];
+        file->file = dtrain__data_open(file->path);
+        if (file->file < 0 || fstat(file->file, &file->opened) != 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                               file->path, strerror(errno));
+        const bool regular = S_ISREG(file->opened.st_mode);
+        if (!regular || file->opened.st_size == 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "dtrain_dataset_open: %s is %s, expected a file of data", file->path,
+                               regular ? "empty" : "no regular file");
+        if (i < DTRAIN__OPEN_FILES) continue;
+        close(file->file);
+        file->file = -1;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
+                                              dtrain__data_files *files)
+{
+    for (size_t i = 0; i < files->count; i++) {
+        dtrain__data_file *file = &files->files[i];
+        if (file->file >= 0) close(file->file);
+        dtrain__free(allocator, file->path, strlen(file->path) + 1, 1);
+    }
+    dtrain__free(allocator, files->files, files->room, sizeof *files->files);
+    memset(files, 0, sizeof *files);
 }

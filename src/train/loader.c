@@ -25,21 +25,6 @@
 #define DTRAIN__NEXT_TIMEOUT_NS \
     UINT64_C(600000000000) /* without a world: ten minutes, as its default */
 
-static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
-static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
-static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
-
-/* Warn where a loader in order, which evaluations have, deals samples again. */
-static void dtrain__loader_warn(dtrain_loader *loader)
-{
-    loader->warned = true;
-    dtrain_log(
-        loader->world, DTRAIN_LOG_WARNING,
-        "a loader in order has dealt the %lld samples of %s and begins again; sample_limit = "
-        "DTRAIN_ONE_EPOCH ends it, so that an evaluation covers each sample once",
-        (long long)loader->samples_per_epoch, loader->desc.dataset->name);
-}
-
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
     DTRAIN__GIVEN("dtrain_loader_next", loader);
@@ -60,16 +45,15 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
     const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
     loader->position = dtrain__loader_begin(loader, end);
     if (loader->desc.in_order && !loader->desc.sample_limit && !loader->warned && !loader->rank &&
-        end > (uint64_t)loader->window_count)
-        dtrain__loader_warn(loader);
+        end > (uint64_t)loader->window_count) {
+        loader->warned = true;
+        dtrain_log(loader->world, DTRAIN_LOG_WARNING,
+                   "a loader in order has dealt the %lld samples of %s and begins again; "
+                   "sample_limit = DTRAIN_ONE_EPOCH ends it, so that an evaluation covers each "
+                   "sample once",
+                   (long long)loader->samples_per_epoch, loader->desc.dataset->name);
+    }
     return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
-{
-    const uint64_t all = (uint64_t)loader->window_count, left = all - position % all;
-    const bool drops = loader->desc.drop_last && left < loader->desc.batch * loader->ranks;
-    return drops ? position + left : position;
 }
 
 /* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
@@ -109,52 +93,6 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
-
-static dtrain__state_source dtrain__loader_state(dtrain_loader *loader)
-{
-    const dtrain__state_source source = {{{"loader.position", &loader->position, 8},
-                                          {"loader.epoch_samples", &loader->epoch_samples, 8},
-                                          {"loader.seed", &loader->desc.seed, 8},
-                                          {NULL, NULL, 0},
-                                          {NULL, NULL, 0}},
-                                         dtrain__loader_resume,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL};
-    return source;
-}
-
-/* Count windows first: the sizes of the arrays follow from their number. */
-DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
-                                              dtrain_loader **out)
-{
-    DTRAIN__GIVEN("dtrain_loader_create", desc);
-    DTRAIN__GIVEN("dtrain_loader_create", out);
-    *out = NULL;
-    DTRAIN__TRY(dtrain__loader_check(desc));
-    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
-    dtrain_loader *loader =
-        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
-    if (!loader) return DTRAIN_ERROR_MEMORY;
-    loader->allocator = allocator;
-    loader->world = world;
-    loader->desc = *desc;
-    loader->state = dtrain__loader_state(loader);
-    const dtrain_comm *data = desc->mesh   ? dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA)
-                              : desc->comm ? desc->comm
-                                           : dtrain_world_comm(world); /* NULL: one rank */
-    loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
-    loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
-    loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
-    if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
-    dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) result = dtrain__loader_memory(loader);
-    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_create(loader);
-    if (result == DTRAIN_OK) *out = loader;
-    else dtrain_loader_destroy(loader);
-    return result;
-}
 
 /* Refuse fields that contradict each other. */
 static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
@@ -248,8 +186,8 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
 {
     const dtrain_loader_desc *desc = &loader->desc;
     const dtrain_allocator *allocator = &loader->allocator;
-    const size_t row =
-        (size_t)desc->sequence; /* a window may fit in memory as bytes and not as int32 */
+    const size_t row = (size_t)desc->sequence;
+    /* a window may fit in memory as bytes and not as int32 */
     if (row > SIZE_MAX / sizeof(int32_t) - 1)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
     loader->sample_bytes = row               ? row * sizeof(int32_t)
@@ -279,6 +217,47 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
         if (!batch->inputs || !batch->targets) return DTRAIN_ERROR_MEMORY;
     }
     return loader->batches ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+/* Count windows first: the sizes of the arrays follow from their number. */
+DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
+                                              dtrain_loader **out)
+{
+    DTRAIN__GIVEN("dtrain_loader_create", desc);
+    DTRAIN__GIVEN("dtrain_loader_create", out);
+    *out = NULL;
+    DTRAIN__TRY(dtrain__loader_check(desc));
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
+    dtrain_loader *loader =
+        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
+    if (!loader) return DTRAIN_ERROR_MEMORY;
+    loader->allocator = allocator;
+    loader->world = world;
+    loader->desc = *desc;
+    const dtrain__state_source state = {{{"loader.position", &loader->position, 8},
+                                         {"loader.epoch_samples", &loader->epoch_samples, 8},
+                                         {"loader.seed", &loader->desc.seed, 8},
+                                         {NULL, NULL, 0},
+                                         {NULL, NULL, 0}},
+                                        dtrain__loader_resume,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL};
+    loader->state = state;
+    const dtrain_comm *data = desc->mesh   ? dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA)
+                              : desc->comm ? desc->comm
+                                           : dtrain_world_comm(world); /* NULL: one rank */
+    loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
+    loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
+    loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
+    if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
+    dtrain_result result = dtrain__loader_plan(loader);
+    if (result == DTRAIN_OK) result = dtrain__loader_memory(loader);
+    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_create(loader);
+    if (result == DTRAIN_OK) *out = loader;
+    else dtrain_loader_destroy(loader);
+    return result;
 }
 
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)

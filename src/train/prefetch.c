@@ -40,39 +40,30 @@ typedef struct dtrain__prefetch {
     uint32_t busy; /* batches that are claimed and not yet read */
 } dtrain__prefetch;
 
-/* ---- a worker ---------------------------------------------------------------------------------*/
-
-/* Wait for a place, claim the next batch and deal it; NULL at the end. */
-static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
-{
-    dtrain__prefetch *p = loader->prefetch;
-    dtrain__batch *batch = NULL;
-    uint64_t seed = 0, position = 0;
-    pthread_mutex_lock(&p->deal);
-    pthread_mutex_lock(&p->mutex);
-    while (!p->ending && !(p->running && p->claimed - p->taken < loader->batch_count))
-        pthread_cond_wait(&p->room, &p->mutex);
-    if (!p->ending) {
-        seed = p->seed;
-        position = p->position;
-        p->position = dtrain__loader_begin(loader, position + loader->desc.batch * loader->ranks);
-        batch = &loader->batches[p->claimed % loader->batch_count];
-        p->claimed++;
-        p->busy++;
-    }
-    pthread_mutex_unlock(&p->mutex);
-    if (batch) dtrain__loader_deal(loader, seed, position, batch);
-    pthread_mutex_unlock(&p->deal);
-    return batch;
-}
-
+/* Claim batches, deal and read them, until the end. */
 static void *dtrain__prefetch_worker(void *argument)
 {
     dtrain_loader *loader = (dtrain_loader *)argument;
     dtrain__prefetch *p = loader->prefetch;
-    dtrain__batch *batch;
     dtrain__set_thread_rank(p->rank);
-    while ((batch = dtrain__prefetch_claim(loader)) != NULL) {
+    for (;;) {
+        pthread_mutex_lock(&p->deal);
+        pthread_mutex_lock(&p->mutex);
+        while (!p->ending && !(p->running && p->claimed - p->taken < loader->batch_count))
+            pthread_cond_wait(&p->room, &p->mutex);
+        const bool ending = p->ending;
+        const uint64_t seed = p->seed, position = p->position;
+        dtrain__batch *batch = &loader->batches[p->claimed % loader->batch_count];
+        if (!ending) {
+            const uint64_t end = position + loader->desc.batch * loader->ranks;
+            p->position = dtrain__loader_begin(loader, end);
+            p->claimed++;
+            p->busy++;
+        }
+        pthread_mutex_unlock(&p->mutex);
+        if (!ending) dtrain__loader_deal(loader, seed, position, batch);
+        pthread_mutex_unlock(&p->deal);
+        if (ending) return NULL;
         batch->read_ns[0] = dtrain__now_ns();
         batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
         batch->read_ns[1] = dtrain__now_ns();
@@ -84,50 +75,26 @@ static void *dtrain__prefetch_worker(void *argument)
         pthread_cond_signal(&p->ready);
         pthread_mutex_unlock(&p->mutex);
     }
-    return NULL;
 }
 
-/* ---- the loader's thread ----------------------------------------------------------------------*/
-
-/* Wait for the next batch, at most until the deadline; false: it has passed. */
-static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *batch)
-{
-    dtrain__prefetch *p = loader->prefetch;
-    const uint64_t end = dtrain__now_ns() + loader->timeout_ns;
-    struct timespec deadline;
-    deadline.tv_sec = (time_t)(end / 1000000000u);
-    deadline.tv_nsec = (long)(end % 1000000000u);
-    int error = 0;
-    while (!batch->ready && error == 0)
-        error = pthread_cond_timedwait(&p->ready, &p->mutex, &deadline);
-    return batch->ready;
-}
-
-/* Write the reading of a batch to the trace: one track for each place in the ring, where batches
- * follow each other. */
-static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__batch *batch)
-{
-    const size_t place = (size_t)(batch - loader->batches);
-    if (!loader->world || !loader->world->timeline.traced ||
-        DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
-        return;
-    dtrain__span_add(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
-                     "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
-                     batch->read_ns[1]);
-}
-
-/* Copy the next batch out of the ring. After a batch that failed the workers pause, and the next
- * call starts them at that batch. */
+/* Copy the next batch out of the ring, at the latest when the timeout is over. After a batch that
+ * failed the workers pause, and the next call starts them at that batch. The trace has a track for
+ * each place in the ring, where batches follow each other. */
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets)
 {
     dtrain__prefetch *p = loader->prefetch;
+    dtrain_world *world = loader->world;
     const size_t count = loader->desc.batch;
     if (p->process != getpid())
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "dtrain_loader_next: this loader's workers live in process %ld, from "
                            "which this one was forked: create loaders after the fork",
                            (long)p->process);
+    const uint64_t end = dtrain__now_ns() + loader->timeout_ns;
+    struct timespec deadline;
+    deadline.tv_sec = (time_t)(end / 1000000000u);
+    deadline.tv_nsec = (long)(end % 1000000000u);
     pthread_mutex_lock(&p->mutex);
     if (!p->running) {
         p->running = true;
@@ -135,8 +102,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         p->position = loader->position;
         pthread_cond_signal(&p->room); /* one at most waits: the others wait for `deal` */
     }
-    dtrain__batch *batch = &loader->batches[p->taken % loader->batch_count];
-    const bool there = dtrain__prefetch_await(loader, batch);
+    const uint32_t place = (uint32_t)(p->taken % loader->batch_count);
+    dtrain__batch *batch = &loader->batches[place];
+    while (!batch->ready && pthread_cond_timedwait(&p->ready, &p->mutex, &deadline) == 0) continue;
+    const bool there = batch->ready;
     pthread_mutex_unlock(&p->mutex);
     if (!there)
         return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
@@ -149,7 +118,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         dtrain__prefetch_pause(loader);
         return result;
     }
-    dtrain__prefetch_trace(loader, batch);
+    if (world && world->timeline.traced && DTRAIN__TRACK_READ + place < DTRAIN__TRACE_TRACKS)
+        dtrain__span_add(world, DTRAIN__TRACK_READ + place, DTRAIN_SPAN_DATA, "read batch", NULL,
+                         (int64_t)p->taken, batch->read_ns[0], batch->read_ns[1]);
     loader->batch_samples = batch->count;
     memcpy(inputs, batch->inputs, count * loader->sample_bytes);
     if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
