@@ -206,8 +206,6 @@ DTRAIN__COLD
 #include "tape/arena.c"
 #include "train/files.c"
 #include "train/dataset.c"
-#include "train/batch.c"
-#include "train/prefetch.c"
 #include "train/loader.c"
 #include "train/micro_batch.c"
 #include "train/queued_step.c"

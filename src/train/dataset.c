@@ -511,8 +511,8 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
     info->file_sample = dataset->file_sample;
 }
 
-/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. Ids of tokens,
- * or labels, are checked on use, because a dataset of 100 GB would take minutes to check at open. */
+/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. Ids of tokens
+ * and labels are checked here: of a dataset of 100 GB that would take minutes at open. */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels)
 {

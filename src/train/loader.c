@@ -1,10 +1,38 @@
 /* Loaders
  *
  * A loader hands out this rank's batches, one after the other, and keeps one number: how many
- * samples all ranks have taken. Which samples those are follows from it (batch.c). A batch is made
- * in two steps. It is dealt: its samples are looked up, in order, because that may enter an epoch.
- * Then it is read, which changes nothing of the loader. So threads may read batches ahead
- * (prefetch.c), and all batches stay the same. */
+ * samples all ranks have taken. Which samples those are follows from that number. It cuts tokens
+ * into windows that share one border token (target of one, input of the next). When shuffling, the
+ * grid moves by a new shift every epoch, so that a token is not always seen behind the same context:
+ *
+ *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
+ *               shift  0       1       2    +1 target
+ *
+ *     sample k of the run = window order[k % windows] of epoch k / windows
+ *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
+ *
+ * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
+ * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
+ * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one
+ * fewer at least, so that every shift in [0, sequence) leaves them room (but never fewer than one).
+ * Where items are samples, each is a window by itself, and there is no shift.
+ *
+ * A batch is made in two steps. It is dealt: its samples are looked up, in order, because that may
+ * enter an epoch. Then it is read, which changes nothing of the loader. So threads may read batches
+ * ahead. They take batches in turn, 0, 1, 2, ... from where the loader stands, and read each into
+ * its place in a ring. The loader copies them out in the same order, so how many workers there are
+ * and which of them is slow changes no batch:
+ *
+ *     batches    0 1 2 | 3 4 5 6 | 7 8 ...        batch_count = 4; 3 and 5 are ready, 4 and 6 are
+ *                taken | in ring | not claimed    being read, and 7 waits until 3 is taken
+ *
+ * The worker that claims a batch holds `deal`, also while it waits for a free place: so epochs are
+ * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, and is
+ * held for a few lines at a time.
+ *
+ * A seek, a failed batch and a loaded checkpoint do the same: workers stop, the batches that they
+ * have read are dropped, and the next call starts them at the loader's new position. The first call
+ * starts them as well, creation does not. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -12,18 +40,301 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
 #include "comm/groups_internal.h"
 #include "parallel/mesh.h"
+#include "state/source_internal.h"
 #include "train/data.h"
 #include "train/data_internal.h"
 
 #define DTRAIN__MOST_WORKERS 64
 #define DTRAIN__MOST_PREFETCH 65536
-#define DTRAIN__NEXT_TIMEOUT_NS \
-    UINT64_C(600000000000) /* without a world: ten minutes, as its default */
+#define DTRAIN__NEXT_TIMEOUT_NS UINT64_C(600000000000) /* ten minutes, a world's default */
+
+/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
+ * algorithm. */
+#define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
+#define DTRAIN__MT_COUNT 624                           /* words of the generator's state */
+#define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
+
+/* Where a sample of a batch lies: its item, or the first token of its window. */
+typedef struct dtrain__pick {
+    int64_t item;
+    uint64_t epoch;
+} dtrain__pick;
+
+/* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
+typedef struct dtrain__batch {
+    dtrain__pick *picks; /* (batch) */
+    uint32_t count;      /* of picks that were dealt; the rest is padding */
+    void *scratch;       /* one sample as the dataset stores it */
+    void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
+    int32_t *targets;    /* (batch, sequence or 1) */
+    uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
+    bool ready;          /* read, with the result and the error below */
+    dtrain_result result;
+    char error[DTRAIN__ERROR_BYTES];
+} dtrain__batch;
+
+struct dtrain_loader {
+    dtrain__state_source state;
+    dtrain_allocator allocator;
+    dtrain_world *world;     /* its trace shows the workers; NULL: none */
+    dtrain_loader_desc desc; /* resolved */
+    uint64_t rank, ranks;
+    uint64_t timeout_ns;
+    uint64_t position;         /* samples dealt or dropped by all ranks */
+    uint64_t epoch_samples;    /* window_count; during a load that of the saved run */
+    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
+    int64_t samples_per_epoch; /* after drop_last */
+    uint32_t batch_samples;    /* of the last batch */
+    bool warned;               /* that samples come again */
+    int64_t shift_count;       /* shifts to choose from; 1: none */
+    size_t sample_bytes, target_bytes, scratch_bytes;
+    dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
+    size_t batch_count;
+
+    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered.
+     * With workers only the one that deals uses them. */
+    bool entered;
+    uint64_t seed, epoch;
+    int64_t shift;
+    int64_t *order; /* (window_count), a permutation made anew every epoch */
+
+    /* Workers, if there are any. */
+    pthread_mutex_t deal, mutex;
+    pthread_cond_t room;  /* a place is free, or the end: workers wait for it */
+    pthread_cond_t ready; /* a batch was read: the loader waits for it */
+    pid_t process;        /* the one that has the threads, a forked child has none; 0: no workers */
+    int thread_rank;      /* to be named in error sentences */
+    pthread_t *threads;   /* (thread_count) of (desc.workers) */
+    uint32_t thread_count;
+
+    /* Under mutex. Batch n lies at n % batch_count; the next to be claimed begins at `ahead`. */
+    bool running, ending;
+    uint64_t ahead, ahead_seed;
+    uint64_t claimed, taken;
+    uint32_t busy; /* batches that are claimed and not yet read */
+};
+
+/* ---- Batches ----------------------------------------------------------------------------------*/
+
+/* Write a permutation of 0 to n - 1, n below DTRAIN__RANDPERM_LIMIT: Mersenne Twister (Matsumoto
+ * and Nishimura, 1998) plus the swap loop of torch.randperm, its modulo bias included. The order is
+ * PyTorch's, number by number. Swap k takes number k of the generator; the low 32 bits of the seed
+ * count, as in torch. */
+static void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
+{
+    uint32_t s[DTRAIN__MT_COUNT];
+    s[0] = (uint32_t)seed;
+    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++)
+        s[i] = 1812433253u * (s[i - 1] ^ (s[i - 1] >> 30)) + i;
+    for (int64_t i = 0; i < n; i++) out[i] = i;
+    for (int64_t i = 0; i < n - 1; i++) {
+        /* The next 624 words: word k becomes a mix of words k, k + 1 and k + 397, in place. The
+         * words that wrap around are the ones renewed in this same pass, as the definition has
+         * it. */
+        for (uint32_t k = 0; i % DTRAIN__MT_COUNT == 0 && k < DTRAIN__MT_COUNT; k++) {
+            const uint32_t y = (s[k] & 0x80000000u) | (s[(k + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
+            s[k] = s[(k + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
+        }
+        uint32_t y = s[i % DTRAIN__MT_COUNT];
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c5680u;
+        y ^= (y << 15) & 0xefc60000u;
+        y ^= y >> 18;
+        int64_t j = i + (int64_t)(y % (uint32_t)(n - i));
+        int64_t swapped = out[i];
+        out[i] = out[j];
+        out[j] = swapped;
+    }
+}
+
+/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
+ * this one has fewer samples left. */
+static uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
+{
+    const uint64_t all = (uint64_t)loader->window_count, left = all - position % all;
+    const bool drops = loader->desc.drop_last && left < loader->desc.batch * loader->ranks;
+    return drops ? position + left : position;
+}
+
+/* List the samples of this rank's batch at `position`. They come with growing k, so a batch across
+ * a border enters each epoch once, which sets order and shift: O(windows). */
+static void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
+                                dtrain__batch *batch)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const uint64_t samples = (uint64_t)loader->window_count;
+    const int64_t stride = desc->sequence ? desc->sequence : 1;
+    batch->count = 0;
+    for (uint32_t i = 0; i < desc->batch; i++, batch->count++) {
+        const uint64_t k = position + i * loader->ranks + loader->rank, epoch = k / samples;
+        if (desc->sample_limit && k >= (uint64_t)desc->sample_limit) return;
+        if (!desc->in_order &&
+            !(loader->entered && loader->epoch == epoch && loader->seed == seed)) {
+            uint32_t random[4];
+            dtrain__randperm(seed + epoch, loader->window_count, loader->order);
+            dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
+            const uint64_t wide = (uint64_t)random[1] << 32 | random[0];
+            loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
+            loader->epoch = epoch;
+            loader->seed = seed;
+            loader->entered = true;
+        }
+        const int64_t place = (int64_t)(k % samples);
+        const int64_t index = desc->in_order ? place : loader->order[place];
+        batch->picks[i].epoch = epoch;
+        batch->picks[i].item = desc->first_item + loader->shift + index * stride;
+    }
+}
+
+/* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window
+ * are both cut from the scratch: its tokens are used twice and read once. */
+static dtrain_result dtrain__loader_read(const dtrain_loader *loader, const dtrain__batch *batch,
+                                         void *inputs, int32_t *targets)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const size_t row = (size_t)desc->sequence;
+    const uint32_t missing = desc->batch - batch->count;
+    unsigned char *to = (unsigned char *)inputs;
+    for (uint32_t i = 0; i < batch->count; i++, to += loader->sample_bytes) {
+        const dtrain__pick *pick = &batch->picks[i];
+        if (desc->sequence) {
+            const int32_t *window = (const int32_t *)batch->scratch;
+            DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, desc->sequence + 1,
+                                             batch->scratch, NULL));
+            memcpy(to, window, loader->sample_bytes);
+            memcpy(targets + i * row, window + 1, loader->sample_bytes);
+            continue;
+        }
+        dtrain_sample sample; /* label 0: a source may have none */
+        memset(&sample, 0, sizeof sample);
+        sample.item = pick->item;
+        sample.epoch = pick->epoch;
+        sample.data = batch->scratch;
+        DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1,
+                                         desc->transform ? batch->scratch : to,
+                                         targets || desc->transform ? &sample.label : NULL));
+        if (targets) targets[i] = sample.label;
+        if (desc->transform) DTRAIN__TRY(desc->transform(desc->user, &sample, to));
+    }
+    memset(to, 0, missing * loader->sample_bytes);
+    if (targets) /* every byte of -1 is 255 */
+        memset((char *)targets + batch->count * loader->target_bytes, 255,
+               missing * loader->target_bytes);
+    return DTRAIN_OK;
+}
+
+/* ---- Workers ----------------------------------------------------------------------------------*/
+
+/* Claim batches, deal and read them, until the end. */
+static void *dtrain__prefetch_worker(void *argument)
+{
+    dtrain_loader *loader = (dtrain_loader *)argument;
+    dtrain__set_thread_rank(loader->thread_rank);
+    for (;;) {
+        pthread_mutex_lock(&loader->deal);
+        pthread_mutex_lock(&loader->mutex);
+        while (!loader->ending &&
+               !(loader->running && loader->claimed - loader->taken < loader->batch_count))
+            pthread_cond_wait(&loader->room, &loader->mutex);
+        const bool ending = loader->ending;
+        const uint64_t seed = loader->ahead_seed, position = loader->ahead;
+        dtrain__batch *batch = &loader->batches[loader->claimed % loader->batch_count];
+        if (!ending) {
+            const uint64_t end = position + loader->desc.batch * loader->ranks;
+            loader->ahead = dtrain__loader_begin(loader, end);
+            loader->claimed++;
+            loader->busy++;
+        }
+        pthread_mutex_unlock(&loader->mutex);
+        if (!ending) dtrain__loader_deal(loader, seed, position, batch);
+        pthread_mutex_unlock(&loader->deal);
+        if (ending) return NULL;
+        batch->read_ns[0] = dtrain__now_ns();
+        batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
+        batch->read_ns[1] = dtrain__now_ns();
+        if (batch->result != DTRAIN_OK)
+            snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
+        pthread_mutex_lock(&loader->mutex);
+        batch->ready = true;
+        loader->busy--;
+        pthread_cond_signal(&loader->ready);
+        pthread_mutex_unlock(&loader->mutex);
+    }
+}
+
+/* Wait for the reads that are under way, and drop all batches of the ring. */
+static void dtrain__prefetch_pause(dtrain_loader *loader)
+{
+    if (loader->process != getpid()) return;
+    pthread_mutex_lock(&loader->mutex);
+    loader->running = false;
+    while (loader->busy > 0) pthread_cond_wait(&loader->ready, &loader->mutex);
+    loader->claimed = loader->taken = 0;
+    for (size_t i = 0; i < loader->batch_count; i++) loader->batches[i].ready = false;
+    pthread_mutex_unlock(&loader->mutex);
+}
+
+/* Copy the next batch out of the ring, at the latest when the timeout is over. After a batch that
+ * failed the workers pause, and the next call starts them at that batch. The trace has a track for
+ * each place in the ring, where batches follow each other. */
+static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, int32_t *targets)
+{
+    dtrain_world *world = loader->world;
+    const size_t count = loader->desc.batch;
+    if (loader->process != getpid())
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_loader_next: this loader's workers live in process %ld, from "
+                           "which this one was forked: create loaders after the fork",
+                           (long)loader->process);
+    const uint64_t end = dtrain__now_ns() + loader->timeout_ns;
+    struct timespec deadline;
+    deadline.tv_sec = (time_t)(end / 1000000000u);
+    deadline.tv_nsec = (long)(end % 1000000000u);
+    pthread_mutex_lock(&loader->mutex);
+    if (!loader->running) {
+        loader->running = true;
+        loader->ahead_seed = loader->desc.seed;
+        loader->ahead = loader->position;
+        pthread_cond_signal(&loader->room); /* one at most waits: the others wait for `deal` */
+    }
+    const uint32_t place = (uint32_t)(loader->taken % loader->batch_count);
+    dtrain__batch *batch = &loader->batches[place];
+    while (!batch->ready && pthread_cond_timedwait(&loader->ready, &loader->mutex, &deadline) == 0)
+        continue;
+    const bool there = batch->ready;
+    pthread_mutex_unlock(&loader->mutex);
+    if (!there)
+        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                           "dtrain_loader_next: the batch at sample %llu of %s has not been read "
+                           "within %.1f s: is its storage there?",
+                           (unsigned long long)loader->position, loader->desc.dataset->name,
+                           1e-9 * (double)loader->timeout_ns);
+    if (batch->result != DTRAIN_OK) {
+        const dtrain_result result = dtrain__set_last_error(batch->result, batch->error);
+        dtrain__prefetch_pause(loader);
+        return result;
+    }
+    if (world && world->timeline.traced && DTRAIN__TRACK_READ + place < DTRAIN__TRACE_TRACKS)
+        dtrain__span_add(world, DTRAIN__TRACK_READ + place, DTRAIN_SPAN_DATA, "read batch", NULL,
+                         (int64_t)loader->taken, batch->read_ns[0], batch->read_ns[1]);
+    loader->batch_samples = batch->count;
+    memcpy(inputs, batch->inputs, count * loader->sample_bytes);
+    if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
+    pthread_mutex_lock(&loader->mutex);
+    batch->ready = false;
+    loader->taken++;
+    pthread_cond_signal(&loader->room);
+    pthread_mutex_unlock(&loader->mutex);
+    return DTRAIN_OK;
+}
+
+/* ---- The loader -------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
@@ -35,7 +346,7 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
                            "dtrain_loader_next: all %lld samples were dealt; dtrain_loader_seek "
                            "begins again",
                            (long long)loader->desc.sample_limit);
-    if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
+    if (loader->process) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
     else {
         dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches);
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
@@ -92,7 +403,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
     loader->position = dtrain__loader_begin(loader, position);
 }
 
-/* ---- creation ---------------------------------------------------------------------------------*/
+/* ---- Creation ---------------------------------------------------------------------------------*/
 
 /* Refuse fields that contradict each other. */
 static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
@@ -219,6 +530,39 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
     return loader->batches ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
+/* Start the workers, with all signals blocked: the host's handlers run in its own threads. After a
+ * failure destroy ends those that have started. */
+static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
+{
+    pthread_condattr_t attributes;
+    sigset_t all, before;
+    loader->process = getpid();
+    loader->thread_rank = dtrain__rank_of_thread();
+    pthread_mutex_init(&loader->deal, NULL);
+    pthread_mutex_init(&loader->mutex, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&loader->room, &attributes);
+    pthread_cond_init(&loader->ready, &attributes);
+    pthread_condattr_destroy(&attributes);
+    loader->threads = (pthread_t *)dtrain__alloc(&loader->allocator, loader->desc.workers,
+                                                 sizeof *loader->threads, "a loader's threads");
+    if (!loader->threads) return DTRAIN_ERROR_MEMORY;
+    int error = 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (loader->thread_count < loader->desc.workers && error == 0) {
+        error = pthread_create(&loader->threads[loader->thread_count], NULL,
+                               dtrain__prefetch_worker, loader);
+        if (error == 0) loader->thread_count++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_loader_create: worker %u of %u could not be started: %s",
+                       loader->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
+}
+
 /* Count windows first: the sizes of the arrays follow from their number. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
@@ -234,17 +578,11 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    const dtrain__state_source state = {{{"loader.position", &loader->position, 8},
-                                         {"loader.epoch_samples", &loader->epoch_samples, 8},
-                                         {"loader.seed", &loader->desc.seed, 8},
-                                         {NULL, NULL, 0},
-                                         {NULL, NULL, 0}},
-                                        dtrain__loader_resume,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL};
-    loader->state = state;
+    const dtrain__scalar scalars[] = {{"loader.position", &loader->position, 8},
+                                      {"loader.epoch_samples", &loader->epoch_samples, 8},
+                                      {"loader.seed", &loader->desc.seed, 8}};
+    memcpy(loader->state.scalars, scalars, sizeof scalars);
+    loader->state.resume = dtrain__loader_resume;
     const dtrain_comm *data = desc->mesh   ? dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA)
                               : desc->comm ? desc->comm
                                            : dtrain_world_comm(world); /* NULL: one rank */
@@ -254,18 +592,31 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
     dtrain_result result = dtrain__loader_plan(loader);
     if (result == DTRAIN_OK) result = dtrain__loader_memory(loader);
-    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_create(loader);
+    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_start(loader);
     if (result == DTRAIN_OK) *out = loader;
     else dtrain_loader_destroy(loader);
     return result;
 }
 
+/* End the workers, each after the read that it is in, and free the loader. A forked child has their
+ * memory and no threads. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;
     dtrain_allocator allocator = loader->allocator;
     const uint32_t count = loader->desc.batch;
-    dtrain__prefetch_destroy(loader);
+    if (loader->process == getpid()) {
+        pthread_mutex_lock(&loader->mutex);
+        loader->ending = true;
+        pthread_cond_broadcast(&loader->room);
+        pthread_mutex_unlock(&loader->mutex);
+        for (uint32_t i = 0; i < loader->thread_count; i++) pthread_join(loader->threads[i], NULL);
+        pthread_cond_destroy(&loader->ready);
+        pthread_cond_destroy(&loader->room);
+        pthread_mutex_destroy(&loader->mutex);
+        pthread_mutex_destroy(&loader->deal);
+    }
+    dtrain__free(&allocator, loader->threads, loader->desc.workers, sizeof *loader->threads);
     for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
         dtrain__batch *batch = &loader->batches[i];
         dtrain__free(&allocator, batch->picks, count, sizeof *batch->picks);

@@ -3,6 +3,7 @@
  * clean. Seeded random programs besides, each run with new seeds.
  *
  *     make build/tests/test_loader && build/tests/test_loader */
+#include "state/source_internal.h"
 #include "train/data_internal.h"
 #include "test.h"
 #include "dtrain.h"
@@ -678,11 +679,13 @@ static void test_rest_of_epoch(void)
     CHECK(open_source(&s, &desc.dataset) == DTRAIN_OK);
     desc.batch = 8, desc.drop_last = true;
     if (!CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK)) return;
-    loader->position = 22 + 14; /* just enough */
-    loader->state.resume(&loader->state, note, sizeof note);
+    dtrain__state_source *state = dtrain__source_of(loader);
+    uint64_t *position = (uint64_t *)state->scalars[0].memory;
+    *position = 22 + 14; /* just enough */
+    state->resume(state, note, sizeof note);
     CHECK(position_of(loader) == 36 && !note[0]);
-    loader->position = 22 + 16; /* saved by a batch of 2, of which three more were to come */
-    loader->state.resume(&loader->state, note, sizeof note);
+    *position = 22 + 16; /* saved by a batch of 2, of which three more were to come */
+    state->resume(state, note, sizeof note);
     CHECK(position_of(loader) == 44 && strstr(note, "leaves out the last 6 samples"));
     dtrain_loader_destroy(loader);
     dtrain_dataset_close(desc.dataset);
