@@ -3,7 +3,7 @@
  * A loader hands out this rank's batches, one after the other, and keeps one number: how many
  * samples all ranks have taken. Which samples those are follows from that number. It cuts tokens
  * into windows that share one border token (target of one, input of the next). When shuffling, the
- * grid moves by a new shift every epoch, so that a token is not always seen behind the same context:
+ * grid moves by a new shift every epoch, so that a token has other contexts before it:
  *
  *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
  *               shift  0       1       2    +1 target

@@ -41,7 +41,6 @@
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 
-#define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 #define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
 /* ---- The words of this rank -------------------------------------------------------------------*/
@@ -130,39 +129,17 @@ static void dtrain__put_loss(const dtrain_trainer *trainer, double *own)
     own[DTRAIN__WORD_ENDED] = joined / (double)count;
 }
 
-/* Move the hash of the inputs since the last exchange into this rank's words. */
-static void dtrain__put_inputs(const dtrain_trainer *trainer, double *own)
-{
-    for (int i = 0; i < 3; i++)
-        own[DTRAIN__WORD_INPUTS + i] = (double)(trainer->tape->inputs_hash >> 22 * i & 0x3fffff);
-    trainer->tape->inputs_hash = 0;
-}
-
 /* ---- The record -------------------------------------------------------------------------------*/
 
-/* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
- * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
- * rank's is. Nothing is allocated per step. */
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
-                                              double *mean)
+/* Gather the words of all ranks in place, with the hash of the inputs since the last time. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer)
 {
-    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) slot[word] = (float)own[word];
-    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
-                                  DTRAIN_DTYPE_F32, NULL));
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
-        double weights = 0;
-        mean[word] = 0;
-        for (int r = 0; r < trainer->ranks; r++) {
-            const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-            const double weight =
-                word == DTRAIN__WORD_LOSS ? (double)words[DTRAIN__WORD_WEIGHT] : 1;
-            mean[word] += (double)words[word] * weight;
-            weights += weight;
-        }
-        if (weights > 0) mean[word] /= weights;
-    }
-    return DTRAIN_OK;
+    uint64_t *hash = &trainer->tape->inputs_hash;
+    float *own = trainer->words[trainer->rank];
+    for (int i = 0; i < 3; i++) own[DTRAIN__WORD_INPUTS + i] = (float)(*hash >> 22 * i & 0x3fffff);
+    *hash = 0;
+    return dtrain_all_gather(trainer->groups.all, own, trainer->words, DTRAIN__WORD_COUNT,
+                             DTRAIN_DTYPE_F32, NULL);
 }
 
 /* Compare the data of ranks that have parts of one model: where it ended, and the hash of what it
@@ -175,8 +152,7 @@ static dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const cha
     const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
     for (int r = 0; r < trainer->ranks; r++) {
         const int first = r % replicas / tensor * tensor; /* of the same model */
-        const float *own = &trainer->words[r * DTRAIN__WORD_COUNT],
-                    *other = &trainer->words[first * DTRAIN__WORD_COUNT];
+        const float *own = trainer->words[r], *other = trainer->words[first];
         const int ranks[2] = {dtrain__world_rank(trainer->groups.all, r),
                               dtrain__world_rank(trainer->groups.all, first)};
         if (own[DTRAIN__WORD_ENDED] != other[DTRAIN__WORD_ENDED])
@@ -216,7 +192,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
         return DTRAIN_OK;
     }
     for (int r = 0; r < trainer->ranks; r++) {
-        const float loss = trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_LOSS];
+        const float loss = trainer->words[r][DTRAIN__WORD_LOSS];
         if (!dtrain__is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
@@ -230,28 +206,26 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)record->step, record->grad_norm, advice);
 }
 
-/* Reduce a figure over the ranks that know it, in rank order. */
-static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int figure)
+/* Reduce a word over the ranks that know it, in rank order: the same bits everywhere. */
+static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int word)
 {
     dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1};
     double sum = 0;
-    int known = 0;
+    int known = 0, least = 0, most = 0;
     for (int r = 0; r < trainer->ranks; r++) {
-        const float word = trainer->words[r * DTRAIN__WORD_COUNT + figure];
-        const double value = (double)word;
-        if (!dtrain__is_finite(word)) continue;
-        if (known == 0 || value < all.min) {
-            all.min = value;
-            all.min_rank = dtrain__world_rank(trainer->groups.all, r);
-        }
-        if (known == 0 || value > all.max) {
-            all.max = value;
-            all.max_rank = dtrain__world_rank(trainer->groups.all, r);
-        }
-        sum += value;
+        const float value = trainer->words[r][word];
+        if (!dtrain__is_finite(value)) continue;
+        if (known == 0 || value < trainer->words[least][word]) least = r;
+        if (known == 0 || value > trainer->words[most][word]) most = r;
+        sum += (double)value;
         known++;
     }
-    if (known) all.mean = sum / known;
+    if (known == 0) return all;
+    all.min = (double)trainer->words[least][word];
+    all.mean = sum / known;
+    all.max = (double)trainer->words[most][word];
+    all.min_rank = dtrain__world_rank(trainer->groups.all, least);
+    all.max_rank = dtrain__world_rank(trainer->groups.all, most);
     return all;
 }
 
@@ -261,10 +235,10 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
  * ever. */
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    const float *words = trainer->words;
     double *sorted = trainer->compute, most = -1;
     int slowest = 0;
-    for (int r = 0; r < trainer->ranks; r++, words += DTRAIN__WORD_COUNT) {
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float *words = trainer->words[r];
         const double seconds =
             (double)words[DTRAIN_FIGURE_STEP] - (double)words[DTRAIN_FIGURE_EXPOSED_COMM];
         if (r == 0 || seconds > most) {
@@ -293,25 +267,31 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* Complete the record from the words of all ranks. All of them read the same words, so they decide
  * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
- * moves. */
+ * moves. Without any weight the mean loss is 0, or not finite as a rank's is. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
                                             dtrain_step_record *record)
 {
     const bool overflow = !dtrain__is_finite((float)record->grad_norm);
+    dtrain_strategy *strategy = trainer->desc.strategy;
     dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT];
+    const uint32_t micro_batches = trainer->desc.micro_batches;
+    double loss = 0, weights = 0;
     char where[64];
     snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
-    for (int r = 1; r < trainer->ranks; r++)
-        if (trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_SAME] !=
-            trainer->words[DTRAIN__WORD_SAME])
-            return dtrain__strategy_keep(
-                trainer->desc.strategy,
-                dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
-    record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
-    DTRAIN__TRY(dtrain__strategy_keep(
-        trainer->desc.strategy, dtrain__check_data(trainer, where, trainer->desc.micro_batches)));
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++)
+        trainer->words[trainer->rank][word] = (float)own[word];
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer));
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float *words = trainer->words[r];
+        if (words[DTRAIN__WORD_SAME] != trainer->words[0][DTRAIN__WORD_SAME])
+            return dtrain__strategy_keep(strategy,
+                                         dtrain__compare_now(strategy, "dtrain_trainer_step"));
+        loss += (double)words[DTRAIN__WORD_LOSS] * (double)words[DTRAIN__WORD_WEIGHT];
+        weights += (double)words[DTRAIN__WORD_WEIGHT];
+    }
+    const double ended = dtrain__trainer_spread(trainer, DTRAIN__WORD_ENDED).mean;
+    record->ended = !(ended < 1);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__check_data(trainer, where, micro_batches)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
     for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
@@ -330,18 +310,18 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
         DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
         record->skipped_steps = scaler->skipped_steps;
     }
-    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
-                          trainer->desc.micro_batches; /* that had data, of all ranks */
+    const double micros =
+        (1 - ended) * trainer->data_ranks * micro_batches; /* that had data, of all ranks */
     const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
-    record->loss = mean[DTRAIN__WORD_LOSS];
+    record->loss = weights > 0 ? loss / weights : loss;
     record->val_loss = record->val_accuracy = DTRAIN__NAN;
     record->tokens = trainer->tokens + tokens;
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
-    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
+    record->comm_ms = 1e3 * dtrain__trainer_spread(trainer, DTRAIN__WORD_COMM).mean;
+    record->exposed_comm_ms = 1e3 * record->figures[DTRAIN_FIGURE_EXPOSED_COMM].mean;
     record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
-    record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
+    record->stop_requested = dtrain__trainer_spread(trainer, DTRAIN__WORD_STOP).max > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;
 }
@@ -401,16 +381,14 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
             DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale));
     }
     dtrain__trainer_counters(trainer, own);
-    const double saving = own[DTRAIN_FIGURE_CHECKPOINT];
+    trainer->saving = own[DTRAIN_FIGURE_CHECKPOINT];
     dtrain__put_figures(trainer, before, own);
     dtrain__put_loss(trainer, own);
-    dtrain__put_inputs(trainer, own);
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
     const dtrain_result recorded = dtrain__trainer_record(trainer, own, record);
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(recorded);
-    trainer->saving = saving;
     if (record->ended) {
         trainer->ended = false; /* the next step begins another epoch */
         record->step = trainer->step;
@@ -527,7 +505,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "%s: batches is %lld; expected 1 or more, or DTRAIN_UNTIL_END with a "
                            "next_batch",
                            call, (long long)batches);
-    double sums[DTRAIN__ROUND_COUNT] = {0}, own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
+    double sums[DTRAIN__ROUND_COUNT] = {0};
     double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
     int64_t rounds = 0;
     DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));
@@ -541,11 +519,8 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         rounds++;
     }
     dtrain__expect_evaluation(trainer->desc.strategy, false);
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
-        own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];
-    own[DTRAIN__WORD_ENDED] = ended / (double)rounds;
-    dtrain__put_inputs(trainer, own);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    trainer->words[trainer->rank][DTRAIN__WORD_ENDED] = (float)(ended / (double)rounds);
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer)); /* with the last step's figures */
     const double total = sums[DTRAIN__ROUND_WEIGHT];
     *loss = total > 0 ? sums[DTRAIN__ROUND_LOSS] / total : sums[DTRAIN__ROUND_LOSS];
     if (sums[DTRAIN__ROUND_STOP] > 0) *loss = DTRAIN__NAN; /* not of all samples */
@@ -569,7 +544,7 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
     return dtrain__pipeline_forward(trainer, forward, user, values, count, NULL);
 }
 
-/* ---- creation ---------------------------------------------------------------------------------*/
+/* ---- Creation ---------------------------------------------------------------------------------*/
 
 /* A step that a load has interrupted begins anew. */
 static void dtrain__trainer_resume(dtrain__state_source *source, char *note, size_t room)
@@ -654,8 +629,8 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
         memcmp(&desc->loss_scaling, &none, offsetof(dtrain_loss_scaler, good_steps)) != 0;
     trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
     const size_t ranks = (size_t)trainer->ranks;
-    trainer->words =
-        (float *)dtrain__alloc(allocator, ranks, DTRAIN__WORDS_BYTES, "a trainer's words");
+    trainer->words = (dtrain__rank_words *)dtrain__alloc(allocator, ranks, sizeof *trainer->words,
+                                                         "a trainer's words");
     trainer->compute =
         (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
@@ -676,24 +651,24 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
-    const dtrain__trainer_view view = {{{{"trainer.step", &trainer->step, 8},
-                                         {"trainer.tokens", &trainer->tokens, 8},
-                                         {"trainer.seed", &trainer->desc.seed, 8},
-                                         {"trainer.skipped", &trainer->skipped, 8},
-                                         {NULL, NULL, 0}},
-                                        dtrain__trainer_resume,
-                                        desc->strategy,
-                                        desc->optimizer,
-                                        trainer->scaling ? &trainer->scaler : NULL,
-                                        &trainer->micro},
-                                       &trainer->groups,
-                                       trainer->rank,
-                                       trainer->ranks,
-                                       trainer->words,
-                                       DTRAIN__WORD_COUNT,
-                                       trainer->gpu,
-                                       dtrain__trainer_memory};
-    trainer->view = view;
+    const dtrain__scalar scalars[] = {{"trainer.step", &trainer->step, 8},
+                                      {"trainer.tokens", &trainer->tokens, 8},
+                                      {"trainer.seed", &trainer->desc.seed, 8},
+                                      {"trainer.skipped", &trainer->skipped, 8}};
+    dtrain__trainer_view *view = &trainer->view;
+    memcpy(view->state.scalars, scalars, sizeof scalars);
+    view->state.resume = dtrain__trainer_resume;
+    view->state.strategy = desc->strategy;
+    view->state.optimizer = desc->optimizer;
+    view->state.scaler = trainer->scaling ? &trainer->scaler : NULL;
+    view->state.micro = &trainer->micro;
+    view->groups = &trainer->groups;
+    view->rank = trainer->rank;
+    view->ranks = trainer->ranks;
+    view->words = (const float *)trainer->words;
+    view->word_count = DTRAIN__WORD_COUNT;
+    view->gpu = trainer->gpu;
+    view->memory = dtrain__trainer_memory;
     if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
         result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
                                          dtrain__settings_of(desc->strategy)->pipeline);
@@ -711,7 +686,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain__queue_destroy(trainer);
     dtrain_tape_destroy(trainer->tape);
     dtrain__pipeline_destroy(trainer);
-    dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
+    dtrain__free(&allocator, trainer->words, ranks, sizeof *trainer->words);
     dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer->micros, trainer->desc.micro_batches, sizeof *trainer->micros);

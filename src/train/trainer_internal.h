@@ -30,9 +30,10 @@ enum {
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
     DTRAIN__WORD_INPUTS, /* with the next two: the hash of its inputs, 22 bits each */
-    DTRAIN__WORD_INPUTS_END = DTRAIN__WORD_INPUTS + 2,
-    DTRAIN__WORD_COUNT
+    DTRAIN__WORD_COUNT = DTRAIN__WORD_INPUTS + 3
 };
+
+typedef float dtrain__rank_words[DTRAIN__WORD_COUNT];
 
 /* The numbers that a rank sends the others after each batch of an evaluation. */
 enum {
@@ -79,7 +80,7 @@ struct dtrain_trainer {
     bool ended;            /* this rank's data has ended */
     double saving;         /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
-    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
+    dtrain__rank_words *words; /* (ranks), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
     int slow_rank;   /* the slowest of the last step ... */
     int slow_steps;  /* ... and for how many steps it has been a straggler */

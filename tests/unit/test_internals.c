@@ -203,10 +203,11 @@ static void test_dropout_seeds_differ(void)
 /* The counting itself, without a clock: nine slow steps, a break, another rank, and so on. */
 static void test_straggler_counting(void)
 {
-    float words[3 * DTRAIN__WORD_COUNT] = {0};
+    dtrain__rank_words words[3];
     double compute[3];
     bool named[3] = {false, false, false};
     dtrain_trainer t;
+    memset(words, 0, sizeof words);
     dtrain_comm nobody; /* without ranks: no name is looked up */
     dtrain_step_record record;
     memset(&t, 0, sizeof t);
@@ -218,8 +219,8 @@ static void test_straggler_counting(void)
     for (int step = 0; step < 60; step++) {
         int slow = step < 9 ? 2 : step == 9 ? -1 : step < 25 ? 0 : step < 30 ? 2 : 0;
         for (int r = 0; r < 3; r++) {
-            words[r * DTRAIN__WORD_COUNT + DTRAIN_FIGURE_STEP] = 1.0f;
-            words[r * DTRAIN__WORD_COUNT + DTRAIN_FIGURE_EXPOSED_COMM] = r == slow ? 0.1f : 0.7f;
+            words[r][DTRAIN_FIGURE_STEP] = 1.0f;
+            words[r][DTRAIN_FIGURE_EXPOSED_COMM] = r == slow ? 0.1f : 0.7f;
         }
         dtrain__straggler(&t, &record);
         CHECK_CLOSE(record.straggler_score, slow < 0 ? 1 : 3, 1e-5);
@@ -232,13 +233,16 @@ static void test_straggler_counting(void)
 static int rank_of_a_model(dtrain_world *world, void *user)
 {
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
-    float words[4 * DTRAIN__WORD_COUNT] = {0};
+    dtrain__rank_words words[4];
     double own[DTRAIN__WORD_COUNT] = {0}, compute[4];
     bool named[4] = {false, false, false, false};
     dtrain__micro micros[3];
     dtrain_step_record record;
     dtrain_trainer t;
+    dtrain_tape tape;
     (void)user;
+    memset(&tape, 0, sizeof tape);
+    memset(words, 0, sizeof words);
     memset(micros, 0, sizeof micros);
     memset(&t, 0, sizeof t);
     memset(&record, 0, sizeof record);
@@ -249,7 +253,7 @@ static int rank_of_a_model(dtrain_world *world, void *user)
     t.words = words, t.compute = compute, t.named = named, t.rank = rank, t.ranks = size;
     t.data_ranks = dtrain_comm_size(t.groups.data);
     t.desc.micro_batches = 3, t.desc.tokens = 5;
-    t.micros = micros;
+    t.tape = &tape, t.micros = micros;
     micros[0].loss = rank == 1 ? 8.0f : rank == 3 ? 2.0f : 100;
     micros[0].weight = rank == 1 ? 2 : 1;
     dtrain__put_loss(&t, own);
