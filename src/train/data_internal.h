@@ -36,13 +36,10 @@ struct dtrain_dataset {
     const dtrain__format *format; /* NULL: a source of the host's own */
     dtrain_read_fn read;
     void *user;
-    int64_t item_count, vocab_count;
-    size_t item_bytes;    /* of a sample; 0: items are tokens */
+    dtrain_dataset_info info;
     uint32_t token_bytes; /* of a token in files: 1, 2, 4 */
-    int64_t shape[3];
     dtrain__data_files data, labels;
-    uint64_t file_bytes, file_sample; /* of both */
-    char name[512];                   /* for error sentences: the first file, and how many more */
+    char name[512]; /* for error sentences: the first file, and how many more */
 };
 
 /* train/dataset.c */
@@ -58,4 +55,3 @@ DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *fi
                                                      void *buffer, size_t bytes);
 DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
                                                               int64_t item);
-DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);

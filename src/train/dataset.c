@@ -37,6 +37,14 @@
 
 /* ---- Tokens -----------------------------------------------------------------------------------*/
 
+/* Return the little-endian number of `width` bytes, whatever the host's order. */
+static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
+{
+    uint32_t value = 0;
+    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
+    return value;
+}
+
 /* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
  * file counts as no .bin: the read that follows reports the error. */
 static bool dtrain__is_bin(const dtrain__data_file *file)
@@ -115,7 +123,7 @@ static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
         }
         c.all += bytes;
         if (part > 0) continue;
-        text = c.control == 0 || dataset->vocab_count <= 256;
+        text = c.control == 0 || dataset->info.vocab_count <= 256;
         for (size_t i = 0; i < sizeof known / sizeof *known && !what; i++) {
             const size_t length = strlen(known[i].magic);
             if ((size_t)bytes >= length && memcmp(page, known[i].magic, length) == 0)
@@ -130,13 +138,6 @@ static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                        "as bytes: name DTRAIN_DATA_BYTES if these are meant, and for tokens "
                        "DTRAIN_DATA_U16 (nanoGPT's .bin) or DTRAIN_DATA_U32",
                        file->path, what);
-}
-
-static dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file)
-{
-    dataset->token_bytes = 1;
-    file->item_count = (int64_t)file->opened.st_size;
-    return DTRAIN_OK;
 }
 
 /* Require that the count in the header is exactly the number of tokens, as llm.c does: a longer
@@ -176,12 +177,15 @@ static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_fil
                        file->path, (long long)file->item_count, (long long)bytes, (long long)size);
 }
 
-/* Take a file of tokens without a header; its format says how many bytes a token has. */
+/* Take a file of tokens without a header; its format says how many bytes a token has. Any file is
+ * one of bytes. */
 static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const int64_t size = (int64_t)file->opened.st_size;
     unsigned char head[6] = {0};
     dataset->token_bytes = dataset->format->item_bytes;
+    file->item_count = size / dataset->token_bytes;
+    if (dataset->token_bytes == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)dtrain__min(size, sizeof head)));
     if (dtrain__is_bin(file) || memcmp(head, "\x93NUMPY", sizeof head) == 0)
         return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -190,13 +194,11 @@ static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_fil
                            head[0] != 0x93 ? "an llm.c token file (DTRAIN_DATA_BIN)"
                                            : "a .npy file (array.tofile(PATH) writes none)",
                            dataset->format->name);
-    if (size % dataset->token_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
-                           "cut off?",
-                           file->path, (long long)size, dataset->format->name);
-    file->item_count = size / dataset->token_bytes;
-    return DTRAIN_OK;
+    if (size % dataset->token_bytes == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
+                       "cut off?",
+                       file->path, (long long)size, dataset->format->name);
 }
 
 /* Read tokens of 1, 2 or 4 bytes through a small buffer, file after file. */
@@ -231,9 +233,9 @@ static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t coun
 static dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const dtrain__format *format = dataset->format;
-    dataset->item_bytes = DTRAIN__CIFAR_PIXELS;
-    dataset->shape[0] = 3;
-    dataset->shape[1] = dataset->shape[2] = 32;
+    dataset->info.item_bytes = DTRAIN__CIFAR_PIXELS;
+    dataset->info.shape[0] = 3;
+    dataset->info.shape[1] = dataset->info.shape[2] = 32;
     file->item_count = (int64_t)file->opened.st_size / format->item_bytes;
     if (file->opened.st_size % format->item_bytes == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -320,16 +322,16 @@ static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_fil
             file->path, (long long)file->item_count, beside->path, (long long)beside->item_count);
     const int64_t axes = (file->header_bytes - 4) / 4;
     for (int64_t i = 1; i < axes; i++) shape[3 - axes + i] = lengths[i];
-    if (at > 0 && memcmp(shape, dataset->shape, sizeof shape) != 0)
+    if (at > 0 && memcmp(shape, dataset->info.shape, sizeof shape) != 0)
         return dtrain_fail(DTRAIN_ERROR_DATA,
                            "dtrain_dataset_open: images of %s are (%lld, %lld, %lld), those of %s "
                            "(%lld, %lld, %lld)",
                            file->path, (long long)shape[0], (long long)shape[1],
                            (long long)shape[2], dataset->data.files->path,
-                           (long long)dataset->shape[0], (long long)dataset->shape[1],
-                           (long long)dataset->shape[2]);
-    memcpy(dataset->shape, shape, sizeof shape);
-    dataset->item_bytes = (size_t)(shape[0] * shape[1] * shape[2]);
+                           (long long)dataset->info.shape[0], (long long)dataset->info.shape[1],
+                           (long long)dataset->info.shape[2]);
+    memcpy(dataset->info.shape, shape, sizeof shape);
+    dataset->info.item_bytes = (size_t)(shape[0] * shape[1] * shape[2]);
     return DTRAIN_OK;
 }
 
@@ -337,7 +339,7 @@ static dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count, 
                                       int32_t *labels)
 {
     const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const size_t bytes = dataset->item_bytes;
+    const size_t bytes = dataset->info.item_bytes;
     for (int64_t i = 0; i < count; i++) {
         const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
         const int64_t at = first + i - file->first_item;
@@ -357,7 +359,7 @@ static dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count, 
 /* In the order of dtrain_data_format. */
 static const dtrain__format dtrain__formats[] = {
     {"auto", 0, 0, 0, NULL, NULL},
-    {"bytes", 256, 0, 0, dtrain__bytes_learn, dtrain__tokens_read},
+    {"bytes", 256, 1, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
     {"uint16 tokens", 50257, 2, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"CIFAR-10", 10, 1 + 3072, 1, dtrain__cifar_learn, dtrain__cifar_read},
@@ -408,11 +410,12 @@ static dtrain_result dtrain__data_sample(dtrain_dataset *dataset, const dtrain__
     for (size_t i = 0; i < files->count; i++) {
         const int64_t bytes = files->files[i].opened.st_size;
         const int64_t length = dtrain__min(bytes, (int64_t)sizeof piece);
-        dataset->file_bytes += (uint64_t)bytes;
+        dataset->info.file_bytes += (uint64_t)bytes;
         for (int64_t k = 0; k < 16 && (k == 0 || files->count <= 16); k++) {
             DTRAIN__TRY(dtrain__data_file_read(&files->files[i], (bytes - length) / 15 * k, piece,
                                                (size_t)length));
-            dataset->file_sample = dtrain__fnv1a(dataset->file_sample, piece, (size_t)length);
+            dataset->info.file_sample =
+                dtrain__fnv1a(dataset->info.file_sample, piece, (size_t)length);
         }
     }
     return DTRAIN_OK;
@@ -433,7 +436,7 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
     dataset->user = dataset;
     for (size_t i = 0; i < dataset->data.count; i++) {
         dtrain__data_file *file = &dataset->data.files[i];
-        file->first_item = dataset->item_count;
+        file->first_item = dataset->info.item_count;
         if (desc->format == DTRAIN_DATA_AUTO && dtrain__is_bin(file) != bin)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "dtrain_dataset_open: %s is %s and %s is not: name the format, or "
@@ -444,13 +447,14 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
         if (format == DTRAIN_DATA_BYTES && desc->format == DTRAIN_DATA_AUTO)
             DTRAIN__TRY(dtrain__bytes_guessed(dataset, file));
         DTRAIN__TRY(dataset->format->learn(dataset, file));
-        dataset->item_count += file->item_count;
+        dataset->info.item_count += file->item_count;
     }
+    dataset->info.file_count = dataset->data.count;
     const size_t more = dataset->data.count - 1;
     const int most = (int)sizeof dataset->name - 32;
     snprintf(dataset->name, sizeof dataset->name, more ? "%.*s and %zu more" : "%.*s", most,
              dataset->data.files->path, more);
-    if (!dataset->vocab_count) dataset->vocab_count = dataset->format->vocab_count;
+    if (!dataset->info.vocab_count) dataset->info.vocab_count = dataset->format->vocab_count;
     DTRAIN__TRY(dtrain__data_sample(dataset, &dataset->data));
     return dtrain__data_sample(dataset, &dataset->labels);
 }
@@ -468,21 +472,21 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     if (!dataset) return DTRAIN_ERROR_MEMORY;
     dtrain_result result = DTRAIN_OK;
     dataset->allocator = allocator;
-    dataset->vocab_count = desc->vocab_count;
+    dataset->info.vocab_count = desc->vocab_count;
     if (desc->path) result = dtrain__dataset_files(dataset, desc);
     else {
-        dataset->item_count = desc->item_count;
-        dataset->item_bytes = desc->item_bytes;
+        dataset->info.item_count = desc->item_count;
+        dataset->info.item_bytes = desc->item_bytes;
         dataset->read = desc->read;
         dataset->user = desc->user;
         snprintf(dataset->name, sizeof dataset->name, "the host's own source");
-        if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
+        if (!desc->vocab_count) dataset->info.vocab_count = DTRAIN__MOST_IDS;
     }
     if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
-        dataset->vocab_count > 256)
+        dataset->info.vocab_count > 256)
         dtrain_log(world, DTRAIN_LOG_INFO,
                    "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
-                   (long long)dataset->vocab_count);
+                   (long long)dataset->info.vocab_count);
     if (result == DTRAIN_OK) *out = dataset;
     else dtrain_dataset_close(dataset);
     return result;
@@ -500,15 +504,8 @@ DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
 {
     if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!dataset) return;
-    info->item_count = dataset->item_count;
-    info->vocab_count = dataset->vocab_count;
-    info->item_bytes = dataset->item_bytes;
-    memcpy(info->shape, dataset->shape, sizeof info->shape);
-    info->file_count = dataset->data.count;
-    info->file_bytes = dataset->file_bytes;
-    info->file_sample = dataset->file_sample;
+    if (dataset) *info = dataset->info;
+    else memset(info, 0, sizeof *info);
 }
 
 /* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. Ids of tokens
@@ -516,8 +513,8 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels)
 {
-    const bool tokens = dataset->item_bytes == 0;
-    const uint32_t most = (uint32_t)dataset->vocab_count;
+    const bool tokens = dataset->info.item_bytes == 0;
+    const uint32_t most = (uint32_t)dataset->info.vocab_count;
     const int32_t *ids = tokens ? (const int32_t *)items : labels;
     uint32_t bad = 0;
     int64_t i = 0;

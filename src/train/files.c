@@ -92,14 +92,6 @@ DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data
     return &files->files[low];
 }
 
-/* Return the little-endian number of `width` bytes, whatever the host's order. */
-DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
-{
-    uint32_t value = 0;
-    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
-    return value;
-}
-
 /* ---- Opening ----------------------------------------------------------------------------------*/
 
 static dtrain_result dtrain__data_files_add(const dtrain_allocator *allocator,

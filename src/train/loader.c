@@ -408,7 +408,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 /* Refuse fields that contradict each other. */
 static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
-    const bool tokens = desc->dataset && desc->dataset->item_bytes == 0;
+    const bool tokens = desc->dataset && desc->dataset->info.item_bytes == 0;
     if (!desc->dataset || desc->batch == 0 || desc->sequence < 0 || (tokens && !desc->sequence))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
@@ -448,7 +448,7 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
     dtrain_loader_desc *desc = &loader->desc;
     const bool tokens = desc->sequence != 0;
     const char *name = desc->dataset->name;
-    const int64_t have = desc->dataset->item_count;
+    const int64_t have = desc->dataset->info.item_count;
     if (desc->first_item < 0 || desc->first_item > have || desc->item_count < 0 ||
         desc->item_count > have - desc->first_item)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -503,9 +503,9 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
     loader->sample_bytes = row               ? row * sizeof(int32_t)
                            : desc->transform ? desc->output_bytes
-                                             : desc->dataset->item_bytes;
+                                             : desc->dataset->info.item_bytes;
     loader->target_bytes = (row ? row : 1) * sizeof(int32_t);
-    loader->scratch_bytes = row ? (row + 1) * sizeof(int32_t) : desc->dataset->item_bytes;
+    loader->scratch_bytes = row ? (row + 1) * sizeof(int32_t) : desc->dataset->info.item_bytes;
     if (!desc->in_order) {
         loader->order = (int64_t *)dtrain__alloc(allocator, (size_t)loader->window_count,
                                                  sizeof *loader->order, "a loader's order");

@@ -49,7 +49,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
+    dtrain_device *device = trainer->tape->device;
     dtrain_tape *tape = trainer->tape;
     float *norm = queue->results + desc->micro_batches;
     bool empty;
@@ -85,7 +85,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
  * one. */
 static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 {
-    dtrain_device *device = trainer->queue->device;
+    dtrain_device *device = trainer->tape->device;
     dtrain_graph *unfinished;
     char text[DTRAIN__ERROR_BYTES];
     const double flops = trainer->tape->flops;
@@ -112,7 +112,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
+    dtrain_device *device = trainer->tape->device;
     const float *norm = queue->results + desc->micro_batches;
     *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
@@ -151,7 +151,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const uint32_t micro_batches = trainer->desc.micro_batches;
-    dtrain_device *device = dtrain_world_device(trainer->world);
+    dtrain_device *device = trainer->tape->device;
     const char *missing = NULL;
     dtrain_comm_info comm;
     void *memory;
@@ -180,7 +180,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue =
         (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
     if (!queue) return DTRAIN_ERROR_MEMORY;
-    queue->device = device;
     queue->feeds = (dtrain__feed *)dtrain__alloc(&trainer->allocator, micro_batches,
                                                  sizeof *queue->feeds, "a queued step's inputs");
     if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
@@ -199,7 +198,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue;
     const uint32_t micro_batches = trainer->desc.micro_batches;
     if (!queue) return;
-    dtrain_device *device = queue->device;
+    dtrain_device *device = trainer->tape->device;
     device->ops->synchronize(device);
     if (queue->graph) device->ops->graph_destroy(device, queue->graph);
     for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)

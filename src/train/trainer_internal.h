@@ -90,7 +90,6 @@ struct dtrain_trainer {
 };
 
 typedef struct dtrain__queue {
-    dtrain_device *device;
     dtrain_step_scalars *scalars; /* device memory: a step's numbers, then the norm (1) */
     dtrain_step_scalars *now;     /* page-locked: the next step's numbers */
     float *results;               /* behind `now` (micro_batches + 2): losses, norm, weights */
