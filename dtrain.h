@@ -161,15 +161,12 @@
        src/state/union.c                    The union of all ranks' lists
        src/state/checkpoint_internal.h      The tables of checkpoints
        src/state/safetensors_internal.h     safetensors: headers of tensor files, written and read
-       src/state/write.c                    Writing a rank's files
-       src/state/storage_internal.h         Whole reads and writes over any storage table
        src/state/save.c                     Saving
+       src/state/storage_internal.h         Whole reads and writes over any storage table
        src/state/read.c                     Reading pieces
        src/state/read_internal.h            Reading pieces of tensors from files: what loading a checkpoint and importing weights share
        src/state/load.c                     Loading
-       src/state/export.c                   Export
-       src/state/export_internal.h          The list of weights in a file, which export and import share
-       src/state/import.c                   Import
+       src/state/export.c                   Whole weights
        src/state/directory.c                Directories of checkpoints: names, order, publishing, removal
        src/state/manifest.c                 Manifests: the index of a checkpoint, as JSON
        src/state/safetensors.c              safetensors
@@ -178,8 +175,8 @@
        src/parallel/schedule_internal.h     Functions of a schedule that the runner and the tape use
        src/parallel/runner.c                Running a schedule
        src/tape/tape.c                      Tape and tensors
+       src/tape/stage_internal.h            Passes of stages: what a pipeline asks of a tape
        src/tape/tape_internal.h             The tape's structures
-       src/tape/staging.c                   Page-locked staging of inputs
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
        src/tape/linear.c                    Linear layers, whole and shared by the ranks of a tensor axis
@@ -195,18 +192,12 @@
        src/tape/elementwise.c               Elementwise operations, sum and mean: nothing is kept for their backwards
        src/tape/recompute.c                 Activation checkpointing
        src/tape/stage.c                     Stages: a part of a model, several passes at once
-       src/tape/stage_internal.h            Passes of stages: what a pipeline asks of a tape
        src/tape/costs.c                     What the units of a model cost
        src/tape/arena.c                     The tape's memory
-       src/train/shuffle.c                  The shuffle
-       src/train/data_internal.h            An open dataset, its files, and a loader of one
-       src/train/dataset.c                  Datasets
-       src/train/batch.c                    The samples of a batch
-       src/train/loader.c                   Loaders
-       src/train/prefetch.c                 Threads that read batches ahead
-       src/train/tokens.c                   Token files
-       src/train/images.c                   Image files
        src/train/files.c                    Files of a dataset
+       src/train/data_internal.h            An open dataset and its files
+       src/train/dataset.c                  Datasets
+       src/train/loader.c                   Loaders
        src/train/micro_batch.c              Micro-batches: a forward and a backward each, one after the other
        src/train/trainer_internal.h         The trainer's structure
        src/train/queued_step.c              A step without the host: recorded and replayed
@@ -8424,10 +8415,9 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
  * all with an error, and the communicator is as good as before.
  *
  * Settings that differ between ranks would train to numbers that mean nothing. First comes one hash
- * over all of them; where that differs all ranks search together, item by item and then field by
- * field, up to the first that differs. All of them see the same outcome of each comparison, so they
- * make the same collectives. Item 0 is the name of the call, so that ranks in different calls
- * hear of that. */
+ * over all of them; where that differs all ranks search together, field by field, up to the first
+ * that differs. All of them see the same outcome of each comparison, so they make the same
+ * collectives. Field 0 is the name of the call, so that ranks in different calls hear of that. */
 
 /* ==== src/comm/groups_internal.h ============================================================== */
 
@@ -8560,62 +8550,55 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 
 /* ---- The first difference ---------------------------------------------------------------------*/
 
-/* Compare items one by one, up to the first that differs. Of that, find the usual and the odd value
- * among those of all ranks. */
-static dtrain_result dtrain__same_search(dtrain_comm *comm, dtrain__same_hash *hash_of,
-                                         const void *user, size_t count, dtrain__difference *found)
-{
-    const int ranks = dtrain_comm_size(comm);
-    uint64_t values[DTRAIN_MAX_RANKS];
-    found->odd = -1;
-    for (found->item = 0; found->item < count; found->item++) {
-        const uint64_t hash = hash_of(user, found->item);
-        int most = 0;
-        DTRAIN__TRY(dtrain_all_gather(comm, &hash, values, 1, DTRAIN_DTYPE_I64, NULL));
-        for (int i = 0; i < ranks; i++) {
-            int same = 0;
-            for (int k = 0; k < ranks; k++) same += values[k] == values[i];
-            if (same > most) found->usual = i;
-            if (same > most) most = same;
-        }
-        if (most == ranks) continue;
-        found->single = most == ranks - 1;
-        for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
-        break;
-    }
-    return DTRAIN_OK;
-}
-
 /* The hashes are common where the largest and the smallest are equal: since ~ reverses the order,
- * the maximum of the complements is the complement of the minimum. */
+ * the maximum of the complements is the complement of the minimum. Where they are not, compare
+ * items one by one, up to the first that differs, and find its usual and its odd value. */
 DTRAIN__PRIVATE dtrain_result dtrain__same_find(dtrain_comm *comm, dtrain_result mine,
                                                 dtrain__same_hash *hash_of, const void *user,
                                                 size_t count, uint64_t *all,
                                                 dtrain__difference *found)
 {
+    const int ranks = dtrain_comm_size(comm);
+    uint64_t values[DTRAIN_MAX_RANKS];
     *all = DTRAIN__FNV_BASIS;
     found->odd = -1;
     for (size_t item = 0; item < count; item++) {
         const uint64_t hash = mine == DTRAIN_OK ? hash_of(user, item) : 0;
         if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
     }
-    if (dtrain_comm_size(comm) == 1) return mine;
+    if (ranks == 1) return mine;
     int64_t most[] = {(int64_t)*all, (int64_t) ~*all, (int64_t)count,
                       mine == DTRAIN_OK ? INT64_MIN : -(int64_t)dtrain_comm_rank(comm)};
     DTRAIN__TRY(dtrain_all_reduce(comm, most, most, 4, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     if (most[3] != INT64_MIN) return dtrain__verdict(comm, mine, (int)-most[3]);
     if (most[0] == ~most[1]) return DTRAIN_OK;
-    return dtrain__same_search(comm, hash_of, user, (size_t)most[2], found);
+
+    for (found->item = 0; found->item < (size_t)most[2]; found->item++) {
+        const uint64_t hash = hash_of(user, found->item);
+        int frequent = 0;
+        DTRAIN__TRY(dtrain_all_gather(comm, &hash, values, 1, DTRAIN_DTYPE_I64, NULL));
+        for (int i = 0; i < ranks; i++) {
+            int same = 0;
+            for (int k = 0; k < ranks; k++) same += values[k] == values[i];
+            if (same > frequent) found->usual = i;
+            if (same > frequent) frequent = same;
+        }
+        if (frequent == ranks) continue;
+        found->single = frequent == ranks - 1;
+        for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
+        return DTRAIN_OK;
+    }
+    return DTRAIN_OK;
 }
 
 /* ---- Fields -----------------------------------------------------------------------------------*/
 
 #define DTRAIN__SHOWN_BYTES 320
 
-/* The lists of a call, and the item whose fields are compared. Item 0 is the call. */
+/* The lists of a call. The first has one field, the name of the call. */
 typedef struct dtrain__same_items {
     dtrain__same_list lists[1 + DTRAIN__SAME_LISTS];
-    size_t count, item;
+    size_t count;
 } dtrain__same_items;
 
 DTRAIN__PRIVATE dtrain__same_list dtrain__same_struct(const dtrain__same_field *fields,
@@ -8625,22 +8608,25 @@ DTRAIN__PRIVATE dtrain__same_list dtrain__same_struct(const dtrain__same_field *
     return list;
 }
 
-/* Find the item's list, and its number there. */
-static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *items, size_t *number)
+/* Find field `at` of all in its list: of which item it is, and which field of that. */
+static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *items, size_t at,
+                                                   size_t *item, size_t *f)
 {
     const dtrain__same_list *list = items->lists;
-    for (*number = items->item; list + 1 < items->lists + items->count && *number >= list->items;)
-        *number -= list++->items;
+    while (list + 1 < items->lists + items->count && at >= list->items * list->field_count)
+        at -= list->items * list->field_count, list++;
+    *item = at / list->field_count;
+    *f = at % list->field_count;
     return list;
 }
 
-/* Write a field of the item, with its name, and return a hash of all of it; 0: this rank does not
- * have the item. */
-static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, char *text)
+/* Write a field, with its name, and return a hash of all of it; 0: this rank does not have its
+ * item. */
+static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t which, char *text)
 {
     uint64_t record[DTRAIN__SAME_RECORD / sizeof(uint64_t)] = {0};
-    size_t number, room = DTRAIN__SHOWN_BYTES;
-    const dtrain__same_list *list = dtrain__same_place(items, &number);
+    size_t number, f, room = DTRAIN__SHOWN_BYTES;
+    const dtrain__same_list *list = dtrain__same_place(items, which, &number, &f);
     const dtrain__same_field *field = &list->fields[f];
     const unsigned char *at = (const unsigned char *)(list->make ? record : list->at);
     const bool narrow = field->bytes == sizeof(uint32_t), several = field->bytes > sizeof(int64_t);
@@ -8691,20 +8677,6 @@ static uint64_t dtrain__same_field_hash(const void *user, size_t field)
     return dtrain__same_show((const dtrain__same_items *)user, field, text);
 }
 
-static uint64_t dtrain__same_item_hash(const void *user, size_t item)
-{
-    dtrain__same_items items = *(const dtrain__same_items *)user;
-    uint64_t all = DTRAIN__FNV_BASIS;
-    size_t number;
-    items.item = item;
-    const dtrain__same_list *list = dtrain__same_place(&items, &number);
-    for (size_t f = 0; f < list->field_count && number < list->items; f++) {
-        const uint64_t hash = dtrain__same_field_hash(&items, f);
-        all = dtrain__fnv1a(all, &hash, sizeof hash);
-    }
-    return number < list->items ? all : 0;
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine, const char *call,
                                            const dtrain__same_list *lists, size_t count)
 {
@@ -8712,24 +8684,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine
     char texts[2][DTRAIN__SHOWN_BYTES], what[256] = "", name[DTRAIN__SHOWN_BYTES] = "", others[32];
     dtrain__same_items items;
     dtrain__difference found;
-    size_t total = 1, number;
+    size_t total = 1, number, f;
     uint64_t all;
     memset(&items, 0, sizeof items);
     items.lists[0] = dtrain__same_struct(&made, 1, &call);
     items.count = mine == DTRAIN_OK ? count + 1 : 1;
-    for (size_t l = 1; l < items.count; l++) total += (items.lists[l] = lists[l - 1]).items;
-    DTRAIN__TRY(dtrain__same_find(comm, mine, dtrain__same_item_hash, &items, total, &all, &found));
-    if (found.odd < 0) return DTRAIN_OK;
-    items.item = found.item;
-    const dtrain__same_list *list = dtrain__same_place(&items, &number);
+    for (size_t l = 1; l < items.count; l++) {
+        items.lists[l] = lists[l - 1];
+        total += lists[l - 1].items * lists[l - 1].field_count;
+    }
     DTRAIN__TRY(
-        dtrain__same_search(comm, dtrain__same_field_hash, &items, list->field_count, &found));
+        dtrain__same_find(comm, mine, dtrain__same_field_hash, &items, total, &all, &found));
+    if (found.odd < 0) return DTRAIN_OK;
+    const dtrain__same_list *list = dtrain__same_place(&items, found.item, &number, &f);
     for (int i = 0; i < 2; i++) {
         (void)dtrain__same_show(&items, found.item, texts[i]);
         DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__SHOWN_BYTES / 4, DTRAIN_DTYPE_I32,
                                      i ? found.odd : found.usual, NULL));
     }
-    if (list->what && found.item) (void)dtrain__same_show(&items, 0, name);
+    if (list->what && f) (void)dtrain__same_show(&items, found.item - f, name);
     if (list->what)
         snprintf(what, sizeof what,
                  name[0] ? "%s %zu (%.200s) differs: " : "%s %zu differs: ", list->what, number,
@@ -8871,15 +8844,44 @@ DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *wor
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged);
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void);
 
-/* Write what this rank knows of each rank. */
-static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, uint64_t now)
+/* Write who is in a communicator, and the sequence number of this rank's last call of it. */
+static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *comm, bool failed,
+                                      bool first)
 {
+    dtrain__writer_add(out, "%s{\"communicator\": %lld, \"first\": %d, \"started\": %llu, ",
+                       first ? "\n  " : ",\n  ", (long long)comm->number, comm->world_ranks[0],
+                       (unsigned long long)comm->started);
+    dtrain__writer_add(out, "\"failed\": %s, \"ranks\": [", failed ? "true" : "false");
+    for (int i = 0; i < comm->size; i++)
+        dtrain__writer_add(out, "%s%d", i ? ", " : "", comm->world_ranks[i]);
+    dtrain__writer_add(out, "]}");
+}
+
+/* Write what this rank knows of itself, of each rank, of its communicators and of their calls. */
+static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
+{
+    static const char *const states[] = {"queued", "started", "done", "failed"};
+    const dtrain__ring *ring = world->timeline.ring;
+    const uint64_t now = dtrain__now_ns();
+    uint64_t next = ring->count + 1, calls = 0;
+    bool first = true, listed = !world->comm;
+    char host[256] = "";
+    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
+    dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
+                       world->rank, world->size, (long long)getpid());
+    dtrain__writer_string(out, "host", host);
+    dtrain__writer_add(out, ", \"restart_count\": %u, \"time\": %lld, \"now_ns\": %llu,\n",
+                       world->restart_count, (long long)time(NULL), (unsigned long long)now);
+    dtrain__writer_add(out, " \"result\": %d, ", (int)ring->code);
+    dtrain__writer_string(out, "error", ring->error);
+    dtrain__writer_add(out, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
+                       dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
     for (int i = 0; i < world->size; i++) {
         const dtrain__pulse *pulse = &world->control->pulses[i];
         const uint64_t beat = dtrain__load(&pulse->beat_ns);
-        const uint32_t how = dtrain__load(&world->control->exits[i].how);
         char end[160] = "";
-        if (how != DTRAIN__RUNNING) dtrain__describe_end(world->control, i, end, sizeof end);
+        if (dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING)
+            dtrain__describe_end(world->control, i, end, sizeof end);
         const long long silent = now > beat ? (long long)(now - beat) : 0;
         dtrain__writer_add(out, "%s{\"rank\": %d, \"silent_ns\": %lld, \"inside\": %s, ",
                            i ? ",\n  " : "\n  ", i, beat ? silent : -1,
@@ -8895,40 +8897,6 @@ static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, u
         dtrain__writer_string(out, "end", end);
         dtrain__writer_add(out, "}");
     }
-}
-
-/* Write who is in a communicator, and the sequence number of this rank's last call of it. */
-static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *comm, bool failed,
-                                      bool first)
-{
-    dtrain__writer_add(out, "%s{\"communicator\": %lld, \"first\": %d, \"started\": %llu, ",
-                       first ? "\n  " : ",\n  ", (long long)comm->number, comm->world_ranks[0],
-                       (unsigned long long)comm->started);
-    dtrain__writer_add(out, "\"failed\": %s, \"ranks\": [", failed ? "true" : "false");
-    for (int i = 0; i < comm->size; i++)
-        dtrain__writer_add(out, "%s%d", i ? ", " : "", comm->world_ranks[i]);
-    dtrain__writer_add(out, "]}");
-}
-
-static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
-{
-    static const char *const states[] = {"queued", "started", "done", "failed"};
-    const dtrain__ring *ring = world->timeline.ring;
-    uint64_t next = ring->count + 1, calls = 0;
-    bool first = true, listed = !world->comm;
-    char host[256] = "";
-    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
-    dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
-                       world->rank, world->size, (long long)getpid());
-    dtrain__writer_string(out, "host", host);
-    dtrain__writer_add(out, ", \"restart_count\": %u, \"time\": %lld, \"now_ns\": %llu,\n",
-                       world->restart_count, (long long)time(NULL),
-                       (unsigned long long)dtrain__now_ns());
-    dtrain__writer_add(out, " \"result\": %d, ", (int)ring->code);
-    dtrain__writer_string(out, "error", ring->error);
-    dtrain__writer_add(out, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
-                       dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
-    dtrain__dump_ranks(out, world, dtrain__now_ns());
 
     /* The communicators of the engine, and the world's; others are not listed anywhere. */
     dtrain__writer_add(out, "],\n \"communicators\": [");
@@ -9576,6 +9544,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     dtrain__engine *comm = dtrain__engine_of(base);
     const size_t bytes = dtrain__send_bytes(what, base->size);
     const size_t kept = offsetof(dtrain__work, heard);
+    const dtrain_call call = {what->count, what->kind, (uint32_t)what->dtype, what->op, what->root};
     dtrain_result result = DTRAIN_OK;
     *out = NULL;
     if (comm->failed) return dtrain__engine_standing(comm);
@@ -9598,11 +9567,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     if (dtrain__gets(what, base->rank)) work->op.recv_bytes = dtrain__recv_bytes(what, base->size);
     work->op.small =
         bytes <= DTRAIN_SMALL_BYTES && bytes * (size_t)base->size <= (size_t)DTRAIN__SMALL_TOTAL;
-    work->op.call.count = what->count;
-    work->op.call.kind = what->kind;
-    work->op.call.dtype = (uint32_t)what->dtype;
-    work->op.call.op = what->op;
-    work->op.call.root = what->root;
+    work->op.call = call;
     if (comm->staged) result = dtrain__copy_in(comm, work);
     if (result != DTRAIN_OK) {
         dtrain__recycle(comm, work);
@@ -11481,34 +11446,6 @@ DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
  *     one device a rank, backend asked for      that one
  *     otherwise, on one machine                 staged, with a line in the log that says why */
 
-/* Find out whether two ranks sit on one device, as their node's index and the device's id tell. */
-static dtrain_result dtrain__shared_device(dtrain_world *world, bool *shared)
-{
-    typedef struct place {
-        dtrain_device_info info;
-        int node;
-    } place;
-    place mine;
-    memset(&mine, 0, sizeof mine);
-    DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
-    mine.node = world->node;
-    place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
-                                        "a table of devices");
-    if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
-    for (int i = 0; result == DTRAIN_OK && i < world->size; i++)
-        for (int k = 0; k < i && !*shared; k++) {
-            *shared = all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0;
-            if (*shared && world->rank == 0)
-                dtrain_log(world, DTRAIN_LOG_INFO,
-                           "ranks %d and %d share one device (%s of %u): collectives go through "
-                           "host memory",
-                           k, i, all[i].info.name, all[i].info.count);
-        }
-    dtrain__free(&world->allocator, all, (size_t)world->size, sizeof *all);
-    return result;
-}
-
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out)
 {
     if (!name || !out)
@@ -11525,21 +11462,46 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         name);
 }
 
-/* Choose and make the world's communicator: nobody else decides which backend it is. */
+/* Choose and make the world's communicator: nobody else decides which backend it is. Two ranks sit
+ * on one device if their node's index and the device's id are the same. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
+    typedef struct place {
+        dtrain_device_info info;
+        int node;
+    } place;
     const dtrain_comm_ops *const mpi = dtrain__mpi_comm_ops();
     const dtrain_comm_ops *const local = dtrain__local_comm_ops(false);
     const dtrain_comm_ops *ops = world->control->arenas || !mpi ? local : mpi;
     const bool on_host = world->device->ops->host_memory;
-    bool shared = false;
+    const size_t size = (size_t)world->size;
     if (world->comm_ops) ops = world->comm_ops;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)ops->abi, (unsigned)DTRAIN_COMM_ABI);
     if (!on_host && !ops->transport) {
-        DTRAIN__TRY(dtrain__shared_device(world, &shared));
+        bool shared = false;
+        place mine;
+        memset(&mine, 0, sizeof mine);
+        DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
+        mine.node = world->node;
+        place *all =
+            (place *)dtrain__alloc(&world->allocator, size, sizeof *all, "a table of devices");
+        if (!all) return DTRAIN_ERROR_MEMORY;
+        const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
+        for (int n = 0; result == DTRAIN_OK && n < world->size * world->size && !shared; n++) {
+            const int i = n / world->size, k = n % world->size;
+            shared =
+                k < i && all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0;
+            if (shared && world->rank == 0)
+                dtrain_log(world, DTRAIN_LOG_INFO,
+                           "ranks %d and %d share one device (%s of %u): collectives go through "
+                           "host memory",
+                           k, i, all[i].info.name, all[i].info.count);
+        }
+        dtrain__free(&world->allocator, all, size, sizeof *all);
+        DTRAIN__TRY(result);
         if (shared) ops = local;
     } else if (!on_host && ops == local && world->rank == 0 && world->size > 1) {
         dtrain_log(world, DTRAIN_LOG_INFO,
@@ -11556,7 +11518,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
  * own was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
-    if (world->comm && world->comm->ops->start != dtrain__engine_start) (void)world->comm->ops->destroy(world->comm);
+    if (world->comm && world->comm->ops->start != dtrain__engine_start)
+        (void)world->comm->ops->destroy(world->comm);
     while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 
@@ -11627,10 +11590,9 @@ typedef struct dtrain__launch {
     int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
     int passed_on;                /* last signal forwarded, SIGUSR1 and SIGUSR2 included */
     uint64_t stop_ns;             /* when the last request to stop came */
-    bool child_was_pending;       /* SIGCHLD, when the launch began */
-    struct sigaction child_action;
-    sigset_t watched, old_mask; /* `watched` is blocked while this process forks ranks */
-    uint32_t gate;              /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
+    sigset_t watched, old_mask;   /* `watched` is blocked while this process forks ranks */
+    uint32_t gate;                /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
+    uint32_t taken;               /* atomic: threads that have taken a rank */
 
     /* Attempts. */
     uint64_t attempt_ns;    /* when this attempt began */
@@ -11667,9 +11629,6 @@ static uint32_t dtrain__cores(void)
 static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
 
 /* ---- Ranks as processes -----------------------------------------------------------------------*/
-
-static const int dtrain__forwarded_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
-#define DTRAIN__FORWARDED (sizeof dtrain__forwarded_signals / sizeof dtrain__forwarded_signals[0])
 
 static void dtrain__signal_ranks(dtrain__launch *launch, int number)
 {
@@ -11827,53 +11786,14 @@ static bool dtrain__take_child_signal(void)
     return sigtimedwait(&only_child, NULL, &no_time) == SIGCHLD;
 }
 
-/* Say whether the host ignores SIGCHLD: then there are no exit statuses to wait for. */
-static bool dtrain__ignores_children(const dtrain__launch *launch)
-{
-    return launch->child_action.sa_handler == SIG_IGN ||
-           (launch->child_action.sa_flags & SA_NOCLDWAIT);
-}
-
-/* Block the signals that the launcher waits for by sigtimedwait, from before the first fork until
- * after the last restart. Where the host ignores SIGCHLD, set the default action meanwhile. */
-static void dtrain__signals_block(dtrain__launch *launch)
-{
-    sigemptyset(&launch->watched);
-    sigaddset(&launch->watched, SIGCHLD);
-    for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
-        if (dtrain__forwarded_signals[i] != SIGHUP || !dtrain__hangup_ignored())
-            sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
-    sigaction(SIGCHLD, NULL, &launch->child_action);
-    pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
-    launch->child_was_pending = dtrain__take_child_signal();
-    if (dtrain__ignores_children(launch)) signal(SIGCHLD, SIG_DFL);
-}
-
-/* Give signals back to the host. Remove the last SIGCHLD of a rank from the queue: a handler of the
- * host would wait for a child that is gone. One that was pending before, of another child, is
- * raised again. */
-static void dtrain__signals_restore(dtrain__launch *launch)
-{
-    while (dtrain__take_child_signal()) continue;
-    if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
-    if (launch->child_was_pending) kill(getpid(), SIGCHLD);
-    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-}
-
 /* ---- Ranks as threads -------------------------------------------------------------------------*/
-
-typedef struct dtrain__rank_thread {
-    dtrain__launch *launch;
-    int rank;
-    pthread_t thread;
-} dtrain__rank_thread;
 
 static void *dtrain__thread_main(void *argument)
 {
-    dtrain__rank_thread *self = (dtrain__rank_thread *)argument;
-    uint32_t gate;
-    while ((gate = dtrain__load(&self->launch->gate)) == 0) sched_yield();
-    if (gate == 1) dtrain__rank_run(self->launch, self->rank);
+    dtrain__launch *launch = (dtrain__launch *)argument;
+    while (dtrain__load(&launch->gate) == 0) sched_yield();
+    if (dtrain__load(&launch->gate) == 1)
+        dtrain__rank_run(launch, (int)dtrain__fetch_add(&launch->taken, 1u));
     return NULL;
 }
 
@@ -11882,21 +11802,13 @@ static void *dtrain__thread_main(void *argument)
 static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 {
     const int count = (int)launch->desc.rank_count;
+    pthread_t threads[DTRAIN_MAX_RANKS];
     int started = 0, error = 0;
-    const dtrain_allocator *a = &launch->desc.allocator;
-    dtrain__rank_thread *threads = (dtrain__rank_thread *)dtrain__alloc(
-        a, (size_t)count, sizeof *threads, "the threads of ranks"); /* stacks can be small */
-    if (!threads) return DTRAIN_ERROR_MEMORY;
-    dtrain__store(&launch->gate, 0u);
-    for (; started < count && !error; started += !error) {
-        threads[started].launch = launch;
-        threads[started].rank = started;
-        error =
-            pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
-    }
+    launch->gate = launch->taken = 0;
+    for (; started < count && !error; started += !error)
+        error = pthread_create(&threads[started], NULL, dtrain__thread_main, launch);
     dtrain__store(&launch->gate, error ? 2u : 1u);
-    for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
-    dtrain__free(a, threads, (size_t)count, sizeof *threads);
+    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     if (!error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
                        "dtrain_launch: thread of rank %d of %d could not be made: %s", started,
@@ -11904,19 +11816,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 }
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
-
-/* Choose the directory of flight records; NULL: none are written. */
-static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
-{
-    const char *directory = desc->flight_directory;
-    if (!directory || !directory[0]) directory = getenv("DTRAIN_FLIGHT_DIRECTORY");
-    desc->flight_directory = directory && directory[0] ? directory : NULL;
-    if (!desc->flight_directory || strlen(directory) < DTRAIN__FLIGHT_PATH) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
-        strlen(directory), DTRAIN__FLIGHT_PATH - 1);
-}
 
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
@@ -11964,7 +11863,13 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "dtrain_launch: node_ranks is %u, expected a divisor of the %d ranks (1 "
                            "makes every rank a node)",
                            desc->node_ranks, place->size);
-    DTRAIN__TRY(dtrain__resolve_flight(desc));
+    if (!desc->flight_directory || !desc->flight_directory[0])
+        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
+    if (desc->flight_directory && strlen(desc->flight_directory) >= DTRAIN__FLIGHT_PATH)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
+            strlen(desc->flight_directory), DTRAIN__FLIGHT_PATH - 1);
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -12080,11 +11985,17 @@ static uint64_t dtrain__job_number(const dtrain__launch *launch)
     return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
 }
 
+/* A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
+ * first fork until after the last restart. Where the host ignores SIGCHLD there would be no exit
+ * statuses to wait for, so it gets the default action meanwhile. */
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info)
 {
+    static const int forwarded[] = {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGHUP};
     dtrain__launch launch;
     dtrain_launch_info ignored;
+    struct sigaction child_action;
+    bool ignores_children = false, child_was_pending = false;
     sigset_t old_mask;
     if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
@@ -12103,14 +12014,31 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     const bool catches = launch.desc.catch_signals && !launch.launcher;
     if (result == DTRAIN_OK && catches)
         result = dtrain__signals_begin(launch.desc.flight_directory != NULL, &old_mask);
+    if (result == DTRAIN_OK && launch.launcher) {
+        sigemptyset(&launch.watched);
+        sigaddset(&launch.watched, SIGCHLD);
+        for (int i = 0; i < (dtrain__hangup_ignored() ? 5 : 6); i++)
+            sigaddset(&launch.watched, forwarded[i]);
+        sigaction(SIGCHLD, NULL, &child_action);
+        ignores_children =
+            child_action.sa_handler == SIG_IGN || (child_action.sa_flags & SA_NOCLDWAIT);
+        pthread_sigmask(SIG_BLOCK, &launch.watched, &launch.old_mask);
+        child_was_pending = dtrain__take_child_signal();
+        if (ignores_children) signal(SIGCHLD, SIG_DFL);
+    }
     if (result == DTRAIN_OK) {
-        if (launch.launcher) dtrain__signals_block(&launch);
         do result = dtrain__attempt(&launch, info);
         while (dtrain__restart(&launch, &result, info));
-        if (launch.launcher) dtrain__signals_restore(&launch);
-        if (catches) dtrain__signals_end(&old_mask);
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
         info->restart_count = launch.place.restart_count + launch.restart_count;
+        if (catches) dtrain__signals_end(&old_mask);
+
+        /* Remove the last SIGCHLD of a rank from the queue: a handler of the host would wait for a
+         * child that is gone. One that was pending before, of another child, is raised again. */
+        while (launch.launcher && dtrain__take_child_signal()) continue;
+        if (ignores_children) sigaction(SIGCHLD, &child_action, NULL);
+        if (child_was_pending) kill(getpid(), SIGCHLD);
+        if (launch.launcher) pthread_sigmask(SIG_SETMASK, &launch.old_mask, NULL);
     }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
@@ -12356,9 +12284,9 @@ enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
 /* The variables by which launchers of one kind say which rank a process is. */
 typedef struct dtrain__family {
     const char *name;
-    /* Reads rank and size into *out, if *applies. A family without a reader has two plain
-     * numbers. */
-    dtrain_result (*read)(dtrain__lookup_fn env, bool *applies, dtrain__placement *out);
+    /* Reads rank and size into *out, which is zeroed, and leaves a size of 0 if it does not apply. A
+     * family without a reader has two plain numbers. */
+    dtrain_result (*read)(dtrain__lookup_fn env, dtrain__placement *out);
     const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
 } dtrain__family;
 
@@ -12395,17 +12323,20 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; *applies says whether both are set. Half a family is an
- * error, except that a world size without a rank may belong to an Indexed Job (size_alone). */
+/* Read the plain rank and size of a family; a size of 0 says that they are not set. Half a family is
+ * an error, except that a world size without a rank may belong to an Indexed Job (size_alone). */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
-                                       const char *size_name, bool size_alone, bool *applies,
+                                       const char *size_name, bool size_alone,
                                        dtrain__placement *out)
 {
     bool has_rank, has_size;
+    out->rank = out->size = 0;
     DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
     DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    *applies = has_rank || (has_size && !size_alone);
-    if (!*applies) return DTRAIN_OK;
+    if (!has_rank && (!has_size || size_alone)) {
+        out->size = 0;
+        return DTRAIN_OK;
+    }
     if (has_rank != has_size) {
         const char *there = has_rank ? rank_name : size_name;
         const char *missing = has_rank ? size_name : rank_name;
@@ -12419,32 +12350,19 @@ static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_n
                                 "numbers go from 0 to the size less one");
 }
 
-/* Find out whether the MPI family `rank_name`, `size_name` is set and contradicts *taken. */
-static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const char *rank_name,
-                                         const char *size_name, const dtrain__placement *taken,
-                                         dtrain__placement *said, bool *differs)
-{
-    bool applies;
-    DTRAIN__TRY(dtrain__read_pair(env, rank_name, size_name, false, &applies, said));
-    *differs = applies && (said->rank != taken->rank || said->size != taken->size);
-    return DTRAIN_OK;
-}
-
 /* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it
  * is usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node
  * on which srun or mpirun has put its agent. */
-static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, bool *applies,
-                                           dtrain__placement *out)
+static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, dtrain__placement *out)
 {
     static const char *const others[][2] = {{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
                                             {"PMI_RANK", "PMI_SIZE"}};
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
-    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, applies, out));
-    for (int i = 0; i < 2 && *applies && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
-        dtrain__placement said;
-        bool differs;
-        DTRAIN__TRY(dtrain__env_differs(env, others[i][0], others[i][1], out, &said, &differs));
-        if (differs)
+    dtrain__placement said;
+    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, out));
+    for (int i = 0; i < 2 && out->size && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
+        DTRAIN__TRY(dtrain__read_pair(env, others[i][0], others[i][1], false, &said));
+        if (said.size && (said.rank != out->rank || said.size != out->size))
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "dtrain_launch: the environment has RANK=%d, WORLD_SIZE=%d and also %s=%d, %s=%d; "
@@ -12475,22 +12393,19 @@ static bool dtrain__first_host(const char *list, char *out, size_t room)
 /* Read Slurm's variables. Without SLURM_STEP_ID this is a shell of sbatch or salloc, which is no
  * rank. srun --mpi=pmi2 sets MPICH's variables too: if they contradict Slurm's, this is a rank of
  * an mpirun inside of the step. */
-static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, bool *applies,
-                                        dtrain__placement *out)
+static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
     dtrain__placement said;
-    bool has_nodes, differs;
+    bool has_nodes;
     int nodes = 0;
-    *applies = false;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__read_pair(env, "SLURM_PROCID",
-                                  recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, applies,
-                                  out));
-    DTRAIN__TRY(dtrain__env_differs(env, "PMI_RANK", "PMI_SIZE", out, &said, &differs));
-    *applies = *applies && !differs;
-    if (!*applies) return DTRAIN_OK;
+                                  recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, out));
+    DTRAIN__TRY(dtrain__read_pair(env, "PMI_RANK", "PMI_SIZE", false, &said));
+    if (said.size && (said.rank != out->rank || said.size != out->size)) out->size = 0;
+    if (!out->size) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
     if (nodes == 1) out->local_size = out->size;
     if (!hosts || dtrain__first_host(hosts, out->address, sizeof out->address)) return DTRAIN_OK;
@@ -12502,17 +12417,15 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, bool *applies,
 
 /* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
  * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
-static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, bool *applies,
-                                          dtrain__placement *out)
+static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
     const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
     const char *host = dtrain__env_text(env, "HOSTNAME");
     char ending[16];
-    *applies = false; /* the job itself sets no size */
-    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, applies, out));
-    if (!*applies || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
+    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK; /* the job itself sets none */
+    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, out));
+    if (!out->size || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
     const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
     const char *at = strstr(host, ending), *domain = strchr(host, '.');
     if (at && at > host && at + tail - 1 == domain)
@@ -12522,15 +12435,15 @@ static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, bool *applies,
 
 /* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
  * wants one launcher a node. */
-static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, bool *applies, dtrain__placement *out)
+static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, dtrain__placement *out)
 {
     int forks = 1;
     bool has_forks;
-    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, applies, out));
+    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, out));
     DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    const int nodes = *applies ? out->size : 1, node = *applies ? out->rank : 0;
-    *applies = *applies || has_forks;
-    if (*applies && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
+    const int nodes = out->size ? out->size : 1, node = out->size ? out->rank : 0;
+    if (!out->size && !has_forks) return DTRAIN_OK;
+    if (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes)
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
     out->forks = out->local_size = forks;
@@ -12566,24 +12479,6 @@ static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
      dtrain__read_pet,
      {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES"}},
 };
-
-/* Read local rank and size of one family, where it has them. */
-static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
-                                       dtrain__placement *out)
-{
-    const char *const *names = family->variables;
-    bool has_rank, has_size;
-    DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &has_rank, &out->local_rank));
-    DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &has_size, &out->local_size));
-    if (has_size && (out->local_size < 1 || out->local_size > out->size))
-        return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], out->local_size, names[DTRAIN__SIZE],
-                                    out->size, "a node has from 1 to world size ranks");
-    const int limit = has_size ? out->local_size : out->size;
-    if (!has_rank || out->local_rank < limit) return DTRAIN_OK;
-    return dtrain__env_conflict(names[DTRAIN__LOCAL_RANK], out->local_rank,
-                                names[has_size ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
-                                "local ranks go from 0 to the local size less one");
-}
 
 /* Find where the ranks meet. The port is DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's
  * port is its own, so the one DTRAIN__PORT_OFFSET above is used (below, at the end of the range).
@@ -12644,12 +12539,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
-        if (family->read) DTRAIN__TRY(family->read(env, &found, out));
+        if (family->read) DTRAIN__TRY(family->read(env, out));
         else
             DTRAIN__TRY(dtrain__read_pair(env, family->variables[DTRAIN__RANK],
-                                          family->variables[DTRAIN__SIZE], indexed && !i, &found,
-                                          out));
-        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
+                                          family->variables[DTRAIN__SIZE], indexed && !i, out));
+        found = out->size > 0;
+    }
+    if (found) {
+        const char *const *names = family->variables;
+        bool has_rank, has_size;
+        DTRAIN__TRY(
+            dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &has_rank, &out->local_rank));
+        DTRAIN__TRY(
+            dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &has_size, &out->local_size));
+        if (has_size && (out->local_size < 1 || out->local_size > out->size))
+            return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], out->local_size,
+                                        names[DTRAIN__SIZE], out->size,
+                                        "a node has from 1 to world size ranks");
+        const int limit = has_size ? out->local_size : out->size;
+        if (has_rank && out->local_rank >= limit)
+            return dtrain__env_conflict(names[DTRAIN__LOCAL_RANK], out->local_rank,
+                                        names[has_size ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
+                                        "local ranks go from 0 to the local size less one");
     }
     const bool alone = !found || out->size == 1;
     if (alone) memset(out, 0, sizeof *out), out->size = 1;
@@ -12731,31 +12642,6 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Wait before a restart, and return the signal that asks the run to stop meanwhile, or 0. Signals
- * that are forwarded are blocked and come from sigtimedwait; with threads they are the host's,
- * unless they are caught. */
-static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
-{
-    const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
-    sigset_t stops;
-    sigemptyset(&stops);
-    if (launch->launcher) stops = launch->watched;
-    sigdelset(&stops, SIGCHLD);
-    for (;;) {
-        const uint64_t now = dtrain__now_ns(), left = now < end ? end - now : 0;
-        struct timespec nap;
-        siginfo_t what;
-        nap.tv_sec = 0;
-        nap.tv_nsec = (long)(left < longest ? left : longest);
-        const int number = sigtimedwait(&stops, &what, &nap);
-        const bool asks = number == SIGUSR1 && launch->desc.catch_signals;
-        if (number > 0 && ((number != SIGUSR1 && number != SIGUSR2) || asks)) return number;
-        if (!launch->launcher && launch->desc.catch_signals && dtrain__signal_caught())
-            return dtrain__signal_caught();
-        if (!left) return 0;
-    }
-}
-
 /* Decide whether a run that has ended is started again, and wait until then. An attempt that could
  * not start all ranks the first time is not repeated: its desc or its machine is wrong. */
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
@@ -12783,8 +12669,27 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
         return false;
     }
     dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s: %s", what, last);
-    const int number = dtrain__back_off(launch, wait_ns);
-    if (number) {
+
+    /* Wait, for a signal too that asks the run to stop meanwhile. Signals that are forwarded are
+     * blocked and come from sigtimedwait; with threads they are the host's, unless they are
+     * caught. */
+    const bool catches = launch->desc.catch_signals;
+    sigset_t stops;
+    sigemptyset(&stops);
+    if (launch->launcher) stops = launch->watched;
+    sigdelset(&stops, SIGCHLD);
+    int number = 0;
+    for (uint64_t now = dtrain__now_ns(), end = now + wait_ns; now < end && number <= 0;) {
+        struct timespec nap = {0, 0};
+        siginfo_t what_came;
+        nap.tv_nsec = (long)dtrain__min((int64_t)(end - now), 50000000);
+        number = sigtimedwait(&stops, &what_came, &nap);
+        if (number == SIGUSR2 || (number == SIGUSR1 && !catches)) number = 0;
+        if (!launch->launcher && catches && dtrain__signal_caught())
+            number = dtrain__signal_caught();
+        now = dtrain__now_ns();
+    }
+    if (number > 0) {
         info->signal = number;
         info->exit_code = 128 + number;
         *result = dtrain_fail(*result,
@@ -12918,26 +12823,6 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     return DTRAIN_OK;
 }
 
-/* Warn where ranks of one tensor axis are on several nodes: it sends more than all other axes. */
-static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
-{
-    dtrain_comm *tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
-    dtrain_world_info own; /* node_ranks counts */
-    dtrain_world_query(mesh->world, &own);
-    int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
-    DTRAIN__TRY(
-        dtrain_all_reduce(tensor, most, most, 2, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
-    int32_t crosses = most[0] != -most[1];
-    DTRAIN__TRY(dtrain_all_reduce(mesh->all, &crosses, &crosses, 1, DTRAIN_DTYPE_I32,
-                                  DTRAIN_REDUCE_MAX, NULL));
-    if (crosses && mesh->info.rank == 0)
-        dtrain_log(mesh->world, DTRAIN_LOG_WARNING,
-                   "dtrain_mesh_create: the tensor axis of %d ranks crosses nodes: it sends more "
-                   "than any other axis, and in the middle of every layer; keep it inside a node",
-                   mesh->info.tensor);
-    return DTRAIN_OK;
-}
-
 /* The ranks are split along what strategies and models use: each axis, also one of a single rank,
  * and the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
  * DATA and another axis, are made when they are asked for. */
@@ -12986,7 +12871,23 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     }
     for (size_t i = 0; i < sizeof used / sizeof *used && all && result == DTRAIN_OK; i++)
         result = dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i]));
-    if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
+    if (all && result == DTRAIN_OK && mesh->info.tensor > 1) {
+        dtrain_world_info own; /* node_ranks counts */
+        dtrain_world_query(world, &own);
+        int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
+        result = dtrain_all_reduce(dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR), most, most, 2,
+                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
+        int32_t crosses = most[0] != -most[1];
+        if (result == DTRAIN_OK)
+            result = dtrain_all_reduce(all, &crosses, &crosses, 1, DTRAIN_DTYPE_I32,
+                                       DTRAIN_REDUCE_MAX, NULL);
+        if (result == DTRAIN_OK && crosses && mesh->info.rank == 0)
+            dtrain_log(world, DTRAIN_LOG_WARNING,
+                       "dtrain_mesh_create: the tensor axis of %d ranks crosses nodes: it sends "
+                       "more than any other axis, and in the middle of every layer; keep it inside "
+                       "a node",
+                       mesh->info.tensor);
+    }
     if (result == DTRAIN_OK) *out = mesh;
     else dtrain_mesh_destroy(mesh);
     return result;
@@ -14864,7 +14765,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
  *       the tape or the host        on this rank                         among the ranks
  *
  *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
- *     2                             dtrain__launch_bucket: if all its    all-reduce of the bucket,
+ *     2                             dtrain__launch_buckets: if all its   all-reduce of the bucket,
  *                                   gradients are marked, begin the      under way from here on
  *                                   first of its steps
  *       backward of the next layer
@@ -21099,7 +21000,6 @@ struct dtrain_state {
 /* state/state.c */
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
-DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call);
 /* Tell whether two ranks, or a rank and a file, describe the same tensor in the same way. */
 DTRAIN__PRIVATE bool dtrain__state_alike(const dtrain_state_tensor *a,
                                          const dtrain_state_tensor *b);
@@ -21118,11 +21018,7 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call)
-{
-    if (!state) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: state is NULL", call);
-    return DTRAIN_OK;
-}
+static const int64_t dtrain__one[4] = {1, 0, 0, 0}; /* the shape of a number */
 
 /* ---- Tensors ----------------------------------------------------------------------------------*/
 
@@ -21193,76 +21089,52 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* The classes of tensors that parameters have, in the order of the list. */
-enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_STEPS };
-
-/* Return the kind of a parameter's first or second optimizer state; KINDS: there is none. */
-static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, int class_)
-{
-    if ((size_t)class_ > dtrain__states_of(desc)) return DTRAIN_STATE_KINDS;
-    if (class_ == DTRAIN__CLASS_SECOND) return DTRAIN_STATE_EXP_AVG_SQ;
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return DTRAIN_STATE_EXP_AVG;
-    if (desc->kind == DTRAIN_OPTIMIZER_LION) return DTRAIN_STATE_LION;
-    return desc->kind == DTRAIN_OPTIMIZER_MUON ? DTRAIN_STATE_MUON : DTRAIN_STATE_MOMENTUM;
-}
-
-/* Append one class of a parameter, if it has that. The master copy of an offloaded update mirrors
- * the value: both are the same between steps. */
-static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param *p, size_t index,
-                                         int class_)
-{
-    static const int64_t one[4] = {1, 0, 0, 0};
-    const dtrain_optimizer *optimizer = state->desc.optimizer;
-    const bool value = class_ == DTRAIN__CLASS_VALUE;
-    dtrain_shard shard;
-    if (value ? p->state.storage != p
-              : !optimizer || !dtrain__has_state(state->desc.strategy, index))
-        return DTRAIN_OK;
-    if (!dtrain__has_memory(p)) return DTRAIN_OK; /* stages of other ranks list it */
-    if (class_ == DTRAIN__CLASS_STEPS)
-        return dtrain__state_append(state, DTRAIN_STATE_STEPS, p->name, DTRAIN_DTYPE_I64, one,
-                                    &optimizer->updates[index])
-                   ? DTRAIN_OK
-                   : DTRAIN_ERROR_MEMORY;
-    const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
-    dtrain__shard_of(state->desc.strategy, index, &shard);
-    if (value)
-        return dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE,
-                                  shard.value ? shard.value : (float *)shard.typed_value,
-                                  view ? view->value : NULL);
-    const dtrain_state_kind kind = dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
-    float *memory = !view ? NULL : class_ == DTRAIN__CLASS_FIRST ? view->m : view->v;
-    if (kind == DTRAIN_STATE_KINDS) return DTRAIN_OK;
-    return dtrain__state_like(state, &shard, kind, memory, NULL);
-}
-
+/* Append what parameters have, class by class: values, the optimizer's first and second states, and
+ * counts of updates. The master copy of an offloaded update mirrors the value: both are the
+ * same between steps. What has no memory here is listed by the stages of other ranks. */
 static dtrain_result dtrain__state_params(dtrain_state *state)
 {
+    static const dtrain_state_kind firsts[] = {DTRAIN_STATE_KINDS, DTRAIN_STATE_EXP_AVG,
+                                               DTRAIN_STATE_MOMENTUM, DTRAIN_STATE_LION,
+                                               DTRAIN_STATE_MUON}; /* by kind of optimizer */
+    enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_STEPS };
+    const dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_optimizer *optimizer = state->desc.optimizer;
     size_t count;
-    const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
-    for (int class_ = DTRAIN__CLASS_VALUE; class_ <= DTRAIN__CLASS_STEPS; class_++)
-        for (size_t i = 0; i < count; i++)
-            DTRAIN__TRY(dtrain__state_param(state, &params[i], i, class_));
-    return DTRAIN_OK;
-}
-
-/* Append a parameter's residual and velocity, if this rank keeps such of any parameter. A rank that
- * keeps nothing of this one lists a piece of no elements. */
-static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
-                                              const dtrain__kept *kept, const bool *keeps)
-{
-    dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL, NULL,
-                          NULL};
-    float *const memory[] = {kept ? kept->residual : NULL, kept ? kept->velocity : NULL};
-    for (int i = 0; i < 2; i++) {
-        if (!keeps[i]) continue;
-        if (!memory[i]) piece.count = 0;
-        DTRAIN__TRY(dtrain__state_like(
-            state, &piece, (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + i), memory[i], NULL));
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
+    for (size_t n = 0; n < 4 * count; n++) {
+        const size_t i = n % count, class_ = n / count;
+        const dtrain_param *p = &params[i];
+        dtrain_shard shard;
+        if (!dtrain__has_memory(p) ||
+            (class_ == DTRAIN__CLASS_VALUE ? p->state.storage != p
+                                           : !optimizer || !dtrain__has_state(strategy, i)))
+            continue;
+        const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
+        dtrain__shard_of(strategy, i, &shard);
+        if (class_ == DTRAIN__CLASS_STEPS) {
+            if (!dtrain__state_append(state, DTRAIN_STATE_STEPS, p->name, DTRAIN_DTYPE_I64,
+                                      dtrain__one, &optimizer->updates[i]))
+                return DTRAIN_ERROR_MEMORY;
+        } else if (class_ == DTRAIN__CLASS_VALUE) {
+            DTRAIN__TRY(dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE,
+                                           shard.value ? shard.value : (float *)shard.typed_value,
+                                           view ? view->value : NULL));
+        } else {
+            const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, p);
+            float *memory = !view ? NULL : class_ == DTRAIN__CLASS_FIRST ? view->m : view->v;
+            if (class_ > dtrain__states_of(desc)) continue;
+            DTRAIN__TRY(dtrain__state_like(state, &shard,
+                                           class_ == DTRAIN__CLASS_FIRST ? firsts[desc->kind]
+                                                                         : DTRAIN_STATE_EXP_AVG_SQ,
+                                           memory, NULL));
+        }
     }
     return DTRAIN_OK;
 }
 
+/* Append every parameter's residual and velocity, if this rank keeps such of any parameter. Of a
+ * parameter of which it keeps nothing, it lists a piece of no elements. */
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
     size_t count, kept_count;
@@ -21274,11 +21146,24 @@ static dtrain_result dtrain__state_compression(dtrain_state *state)
         keeps[1] |= all[k].velocity != NULL;
     }
     for (size_t i = 0; i < count && kept_count; i++) {
-        const dtrain__kept *kept = NULL;
+        dtrain_shard piece = {&params[i], 0, 0, NULL, NULL, NULL, NULL};
+        float *memory[2] = {NULL, NULL};
         if (!dtrain__has_state(state->desc.strategy, i)) continue;
-        for (size_t k = 0; k < kept_count && !kept; k++)
-            if (all[k].param == &params[i]) kept = &all[k];
-        DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));
+        for (size_t k = 0; k < kept_count && !piece.count; k++) {
+            if (all[k].param != &params[i]) continue;
+            piece.offset = all[k].offset;
+            piece.count = all[k].count;
+            memory[0] = all[k].residual;
+            memory[1] = all[k].velocity;
+        }
+        for (int which = 0; which < 2; which++) {
+            dtrain_shard listed = piece;
+            if (!keeps[which]) continue;
+            if (!memory[which]) listed.count = 0;
+            DTRAIN__TRY(dtrain__state_like(state, &listed,
+                                           (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + which),
+                                           memory[which], NULL));
+        }
     }
     return DTRAIN_OK;
 }
@@ -21332,16 +21217,10 @@ static void dtrain__state_scalar(dtrain_state *state, const char *name, void *me
     state->scalars[state->scalar_count++] = scalar;
 }
 
-static void dtrain__state_source_scalars(dtrain_state *state, const dtrain__state_source *source)
-{
-    for (const dtrain__scalar *scalar = source ? source->scalars : NULL; scalar && scalar->name;
-         scalar++)
-        state->scalars[state->scalar_count++] = *scalar;
-}
-
-/* List the numbers of those objects that there are. Compression depends on the strategy's step; a
- * schedule and the seeds of dropout depend on the trainer's. */
-static void dtrain__state_scalars(dtrain_state *state)
+/* List the numbers of those objects that there are, and append them after all tensors. tensor_count
+ * leaves them out, because a manifest has its own list of scalars. Compression depends on the
+ * strategy's step; a schedule and the seeds of dropout depend on the trainer's. */
+static dtrain_result dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
     const dtrain__state_source *trainer = dtrain__source_of(desc->trainer);
@@ -21349,29 +21228,24 @@ static void dtrain__state_scalars(dtrain_state *state)
     dtrain__state_scalar(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
     if (desc->optimizer)
         dtrain__state_scalar(state, "optimizer.step", &desc->optimizer->step_count, 8);
-    dtrain__state_source_scalars(state, trainer);
+    for (const dtrain__scalar *s = trainer ? trainer->scalars : NULL; s && s->name; s++)
+        dtrain__state_scalar(state, s->name, s->memory, s->bytes);
     if (scaler) {
         dtrain__state_scalar(state, "scaler.scale", &scaler->scale, 4);
         dtrain__state_scalar(state, "scaler.good_steps", &scaler->good_steps, 4);
         dtrain__state_scalar(state, "scaler.bad_steps", &scaler->bad_steps, 4);
         dtrain__state_scalar(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
     }
-    dtrain__state_source_scalars(state, dtrain__source_of(desc->loader));
-}
-
-/* Append the scalars after all tensors. tensor_count leaves them out, because a manifest has its
- * own list of scalars. */
-static dtrain_result dtrain__state_list_scalars(dtrain_state *state)
-{
-    static const int64_t one[4] = {1, 0, 0, 0};
+    const dtrain__state_source *loader = dtrain__source_of(desc->loader);
+    for (const dtrain__scalar *s = loader ? loader->scalars : NULL; s && s->name; s++)
+        dtrain__state_scalar(state, s->name, s->memory, s->bytes);
     for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain__scalar *scalar = &state->scalars[i];
-        const bool wide = scalar->bytes == 8, real = !strcmp(scalar->name, "scaler.scale");
-        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, scalar->name,
-                                  wide   ? DTRAIN_DTYPE_I64
-                                  : real ? DTRAIN_DTYPE_F32
-                                         : DTRAIN_DTYPE_I32,
-                                  one, scalar->memory))
+        const dtrain__scalar *s = &state->scalars[i];
+        const bool real = strcmp(s->name, "scaler.scale") == 0;
+        const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
+        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, s->name,
+                                  s->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow, dtrain__one,
+                                  s->memory))
             return DTRAIN_ERROR_MEMORY;
     }
     state->tensor_count -= state->scalar_count;
@@ -21423,12 +21297,11 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->comm = desc->comm ? desc->comm : dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
-    dtrain__state_scalars(state);
     dtrain_result result = dtrain__state_params(state);
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     for (size_t i = 0; i < desc->item_count && result == DTRAIN_OK; i++)
         result = dtrain__state_item(state, &desc->items[i]);
-    if (result == DTRAIN_OK) result = dtrain__state_list_scalars(state);
+    if (result == DTRAIN_OK) result = dtrain__state_scalars(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
     return result;
@@ -21445,7 +21318,7 @@ DTRAIN_API void dtrain_state_destroy(dtrain_state *state)
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count)
 {
-    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_tensors"));
+    DTRAIN__GIVEN("dtrain_state_tensors", state);
     DTRAIN__GIVEN("dtrain_state_tensors", tensors);
     DTRAIN__GIVEN("dtrain_state_tensors", count);
     *tensors = state->tensors;
@@ -21458,7 +21331,7 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
  * compression depends on its step, and forgets micro-batches of a step under way. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
-    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
+    DTRAIN__GIVEN("dtrain_state_changed", state);
     dtrain_strategy *strategy = state->desc.strategy;
     const char *const torn = dtrain__torn(strategy);
     dtrain__set_torn(strategy, NULL); /* values are whole again */
@@ -21615,8 +21488,9 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
 /* The union of all ranks' lists
  *
  *     gather    every rank learns what each of them lists: tensors, and its pieces of them
- *     check     those that list the same tensor agree on it, and together they have all of it
+ *     check     those that list the same tensor agree on it
  *     choose    of the ranks that hold the same piece the one that has the least to write
+ *     check     the pieces that are chosen are all of the tensor
  *
  * What a tensor axis does not cut its ranks have all, and where their parts of other parameters
  * differ in length they may shard it at different places. Each of them has a copy then, whole
@@ -21701,6 +21575,11 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
  * reads without reading all of it. */
 #define DTRAIN__BLOCK ((size_t)1 << 20)
 #define DTRAIN__CRC_DIGITS 8
+static inline size_t dtrain__blocks_of(uint64_t bytes)
+{
+    return (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK);
+}
+
 #define DTRAIN__PIECE_KEY "piece:" /* before a piece's name in the metadata of its file */
 #define DTRAIN__PATH 768
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
@@ -21787,7 +21666,8 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
+                                                  const char *suffix);
 DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
                                                   bool *old);
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
@@ -21843,7 +21723,7 @@ struct dtrain_checkpoint {
     dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
     char *held_names;   /* (held_names_bytes) */
     size_t held_count, held_room, held_names_bytes;
-    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
+    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see save.c */
     size_t piece_count, piece_room;
     uint32_t *crcs; /* (crc_count) of all pieces */
     size_t crc_count;
@@ -21883,15 +21763,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outc
 
 /* state/union.c */
 DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain_result dtrain__entries_count(const char *where, dtrain_result differ,
+                                                    const dtrain__held *entries, size_t room,
+                                                    size_t *count);
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
-                                                   size_t room, size_t *count);
+                                                   size_t count);
 DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b);
 DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right);
-
-/* state/write.c */
-DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c);
 
 /* Gather all lists: entries and names, each padded to those of the longest list. */
 static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
@@ -21960,75 +21838,46 @@ DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right)
     return pieces ? pieces : ranks;
 }
 
-/* Name a contradiction: two ranks describe one tensor in different ways. */
-static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__held *b)
+/* Count the entries of the first tensor of a sorted list. If they do not agree on it, the result is
+ * `differ`. */
+DTRAIN__PRIVATE dtrain_result dtrain__entries_count(const char *where, dtrain_result differ,
+                                                    const dtrain__held *entries, size_t room,
+                                                    size_t *count)
 {
-    char text[2][120];
-    for (int i = 0; i < 2; i++) {
-        const dtrain__held *held = i ? b : a;
-        const int64_t *shape = held->tensor.shape;
-        snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s", (int)held->rank,
-                 dtrain__stored_name(held->tensor.dtype), (long long)shape[0], (long long)shape[1],
-                 (long long)shape[2], (long long)shape[3], held->tensor.own ? ", its own" : "");
-    }
-    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "dtrain_checkpoint_open: ranks list the %s of \"%s\" in different ways "
-                       "(%s; %s), expected the same dtype and shape from all that list it",
-                       dtrain__state_kind_name(a->tensor.kind), dtrain__short(a->tensor.name),
-                       text[0], text[1]);
-}
-
-/* Choose a writer for each piece: of entries that differ in nothing but the
- * rank, that of the rank with the least to write stays; none, if copy 0 has no such piece. */
-static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
-{
-    uint64_t load[DTRAIN_MAX_RANKS] = {0};
-    size_t count = 0, first = 0; /* entries that stay; the first one of the tensor */
-    for (size_t i = 0, next; i < c->held_count; i = next) {
-        const dtrain_state_tensor *tensor = &c->held[i].tensor;
-        size_t least = i;
-        bool counts = false; /* a piece of copy 0 */
-        if (dtrain__tensor_order(&c->held[i], &c->held[first])) first = i;
-        for (next = i; next < c->held_count; next++) {
-            const dtrain__held *held = &c->held[next];
-            if (dtrain__tensor_order(held, &c->held[first]) ||
-                (next > i && tensor->own && held->tensor.own) ||
-                dtrain__piece_order(&tensor->piece, &held->tensor.piece))
-                break;
-            if (!dtrain__state_alike(&held->tensor, &c->held[first].tensor))
-                return dtrain__union_differs(&c->held[first], held);
-            if (load[held->rank] < load[c->held[least].rank]) least = next;
-            counts = counts || held->tensor.own || held->copy == 0;
+    const dtrain_state_tensor *tensor = &entries->tensor;
+    for (*count = 1; *count < room && !dtrain__tensor_order(entries, &entries[*count]); ++*count) {
+        char text[2][120];
+        if (dtrain__state_alike(tensor, &entries[*count].tensor)) continue;
+        for (int i = 0; i < 2; i++) {
+            const dtrain__held *held = &entries[i ? *count : 0];
+            const int64_t *shape = held->tensor.shape;
+            snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s",
+                     (int)held->rank, dtrain__stored_name(held->tensor.dtype), (long long)shape[0],
+                     (long long)shape[1], (long long)shape[2], (long long)shape[3],
+                     held->tensor.own ? ", its own" : "");
         }
-        if (!counts) continue;
-        load[c->held[least].rank] +=
-            (uint64_t)tensor->piece.count * dtrain__state_bytes(tensor->dtype);
-        c->held[count++] = c->held[least];
+        return dtrain_fail(differ,
+                           "%s: ranks list the %s of \"%s\" in different ways (%s; %s), expected "
+                           "the same dtype and shape from all that list it",
+                           where, dtrain__state_kind_name(tensor->kind),
+                           dtrain__short(tensor->name), text[0], text[1]);
     }
-    c->held_count = count;
     return DTRAIN_OK;
 }
 
-/* Count the pieces of the first tensor of a sorted list, and check that they agree on it, do not
- * overlap, and are all of it together. A piece is compared with those whose boxes begin before its
- * own ends. */
+/* Check that the pieces of a tensor that ranks share, sorted, do not overlap, and that together
+ * they are all of it. A piece is compared with those whose boxes begin before its own ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
-                                                   size_t room, size_t *count)
+                                                   size_t count)
 {
     const dtrain_state_tensor *tensor = &pieces->tensor;
     int64_t sum = 0;
     bool overlap = false;
-    for (*count = 1; *count < room && !dtrain__tensor_order(pieces, &pieces[*count]); ++*count)
-        if (!dtrain__state_alike(tensor, &pieces[*count].tensor))
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "%s: the %s of \"%s\" has two shapes, types or owners", where,
-                               dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name));
-    if (tensor->own) return DTRAIN_OK;
-    for (size_t i = 0; i < *count && !overlap; i++) {
+    for (size_t i = 0; i < count && !overlap; i++) {
         const dtrain_piece *a = &pieces[i].tensor.piece;
         overlap = a->count > tensor->total - sum;
         if (!overlap) sum += a->count;
-        for (size_t k = i + 1; k < *count && !overlap; k++) {
+        for (size_t k = i + 1; k < count && !overlap; k++) {
             const dtrain_piece *b = &pieces[k].tensor.piece;
             dtrain_piece common;
             if (b->first[0] >= a->first[0] + a->length[0]) break;
@@ -22037,7 +21886,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtra
                                               : dtrain__piece_common(a, b, &common));
         }
     }
-    if (!overlap && sum == tensor->total) return DTRAIN_OK;
+    if (!count || tensor->own || (!overlap && sum == tensor->total)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s: the pieces of the %s of \"%s\" %s: they have %lld of its %lld elements",
                        where, dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name),
@@ -22045,21 +21894,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtra
                        (long long)tensor->total);
 }
 
-/* Make the union. Collective. */
+/* Make the union. Collective. Of entries that differ in nothing but the rank, that of the rank with
+ * the least to write stays; none, if copy 0 has no such piece. */
 DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 {
+    static const char call[] = "dtrain_checkpoint_open";
+    uint64_t load[DTRAIN_MAX_RANKS] = {0};
+    size_t stay = 0; /* entries */
     DTRAIN__TRY(dtrain__union_gather(c));
-    qsort(c->held, c->held_count, sizeof *c->held, dtrain__held_order);
-    DTRAIN__TRY(dtrain__union_choose(c));
-    for (size_t i = 0, count; i < c->held_count; i += count)
-        DTRAIN__TRY(
-            dtrain__pieces_check("dtrain_checkpoint_open", &c->held[i], c->held_count - i, &count));
+    dtrain__held *const held = c->held;
+    qsort(held, c->held_count, sizeof *held, dtrain__held_order);
+    for (size_t i = 0, count, next; i < c->held_count; i += count) {
+        const bool own = held[i].tensor.own;
+        const size_t first = stay; /* of this tensor */
+        DTRAIN__TRY(dtrain__entries_count(call, DTRAIN_ERROR_MISMATCH, &held[i], c->held_count - i,
+                                          &count));
+        for (size_t k = i; k < i + count; k = next) {
+            const dtrain_piece *piece = &held[k].tensor.piece;
+            size_t least = k;
+            bool counts = own; /* or a piece of copy 0 */
+            for (next = k; next < i + count && (next == k || !own) &&
+                           dtrain__piece_order(piece, &held[next].tensor.piece) == 0;
+                 next++) {
+                if (load[held[next].rank] < load[held[least].rank]) least = next;
+                counts = counts || held[next].copy == 0;
+            }
+            if (!counts) continue;
+            load[held[least].rank] +=
+                (uint64_t)piece->count * dtrain__state_bytes(held[k].tensor.dtype);
+            held[stay++] = held[least];
+        }
+        DTRAIN__TRY(dtrain__pieces_check(call, &held[first], stay - first));
+    }
+    c->held_count = stay;
     return DTRAIN_OK;
 }
 
-/* ==== src/state/write.c ======================================================================= */
+/* ==== src/state/save.c ======================================================================== */
 
-/* Writing a rank's files
+/* Saving
  *
  *     plan        once: where in which of two files each piece goes. Values have a file of their
  *                 own, because programs read them alone as well
@@ -22067,7 +21940,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  *     write       files, block by block with their checksums; the header, which has these, comes
  *                 last, and a rename then says that the file is whole and on the disk
  *
- * Nothing here communicates: state/union.c has chosen who writes which piece. */
+ *     every rank       wait for the save before | snapshot |         agree
+ *     its thread                                           | write |
+ *     rank 0's thread                                      | write | headers of all files, manifest,
+ *                                                                    rename, old ones go
+ *
+ * Without a thread the same steps follow each other. A thread must not call a collective, because
+ * its order among those of training would differ from rank to rank: rank 0's thread polls the
+ * directory, which all share, for the files of the others, and the ranks agree at the next call.
+ * Rank 0 stops waiting when that agreement reports the failure of a rank. */
 
 /* ==== src/state/storage_internal.h ============================================================ */
 
@@ -22108,12 +21989,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 #include <emmintrin.h>
 #endif
 
-/* ---- Plan -------------------------------------------------------------------------------------*/
+#define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
+#define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
 
-static size_t dtrain__blocks_of(uint64_t bytes)
+DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
 {
-    return (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK);
+    dtrain__outcome outcome;
+    outcome.result = result;
+    snprintf(outcome.text, sizeof outcome.text, "%s", result ? dtrain_last_error() : "");
+    return outcome;
 }
+
+/* Return the result, and make its sentence the last error again. */
+DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome)
+{
+    if (outcome->result == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain__set_last_error(outcome->result, outcome->text);
+}
+
+static void dtrain__poll_sleep(void)
+{
+    const struct timespec nap = {0, DTRAIN__POLL_MS * 1000000L};
+    nanosleep(&nap, NULL);
+}
+
+/* ---- Plan -------------------------------------------------------------------------------------*/
 
 /* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
  * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
@@ -22201,7 +22101,7 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__wri
 
 /* Plan both files, wide elements first, so that all are aligned, and make the memory that blocks
  * and snapshots are copied to. A tensor without elements has an entry in its file. */
-DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
+static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
     size_t copied = 0;
@@ -22273,7 +22173,7 @@ static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
 }
 
 /* Copy all pieces to memory that stays as it is: all that a step pays. */
-DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
+static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
     for (size_t i = 0; i < c->piece_count; i++) {
@@ -22309,7 +22209,7 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
 }
 
 /* Write what was planned to step-N.tmp, which is there. */
-DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
+static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
     const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
@@ -22336,66 +22236,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* ==== src/state/save.c ======================================================================== */
-
-/* Saving
- *
- *     every rank       wait for the save before | snapshot |         agree
- *     its thread                                           | write |
- *     rank 0's thread                                      | write | headers of all files, manifest,
- *                                                                    rename, old ones go
- *
- * Without a thread the same steps follow each other. A thread must not call a collective, because
- * its order among those of training would differ from rank to rank: rank 0's thread polls the
- * directory, which all share, for the files of the others, and the ranks agree at the next call. A
- * file gets its name when it is whole; rank 0 stops waiting when that agreement reports the failure
- * of a rank. */
-
-#define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
-#define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
-
-DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
-{
-    dtrain__outcome outcome;
-    outcome.result = result;
-    snprintf(outcome.text, sizeof outcome.text, "%s", result ? dtrain_last_error() : "");
-    return outcome;
-}
-
-/* Return the result, and make its sentence the last error again. */
-DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome)
-{
-    if (outcome->result == DTRAIN_OK) return DTRAIN_OK;
-    return dtrain__set_last_error(outcome->result, outcome->text);
-}
-
-static void dtrain__poll_sleep(void)
-{
-    const struct timespec nap = {0, DTRAIN__POLL_MS * 1000000L};
-    nanosleep(&nap, NULL);
-}
-
 /* ---- The directory ----------------------------------------------------------------------------*/
-
-/* Make the directory, and those above it that are not there, and bring their names to the disk: all
- * that is saved in it could be gone otherwise after a loss of power. */
-static dtrain_result dtrain__directories_make(const dtrain__folder *folder)
-{
-    const dtrain_storage *storage = folder->storage;
-    char path[DTRAIN__PATH], above[DTRAIN__PATH];
-    const size_t length = strlen(folder->path);
-    snprintf(above, sizeof above, "%s", folder->path[0] == '/' ? "/" : ".");
-    for (size_t end = 1; end <= length; end++) {
-        if (end < length && folder->path[end] != '/') continue;
-        snprintf(path, sizeof path, "%.*s", (int)end, folder->path);
-        const int made = storage->make_directory(storage->user, path);
-        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
-            return dtrain__storage_fail(path, "made", made);
-        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
-        memcpy(above, path, sizeof above);
-    }
-    return DTRAIN_OK;
-}
 
 /* Rank 0: set aside the checkpoints of later steps than the one that the state comes from, and let
  * the directory continue the state's run. */
@@ -22441,69 +22282,51 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     return dtrain__history_turn(c, INT64_MAX);
 }
 
-/* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
+/* Rank 0: make the directory, take its lock, and clear away what a crash has left. The names of the
+ * directory, and of those above it that are not there, are brought to the disk: all that is saved
+ * in it could be gone otherwise after a loss of power. */
 static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
-    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
-    DTRAIN__TRY(dtrain__directories_make(&c->folder));
-    c->lock = dtrain__storage_try(c->folder.storage, lock.text, DTRAIN_STORAGE_LOCK);
+    const dtrain_storage *storage = c->folder.storage;
+    const char *const all = c->folder.path, *unlocked = getenv("DTRAIN_NO_LOCK");
+    const dtrain__file_path lock = dtrain__path_in(all, "lock");
+    char path[DTRAIN__PATH], above[DTRAIN__PATH];
+    const size_t length = strlen(all);
+    snprintf(above, sizeof above, "%s", all[0] == '/' ? "/" : ".");
+    for (size_t end = 1; end <= length; end++) {
+        if (end < length && all[end] != '/') continue;
+        snprintf(path, sizeof path, "%.*s", (int)end, all);
+        const int made = storage->make_directory(storage->user, path);
+        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
+            return dtrain__storage_fail(path, "made", made);
+        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
+        memcpy(above, path, sizeof above);
+    }
+    c->lock = dtrain__storage_try(storage, lock.text, DTRAIN_STORAGE_LOCK);
     if (c->lock == -EAGAIN)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "another run saves checkpoints to %s (its lock is held); end it, or use "
                            "another directory",
-                           c->folder.path);
-    const char *unlocked = getenv("DTRAIN_NO_LOCK");
-    if (c->lock == -ENOSYS || c->lock == -EOPNOTSUPP || c->lock == -ENOLCK) {
-        if (!unlocked || strcmp(unlocked, "1") != 0)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "%s is on a file system without locks (flock: %s): nothing would "
-                               "stop a second run from saving to it; use another directory, or set "
-                               "DTRAIN_NO_LOCK=1 if only one run saves there",
-                               c->folder.path, strerror(-c->lock));
-    } else if (c->lock < 0) return dtrain__storage_fail(lock.text, "opened", c->lock);
+                           all);
+    const bool lockless = c->lock == -ENOSYS || c->lock == -EOPNOTSUPP || c->lock == -ENOLCK;
+    if (lockless && (!unlocked || strcmp(unlocked, "1") != 0))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s is on a file system without locks (flock: %s): nothing would stop a "
+                           "second run from saving to it; use another directory, or set "
+                           "DTRAIN_NO_LOCK=1 if only one run saves there",
+                           all, strerror(-c->lock));
+    if (c->lock < 0 && !lockless) return dtrain__storage_fail(lock.text, "opened", c->lock);
     DTRAIN__TRY(dtrain__remove_unfinished(&c->folder));
     return dtrain__history_join(c);
 }
 
-/* Rank 0: remove what a failed save has left. If somebody has removed the directory, make it again
- * and lock it: the lock that is held belongs to the removed directory. */
-static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
-{
-    const dtrain_storage *storage = c->folder.storage;
-    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
-    if (dtrain__storage_probe(storage, lock.text, DTRAIN_STORAGE_READ) != -ENOENT)
-        return dtrain__remove_unfinished(&c->folder);
-    dtrain_log(c->world, DTRAIN_LOG_WARNING,
-               "%s was removed while the run saves to it; it is made again", c->folder.path);
-    if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
-    return dtrain__directory_take(c);
-}
-
-/* Write a small file, and wait until this rank sees that of rank 0. */
-static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c,
-                                             const dtrain__file_path *mine,
-                                             const dtrain__file_path *first)
-{
-    const dtrain_storage *storage = c->folder.storage;
-    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
-    char text[64];
-    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
-    DTRAIN__TRY(dtrain__storage_put(storage, mine->text, text, strlen(text)));
-    while (dtrain__storage_probe(storage, first->text, DTRAIN_STORAGE_READ) < 0) {
-        if (dtrain_seconds() > deadline)
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "rank %d does not see what rank 0 has written to %s: checkpoints "
-                               "need a directory that all hosts share",
-                               c->rank, c->folder.path);
-        dtrain__poll_sleep();
-    }
-    return DTRAIN_OK;
-}
-
-/* Plan the saves and take the directory: the lock, then every rank's probe. */
+/* Plan the saves and take the directory: the lock, then every rank's probe. Each rank writes a
+ * small file, and waits until it sees that of rank 0. */
 static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 {
+    const dtrain_storage *storage = c->folder.storage;
     int64_t token = (int64_t)(dtrain__now_ns() ^ ((uint64_t)getpid() << 40));
+    char text[64];
     dtrain_result result = dtrain__save_plan(c);
     if (result == DTRAIN_OK && c->rank == 0) result = dtrain__directory_take(c);
     DTRAIN__TRY(dtrain__agree(c->comm, result));
@@ -22512,52 +22335,52 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
     const dtrain__file_path mine =
         dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, c->rank);
     const dtrain__file_path first = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, 0);
-    result = dtrain__agree(c->comm, dtrain__directory_probe(c, &mine, &first));
-    (void)c->folder.storage->remove(c->folder.storage->user, mine.text);
+    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
+    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
+    result = dtrain__storage_put(storage, mine.text, text, strlen(text));
+    while (result == DTRAIN_OK &&
+           dtrain__storage_probe(storage, first.text, DTRAIN_STORAGE_READ) < 0) {
+        if (dtrain_seconds() > deadline)
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "rank %d does not see what rank 0 has written to %s: checkpoints "
+                                 "need a directory that all hosts share",
+                                 c->rank, c->folder.path);
+        else dtrain__poll_sleep();
+    }
+    result = dtrain__agree(c->comm, result);
+    (void)storage->remove(storage->user, mine.text);
     return result;
 }
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Read the metric of a checkpoint; DBL_MAX: it is not finite, or cannot be read. The bits say that
- * even where a compiler takes all numbers to be finite. */
-static double dtrain__metric_of(const dtrain_checkpoint *c, int64_t step)
-{
-    const dtrain__file_path path = dtrain__step_path(&c->folder, step, "");
-    dtrain__manifest manifest;
-    double metric = DBL_MAX;
-    if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) return metric;
-    if ((manifest.metric_bits >> 52 & 0x7ff) != 0x7ff)
-        memcpy(&metric, &manifest.metric_bits, sizeof metric);
-    dtrain__manifest_free(&manifest);
-    return metric;
-}
-
-/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer
- * is better. */
-static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, size_t count,
-                            size_t i)
-{
-    uint32_t better = 0;
-    for (size_t k = 0; k < count; k++)
-        better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
-    return metrics[i] < DBL_MAX && better < c->desc.keep_best;
-}
-
 /* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
- * checkpoint is there. */
+ * checkpoint is there. A metric that is not finite, or cannot be read, counts as DBL_MAX; its bits
+ * say that even where a compiler takes all numbers to be finite. Of equal metrics the newer one is
+ * better. */
 static dtrain_result dtrain__retain(dtrain_checkpoint *c)
 {
     dtrain__steps list;
+    dtrain__manifest manifest;
     if (c->desc.keep == DTRAIN_KEEP_ALL) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
     double *metrics =
         (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
-    for (size_t i = 0; i < list.count && metrics && c->desc.keep_best; i++)
-        metrics[i] = dtrain__metric_of(c, list.steps[i]);
+    for (size_t i = 0; i < list.count && metrics && c->desc.keep_best; i++) {
+        const dtrain__file_path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        metrics[i] = DBL_MAX;
+        if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
+        if ((manifest.metric_bits >> 52 & 0x7ff) != 0x7ff)
+            memcpy(&metrics[i], &manifest.metric_bits, sizeof *metrics);
+        dtrain__manifest_free(&manifest);
+    }
     for (size_t i = c->desc.keep; i < list.count && metrics; i++) {
-        if (list.steps[i] == c->step || dtrain__is_best(c, metrics, list.count, i)) continue;
-        if (dtrain__step_remove(&c->folder, list.steps[i]) != DTRAIN_OK)
+        uint32_t better = 0;
+        for (size_t k = 0; k < list.count; k++)
+            better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
+        const bool best = metrics[i] < DBL_MAX && better < c->desc.keep_best;
+        if (list.steps[i] == c->step || best) continue;
+        if (dtrain__step_remove(&c->folder, list.steps[i], "") != DTRAIN_OK)
             dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
                        dtrain__bare(dtrain_last_error()));
     }
@@ -22629,28 +22452,6 @@ static void *dtrain__save_thread(void *argument)
     return NULL;
 }
 
-/* Write here, or in a thread, in which no signal of the host's is handled. */
-static void dtrain__save_run(dtrain_checkpoint *c)
-{
-    sigset_t all, before;
-    c->ended = 0;
-    c->thread_ns[0] = 0;
-    if (!c->desc.background) {
-        dtrain__write_own(c);
-        return;
-    }
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    c->threaded = error == 0;
-    if (error)
-        dtrain__phase_end(c, DTRAIN__SAVE_WRITE,
-                          dtrain_fail(DTRAIN_ERROR_SYSTEM,
-                                      "a thread that writes the checkpoint could not be made: %s",
-                                      strerror(error)));
-}
-
 /* Wait until a phase has ended, at most until the deadline of all waits. */
 static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
 {
@@ -22670,50 +22471,7 @@ static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
                        (long long)c->step, c->rank, 1e-9 * (double)c->world->timeout_ns);
 }
 
-/* End the thread. A thread that does not come to its end, on a disk that does not answer, is left
- * alone. */
-static void dtrain__thread_end(dtrain_checkpoint *c, bool ended)
-{
-    if (!c->threaded) return;
-    if (ended) pthread_join(c->thread, NULL);
-    else pthread_detach(c->thread);
-    c->abandoned = !ended;
-    c->threaded = false;
-}
-
-/* Add the spans of the thread, which has been joined, to the trace. */
-static void dtrain__thread_trace(const dtrain_checkpoint *c)
-{
-    const uint64_t *at = c->thread_ns;
-    if (!c->world->timeline.traced || c->abandoned || !at[0]) return;
-    dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
-                     c->step, at[0], at[1]);
-    if (c->rank == 0)
-        dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
-                         NULL, c->step, at[1], at[2]);
-}
-
 /* ---- Save -------------------------------------------------------------------------------------*/
-
-/* Bring the save under way to an end on all ranks: the checkpoint is there, or one error says why
- * not. */
-static dtrain_result dtrain__save_agree(dtrain_checkpoint *c)
-{
-    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITE);
-    const dtrain__outcome all = dtrain__outcome_of(dtrain__agree(c->comm, mine));
-    /* the others wait for rank 0's thread: it must give up before their deadline */
-    const int64_t patience =
-        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
-    dtrain_result published = DTRAIN_OK;
-    pthread_mutex_lock(&c->mutex);
-    c->deadline = dtrain_seconds() + (all.result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
-    pthread_mutex_unlock(&c->mutex);
-    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_PUBLISH);
-    else if (c->rank == 0 && all.result == DTRAIN_OK) published = dtrain__publish(c);
-    dtrain__thread_end(c, mine != DTRAIN_ERROR_TIMEOUT && published != DTRAIN_ERROR_TIMEOUT);
-    if (all.result != DTRAIN_OK) return dtrain__outcome_return(&all);
-    return dtrain__agree(c->comm, published);
-}
 
 /* Fail with the reason of the newest save's failure, and say which steps are lost. */
 static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
@@ -22754,71 +22512,115 @@ static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result resu
     return DTRAIN_OK;
 }
 
-/* Settle the save under way, if there is one. */
+/* Settle the save under way, if there is one: all ranks know that the checkpoint is there, or one
+ * error says why not. A thread that does not come to its end, on a disk that does not answer, is
+ * left alone. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
-    const dtrain_result result = dtrain__save_agree(c);
+    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITE);
+    const dtrain__outcome all = dtrain__outcome_of(dtrain__agree(c->comm, mine));
+    /* the others wait for rank 0's thread: it must give up before their deadline */
+    const int64_t patience =
+        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
+    dtrain_result published = DTRAIN_OK;
+    pthread_mutex_lock(&c->mutex);
+    c->deadline = dtrain_seconds() + (all.result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
+    pthread_mutex_unlock(&c->mutex);
+    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_PUBLISH);
+    else if (c->rank == 0 && all.result == DTRAIN_OK) published = dtrain__publish(c);
+    if (c->threaded) {
+        c->abandoned = mine == DTRAIN_ERROR_TIMEOUT || published == DTRAIN_ERROR_TIMEOUT;
+        if (c->abandoned) pthread_detach(c->thread);
+        else pthread_join(c->thread, NULL);
+        c->threaded = false;
+    }
+    const dtrain_result result =
+        all.result != DTRAIN_OK ? dtrain__outcome_return(&all) : dtrain__agree(c->comm, published);
     c->outstanding = false;
-    dtrain__thread_trace(c);
+    const uint64_t *at = c->thread_ns; /* written by the thread, which has been joined */
+    for (int i = 0; i < (c->rank == 0 ? 2 : 1); i++)
+        if (c->world->timeline.traced && !c->abandoned && at[0])
+            dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT,
+                             i ? "publish" : "write", NULL, c->step, at[i], at[i + 1]);
     c->info.bytes = c->bytes;
     c->info.write_seconds = c->written_at - c->begun;
     return dtrain__save_count(c, result, last);
 }
 
-/* Check that this rank stands between two steps. */
-static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step)
-{
-    const char *const call = "dtrain_checkpoint_save";
-    const dtrain_state *state = c->desc.state;
-    const dtrain__state_source *trainer = dtrain__source_of(state->desc.trainer);
-    DTRAIN__TRY(dtrain__between_steps(state->desc.strategy, call));
-    if (trainer && *trainer->micro != 0)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: a step is under way, whose micro-batches are not all done; save "
-                           "between two steps",
-                           call);
-    if (step >= 0 && step <= DTRAIN__STEP_MOST) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 to %lld", call,
-                       (long long)step, (long long)DTRAIN__STEP_MOST);
-}
-
-/* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. */
+/* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. If
+ * somebody has removed the directory, it is made again and locked: the lock that is held belongs to
+ * the removed directory. Otherwise what a failed save has left is removed. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
+    const dtrain_storage *storage = c->folder.storage;
+    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
+    const dtrain__file_path path = dtrain__step_path(&c->folder, c->step, ".tmp");
     if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
     if (c->rank != 0) return DTRAIN_OK;
     dtrain__text_free(&c->head);
     c->head.failed = false;
     dtrain__manifest_head(&c->head, c);
     if (c->head.failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__directory_ready(c));
+    if (dtrain__storage_probe(storage, lock.text, DTRAIN_STORAGE_READ) == -ENOENT) {
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "%s was removed while the run saves to it; it is made again", c->folder.path);
+        if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
+        DTRAIN__TRY(dtrain__directory_take(c));
+    } else DTRAIN__TRY(dtrain__remove_unfinished(&c->folder));
     DTRAIN__TRY(dtrain__history_turn(c, c->step));
     c->desc.state->step = c->step;
-    const dtrain__file_path path = dtrain__step_path(&c->folder, c->step, ".tmp");
-    const int code = c->folder.storage->make_directory(c->folder.storage->user, path.text);
+    const int code = storage->make_directory(storage->user, path.text);
     return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }
 
-/* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
+/* Settle the previous save, agree on the step, take a snapshot, and write, or let a thread write in
+ * which no signal of the host's is handled. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
+    static const char call[] = "dtrain_checkpoint_save";
     static const dtrain__same_field field = {"step", 0, sizeof step, DTRAIN__SAME_INT};
     const dtrain__same_list list = dtrain__same_struct(&field, 1, &step);
+    const dtrain__state_source *trainer = dtrain__source_of(c->desc.state->desc.trainer);
     const double start = dtrain_seconds();
+    sigset_t all, before;
     DTRAIN__TRY(dtrain__save_settle(c, false));
-    DTRAIN__TRY(
-        dtrain__same(c->comm, dtrain__save_check(c, step), "dtrain_checkpoint_save", &list, 1));
-    DTRAIN__TRY(dtrain__compare_now(c->desc.state->desc.strategy, "dtrain_checkpoint_save"));
+    dtrain_result result = dtrain__between_steps(c->desc.state->desc.strategy, call);
+    if (result == DTRAIN_OK && trainer && *trainer->micro != 0)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: a step is under way, whose micro-batches are not all done; save "
+                             "between two steps",
+                             call);
+    if (result == DTRAIN_OK && (step < 0 || step > DTRAIN__STEP_MOST))
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 to %lld", call,
+                             (long long)step, (long long)DTRAIN__STEP_MOST);
+    DTRAIN__TRY(dtrain__same(c->comm, result, call, &list, 1));
+    DTRAIN__TRY(dtrain__compare_now(c->desc.state->desc.strategy, call));
     c->step = step;
     c->metric = metric;
     c->begun = start;
     c->deadline = start + 1e-9 * (double)c->world->timeout_ns;
-    dtrain_result result = dtrain__agree(c->comm, dtrain__save_begin(c));
+    c->ended = 0;
+    c->thread_ns[0] = 0;
+    result = dtrain__agree(c->comm, dtrain__save_begin(c));
     c->outstanding = result == DTRAIN_OK;
-    if (c->outstanding) dtrain__save_run(c);
-    else result = dtrain__save_count(c, result, false); /* nobody writes */
-    if (c->outstanding && !c->desc.background) result = dtrain__save_settle(c, false);
+    if (!c->outstanding) result = dtrain__save_count(c, result, false); /* nobody writes */
+    else if (!c->desc.background) {
+        (void)dtrain__write_own(c);
+        result = dtrain__save_settle(c, false);
+    } else {
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        c->threaded = error == 0;
+        if (error)
+            dtrain__phase_end(
+                c, DTRAIN__SAVE_WRITE,
+                dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                            "a thread that writes the checkpoint could not be made: %s",
+                            strerror(error)));
+    }
     c->info.stall_seconds = dtrain_seconds() - start;
     return result;
 }
@@ -22826,8 +22628,7 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
 DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
                                                 double metric)
 {
-    if (!checkpoint)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
+    DTRAIN__GIVEN("dtrain_checkpoint_save", checkpoint);
     dtrain_world *world = checkpoint->world;
     const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "save", step);
     const dtrain_result result = dtrain__save(checkpoint, step, metric);
@@ -22837,8 +22638,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
 
 DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 {
-    if (!checkpoint)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_wait: checkpoint is NULL");
+    DTRAIN__GIVEN("dtrain_checkpoint_wait", checkpoint);
     dtrain_world *world = checkpoint->world;
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "wait for save", DTRAIN__UNNUMBERED);
@@ -22857,35 +22657,23 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
-                                              const dtrain_checkpoint_desc *desc,
-                                              dtrain_checkpoint **out)
-{
-    const char *const call = "dtrain_checkpoint_open";
-    DTRAIN__GIVEN(call, world);
-    DTRAIN__GIVEN(call, desc);
-    DTRAIN__GIVEN(call, out);
-    DTRAIN__GIVEN(call, desc->state);
-    DTRAIN__GIVEN(call, desc->directory);
-    if (!desc->directory[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc->directory is empty", call);
-    if (strlen(desc->directory) <= DTRAIN__PATH - 128 &&
-        (!desc->config || strlen(desc->config) <= DTRAIN__TEXT_MOST))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: the directory has more than %d bytes, or config more than %d", call,
-                       DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
-}
-
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out)
 {
+    static const char call[] = "dtrain_checkpoint_open";
     dtrain_checkpoint *c = NULL;
     if (out) *out = NULL;
-    dtrain_result result = dtrain__checkpoint_check(world, desc, out);
-    if (!desc || !desc->state) return result; /* there is no communicator to agree over */
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, desc->state); /* without, there is no communicator to agree over */
     dtrain_comm *comm = desc->state->comm;
+    dtrain_result result = dtrain__path_check(call, desc->directory);
+    if (!world || !out)
+        result =
+            dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, world ? "out" : "world");
+    if (result == DTRAIN_OK && desc->config && strlen(desc->config) > DTRAIN__TEXT_MOST)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: config has more than %d bytes", call,
+                             DTRAIN__TEXT_MOST);
     if (result == DTRAIN_OK) {
         c = (dtrain_checkpoint *)dtrain__alloc(&world->allocator, 1, sizeof *c, "checkpoints");
         result = c ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
@@ -22994,10 +22782,8 @@ typedef struct dtrain__name_list {
     int count; /* 7: the text ends with "..." */
 } dtrain__name_list;
 
-/* The differences between a file and the tensors that a run wants from it. */
-typedef struct dtrain__misfit {
-    dtrain__name_list missing, different, extra;
-} dtrain__misfit;
+/* The differences between a file and the tensors that a run wants from it, a list of each kind. */
+enum { DTRAIN__MISSING, DTRAIN__DIFFERENT, DTRAIN__EXTRA, DTRAIN__MISFITS };
 
 /* state/read.c */
 DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
@@ -23012,7 +22798,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
                                                  const dtrain__target *target);
 DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
                                       const char *difference);
-DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room);
+DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__MISFITS], char *text,
+                                         size_t room);
 
 DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
                                                    const dtrain_state *state,
@@ -23075,17 +22862,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
     return DTRAIN_OK;
 }
 
-/* Put elements that were read where they belong. */
-static dtrain_result dtrain__elements_place(const dtrain__reader *reader,
-                                            const dtrain__target *target, const char *from,
-                                            char *to, size_t bytes)
-{
-    if (!target->add) return dtrain_device_copy(reader->device, to, from, bytes);
-    for (size_t i = 0; i < bytes / sizeof(float); i++)
-        ((float *)(void *)to)[i] += ((const float *)(const void *)from)[i];
-    return DTRAIN_OK;
-}
-
 /* Read what a source has of the target. Elements come in the same order in both, so that every
  * block is read once. */
 DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
@@ -23120,9 +22896,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
             reader->low = low;
             reader->high = high;
         }
-        DTRAIN__TRY(dtrain__elements_place(reader, target,
-                                           reader->block + (size_t)(from - reader->low) * each, to,
-                                           (size_t)count * each));
+        const char *block_at = reader->block + (size_t)(from - reader->low) * each;
+        if (!target->add)
+            DTRAIN__TRY(dtrain_device_copy(reader->device, to, block_at, (size_t)count * each));
+        for (int64_t e = 0; e < count && target->add; e++)
+            ((float *)(void *)to)[e] += ((const float *)(const void *)block_at)[e];
     }
     return DTRAIN_OK;
 }
@@ -23143,16 +22921,16 @@ DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind,
 }
 
 /* Write the differences as a sentence; false: there are none. */
-DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room)
+DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__MISFITS], char *text,
+                                         size_t room)
 {
     static const char *const titles[] = {"missing in it", "of another shape or type", "only in it"};
-    const dtrain__name_list *lists[] = {&misfit->missing, &misfit->different, &misfit->extra};
     size_t used = 0;
     *text = 0;
-    for (int i = 0; i < 3 && used < room; i++)
-        if (lists[i]->count)
+    for (int i = 0; i < DTRAIN__MISFITS && used < room; i++)
+        if (lists[i].count)
             used += (size_t)snprintf(text + used, room - used, "%s%s: %s", used ? "; " : "",
-                                     titles[i], lists[i]->text);
+                                     titles[i], lists[i].text);
     return used > 0;
 }
 
@@ -23269,7 +23047,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     const dtrain_state *state = load->state;
-    dtrain__misfit misfit;
+    dtrain__name_list misfits[DTRAIN__MISFITS];
     char model[400], settings[400], text[1024];
     if (load->desc.this_job && m->job != load->job)
         return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job",
@@ -23281,7 +23059,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                            model);
     if (model[0]) dtrain__load_note(load, "%s", model);
     if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
-    memset(&misfit, 0, sizeof misfit);
+    memset(misfits, 0, sizeof misfits);
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const bool value = tensor->kind == DTRAIN_STATE_VALUE; /* others belong to a training */
@@ -23290,13 +23068,14 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
             continue;
         if (dtrain__saved_for(load, tensor)) continue;
         const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
-        dtrain__name_add(there ? &misfit.different : &misfit.missing,
+        dtrain__name_add(&misfits[there ? DTRAIN__DIFFERENT : DTRAIN__MISSING],
                          dtrain__state_kind_name(tensor->kind), tensor->name, "");
     }
     for (size_t i = 0; i < m->tensor_count; i++)
         if (m->tensors[i].pieces->tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfit.extra, "value", m->tensors[i].pieces->tensor.name, "");
-    if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
+            dtrain__name_add(&misfits[DTRAIN__EXTRA], "value", m->tensors[i].pieces->tensor.name,
+                             "");
+    if (!dtrain__misfit_text(misfits, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s does not fit this run%s%s%s: %s; build the same model and optimizer, or "
@@ -23412,25 +23191,6 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
 
 /* ---- All of it --------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__tensors_load(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    const int rank = dtrain_comm_rank(state->comm);
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
-        if (tensor->kind != DTRAIN_STATE_VALUE && load->desc.values_only) continue;
-        if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
-            DTRAIN__TRY(dtrain__own_mean(load, tensor));
-        else if (saved && (!tensor->own || rank < load->manifest.ranks)) {
-            load->values += tensor->kind == DTRAIN_STATE_VALUE;
-            DTRAIN__TRY(dtrain__tensor_read(load, saved, rank, &target));
-        }
-    }
-    return DTRAIN_OK;
-}
-
 /* Note what was not carried over exactly: scalars and arrays of this run that begin anew, tensors
  * of the checkpoint that no rank lists (the program's arrays by name, the optimizer's by kind), and
  * residuals. */
@@ -23440,31 +23200,30 @@ static void dtrain__note_differences(dtrain__load *load)
     const dtrain__manifest *m = &load->manifest;
     const int ranks = dtrain_comm_size(state->comm), before = (int)m->ranks;
     const bool by_nodes = m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy);
-    bool listed[DTRAIN_STATE_KINDS] = {false}, saved[DTRAIN_STATE_KINDS] = {false};
-    bool said[DTRAIN_STATE_KINDS] = {false};
-    for (size_t i = 0; i < state->tensor_count; i++) listed[state->tensors[i].kind] = true;
+    bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
+    bool residuals = false, there = false;
+    quiet[DTRAIN_STATE_STEPS] = quiet[DTRAIN_STATE_VELOCITY] = true;
+    quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
+    for (size_t i = 0; i < state->tensor_count; i++)
+        residuals |= state->tensors[i].kind == DTRAIN_STATE_RESIDUAL;
     for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
-        saved[tensor->kind] = true;
-        said[tensor->kind] |= load->wanted[i] != 0;
+        const uint32_t kind = m->tensors[i].pieces->tensor.kind;
+        there |= kind == DTRAIN_STATE_RESIDUAL;
+        quiet[kind] |= load->wanted[i] && kind != DTRAIN_STATE_HOST;
     }
     for (size_t i = 0; i < state->scalar_count; i++)
         if (!load->has_scalar[i]) dtrain__load_note(load, "%s begins anew", state->scalars[i].name);
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
-        const char *kind = dtrain__state_kind_name(tensor->kind);
-        if (load->wanted[i] || tensor->kind == DTRAIN_STATE_VALUE ||
-            tensor->kind == DTRAIN_STATE_STEPS || tensor->kind == DTRAIN_STATE_RESIDUAL ||
-            tensor->kind == DTRAIN_STATE_VELOCITY)
-            continue;
-        if (tensor->kind == DTRAIN_STATE_HOST)
-            dtrain__load_note(load, "\"%s\" is left out: this run has no such array",
-                              dtrain__short(tensor->name));
-        else if (!said[tensor->kind])
-            dtrain__load_note(load, "%s was left out: this optimizer keeps none", kind);
-        said[tensor->kind] = true;
+        const bool array = tensor->kind == DTRAIN_STATE_HOST;
+        if (load->wanted[i] || quiet[tensor->kind]) continue;
+        quiet[tensor->kind] = !array;
+        dtrain__load_note(load,
+                          array ? "\"%s\" is left out: this run has no such array"
+                                : "%s was left out: this optimizer keeps none",
+                          array ? dtrain__short(tensor->name)
+                                : dtrain__state_kind_name(tensor->kind));
     }
-    const bool residuals = listed[DTRAIN_STATE_RESIDUAL], there = saved[DTRAIN_STATE_RESIDUAL];
     if (there && !residuals)
         dtrain__load_note(load, "residuals were left out: this run keeps none");
     else if (residuals && !there) dtrain__load_note(load, "residuals begin with zeros");
@@ -23494,6 +23253,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     dtrain__manifest *m = &load->manifest;
     dtrain__state_source *loader = dtrain__source_of(state->desc.loader);
     const bool all = !load->desc.values_only;
+    const int rank = dtrain_comm_rank(state->comm);
     char note[256] = "";
     *differs = false;
     load->note[0] = 0;
@@ -23520,7 +23280,19 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     DTRAIN__TRY(result);
     DTRAIN__TRY(dtrain__compare_cuts(load));
     dtrain__set_torn(state->desc.strategy, dtrain__load_call);
-    DTRAIN__TRY(dtrain__agree(state->comm, dtrain__tensors_load(load)));
+    for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
+        if (tensor->kind != DTRAIN_STATE_VALUE && !all) continue;
+        if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
+            result = dtrain__own_mean(load, tensor);
+        else if (saved && (!tensor->own || rank < m->ranks)) {
+            load->values += tensor->kind == DTRAIN_STATE_VALUE;
+            result = dtrain__tensor_read(load, saved, rank, &target);
+        }
+    }
+    DTRAIN__TRY(dtrain__agree(state->comm, result));
     for (size_t i = 0; i < state->scalar_count && all; i++)
         if (load->has_scalar[i]) /* little-endian */
             memcpy(state->scalars[i].memory, &load->scalars[i], state->scalars[i].bytes);
@@ -23624,7 +23396,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (!info) info = &ignored;
     memset(info, 0, sizeof *info);
     info->step = -1;
-    DTRAIN__TRY(dtrain__state_check(state, dtrain__load_call));
+    DTRAIN__GIVEN(dtrain__load_call, state);
     memset(&load, 0, sizeof load);
     load.state = state;
     if (desc) load.desc = *desc;
@@ -23658,14 +23430,20 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
 
 /* ==== src/state/export.c ====================================================================== */
 
-/* Export
+/* Whole weights
  *
- *     a list      which parameters a file has, by which name and in which shape; for import too
- *     export      all ranks gather one parameter after the other, and rank 0 writes it */
+ *     a list      which parameters a file has, by which name and in which shape
+ *     export      all ranks gather one parameter after the other, and rank 0 writes it
+ *     import      every rank: headers | do they fit the model? | read the pieces of this rank |
+ *                 publish. Every step ends with an agreement of all ranks
+ *
+ * To import, a tensor of a file is a source, as a piece of a checkpoint is (state/read.c): no rank
+ * has more in memory than headers, its own pieces and a block. */
 
-/* ==== src/state/export_internal.h ============================================================= */
+#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
+#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
 
-/* The list of weights in a file, which export and import share. */
+/* ---- What is in a file ------------------------------------------------------------------------*/
 
 /* A parameter as a file has it. rows x columns is what is stored of it, as it lies here when it is
  * whole. */
@@ -23687,22 +23465,10 @@ typedef struct dtrain__weights {
     size_t count, room;
 } dtrain__weights;
 
-/* state/export.c */
-DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
-                                                   const dtrain_strategy *strategy,
-                                                   const dtrain_export_name *names,
-                                                   dtrain__weights *weights);
-DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end);
-DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path);
-
-/* ---- What is in a file ------------------------------------------------------------------------*/
-
 /* List the weights of a file, with their shapes there: all parameters but aliases and those that
  * are left out. */
-DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
-                                                   const dtrain_strategy *strategy,
-                                                   const dtrain_export_name *names,
-                                                   dtrain__weights *weights)
+static dtrain_result dtrain__weights_list(const char *call, const dtrain_strategy *strategy,
+                                          const dtrain_export_name *names, dtrain__weights *weights)
 {
     static const dtrain_export_name own = {0, NULL, false};
     weights->allocator = &dtrain__world_of(strategy)->allocator;
@@ -23748,14 +23514,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end)
+static bool dtrain__ends_with(const char *text, const char *end)
 {
     const size_t bytes = strlen(text), end_bytes = strlen(end);
     return bytes >= end_bytes && strcmp(text + bytes - end_bytes, end) == 0;
 }
 
 /* Write the directory of a path. */
-DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path)
+static void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path)
 {
     const char *slash = strrchr(path, '/');
     const int bytes = slash == path ? 1 : slash ? (int)(slash - path) : 1;
@@ -23894,8 +23660,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
                                                   const dtrain_export_desc *desc)
 {
     dtrain__export e;
-    if (!strategy)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", dtrain__export_call);
+    DTRAIN__GIVEN(dtrain__export_call, strategy);
     memset(&e, 0, sizeof e);
     e.strategy = strategy;
     e.path = path;
@@ -23913,20 +23678,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     return result;
 }
 
-/* ==== src/state/import.c ====================================================================== */
-
-/* Import
- *
- *     every rank    headers | do they fit the model? | read the pieces of this rank | publish
- *
- * Every step ends with an agreement of all ranks. A tensor of a file is a source, as a piece of a
- * checkpoint is (state/read.c): no rank has more in memory than headers, its own pieces and a
- * block. */
-
-#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
-#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
-
-/* ---- Files ------------------------------------------------------------------------------------*/
+/* ---- Import: files ----------------------------------------------------------------------------*/
 
 typedef struct dtrain__weight_file {
     char path[2 * DTRAIN__PATH];
@@ -24017,7 +23769,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
         im->index, count, im->tensor_count);
 }
 
-/* ---- Do they fit? -----------------------------------------------------------------------------*/
+/* ---- Import: do they fit? ---------------------------------------------------------------------*/
 
 /* Write a shape: "[2, 3]". */
 static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[64])
@@ -24108,8 +23860,8 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
-    dtrain__misfit misfit;
-    memset(&misfit, 0, sizeof misfit);
+    dtrain__name_list misfits[DTRAIN__MISFITS];
+    memset(misfits, 0, sizeof misfits);
     for (size_t i = 0; i < im->weights.count; i++) {
         dtrain__weight *weight = &im->weights.list[i];
         char found[64], expected[64], difference[200];
@@ -24118,13 +23870,13 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
         bool fits = stored && stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
         for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
         im->values += fits;
-        if (!stored) dtrain__name_add(&misfit.missing, "", weight->name, "");
+        if (!stored) dtrain__name_add(&misfits[DTRAIN__MISSING], "", weight->name, "");
         if (fits || !stored) continue;
         dtrain__weight_shape_text(stored->shape, stored->dims, found);
         dtrain__weight_shape_text(weight->shape, weight->dims, expected);
         snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
                  dtrain__stored_name(stored->dtype), found, expected);
-        dtrain__name_add(&misfit.different, "", weight->name, difference);
+        dtrain__name_add(&misfits[DTRAIN__DIFFERENT], "", weight->name, difference);
         weight->stored = NULL;
     }
     for (uint32_t i = 0; i < im->file_count; i++)
@@ -24133,9 +23885,9 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
             const char *const *end = im->desc.ignore;
             while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
             if (!stored->user && (!end || !*end))
-                dtrain__name_add(&misfit.extra, "", stored->name, "");
+                dtrain__name_add(&misfits[DTRAIN__EXTRA], "", stored->name, "");
         }
-    if (!dtrain__misfit_text(&misfit, sentence, sizeof sentence)) return DTRAIN_OK;
+    if (!dtrain__misfit_text(misfits, sentence, sizeof sentence)) return DTRAIN_OK;
     char *to = im->desc.partial ? im->note : NULL;
     if (to) snprintf(to, sizeof im->note, "%.*s", (int)sizeof im->note - 1, sentence);
     if (to && (im->values || !im->weights.count)) return DTRAIN_OK;
@@ -24144,7 +23896,7 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
                        to ? "as no parameter is in it" : "`prefix`, `ignore` or `partial`");
 }
 
-/* ---- Values -----------------------------------------------------------------------------------*/
+/* ---- Import: values ---------------------------------------------------------------------------*/
 
 /* Read what a transposed weight has of the columns of a piece, and keep the piece: a matrix whose
  * (row, column) here is (column, row) in the file. Rows that the file lacks become zero. */
@@ -24178,28 +23930,6 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     return result;
 }
 
-/* Read a piece of a weight. Rows that the file lacks come last and become zero. */
-static dtrain_result dtrain__import_piece(dtrain__import *im, const dtrain__weight *weight,
-                                          const dtrain_state_tensor *tensor)
-{
-    const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
-    dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
-    int64_t shape[4];
-    memcpy(shape, tensor->shape, sizeof shape);
-    shape[0] = weight->rows;
-    source.piece = dtrain__piece_whole(shape);
-    if (!tensor->piece.count) return DTRAIN_OK;
-    if (weight->transpose) return dtrain__import_transposed(im, weight, &source, tensor);
-    const int64_t stored = dtrain__piece_place(&tensor->piece, &source.piece, weight->total);
-    if (stored < tensor->piece.count) memset(im->reader.block, 0, DTRAIN__BLOCK);
-    for (int64_t at = dtrain__max(0, stored), count; at < tensor->piece.count; at += count) {
-        count = dtrain__min(tensor->piece.count - at, (int64_t)(DTRAIN__BLOCK / sizeof(float)));
-        DTRAIN__TRY(dtrain_device_copy(im->state->device, (float *)tensor->memory + at,
-                                       im->reader.block, (size_t)count * sizeof(float)));
-    }
-    return dtrain__piece_read(&im->reader, &source, &target);
-}
-
 static bool dtrain__import_exists(const dtrain__import *im, const char *path)
 {
     return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
@@ -24226,19 +23956,37 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
 }
 
 /* Read this rank's pieces of all weights. The state's list begins with those of values, in the
- * order of the parameters, and has the parameters' own names. */
+ * order of the parameters, and has the parameters' own names. Rows that the file lacks come last
+ * and become zero. */
 static dtrain_result dtrain__import_values(dtrain__import *im)
 {
     const dtrain_state *state = im->state;
     const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
         const dtrain__weight *next = weight; /* behind those that other stages have */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
         if (next == end) continue;
         weight = next;
-        if (weight->stored) DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
+        if (!weight->stored || !tensor->piece.count) continue;
+        dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
+        source.piece = dtrain__piece_whole(tensor->shape);
+        source.piece.length[0] = weight->rows;
+        source.piece.count = dtrain__box_count(&source.piece);
+        if (weight->transpose) {
+            DTRAIN__TRY(dtrain__import_transposed(im, weight, &source, tensor));
+            continue;
+        }
+        const int64_t stored = dtrain__piece_place(&tensor->piece, &source.piece, weight->total);
+        if (stored < tensor->piece.count) memset(im->reader.block, 0, DTRAIN__BLOCK);
+        for (int64_t at = dtrain__max(0, stored), count; at < tensor->piece.count; at += count) {
+            count = dtrain__min(tensor->piece.count - at, (int64_t)(DTRAIN__BLOCK / sizeof(float)));
+            DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + at,
+                                           im->reader.block, (size_t)count * sizeof(float)));
+        }
+        DTRAIN__TRY(dtrain__piece_read(&im->reader, &source, &target));
     }
     return DTRAIN_OK;
 }
@@ -24249,7 +23997,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
 {
     dtrain__import im;
     if (info) memset(info, 0, sizeof *info);
-    DTRAIN__TRY(dtrain__state_check(state, dtrain__import_call));
+    DTRAIN__GIVEN(dtrain__import_call, state);
     const double start = dtrain_seconds();
     memset(&im, 0, sizeof im);
     im.state = state;
@@ -24421,36 +24169,6 @@ DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 
 /* ---- Removal ----------------------------------------------------------------------------------*/
 
-/* List what is in a checkpoint's directory, or what is left of it, and refuse one in which
- * something is not ours. The caller frees *names in any case. */
-static dtrain_result dtrain__ours_list(const dtrain__folder *folder, const char *path,
-                                       dtrain__text *names)
-{
-    DTRAIN__TRY(dtrain__names_list(folder, path, names));
-    for (const char *name = NULL; (name = dtrain__next_name(names, name)) != NULL;)
-        if (!dtrain__is_ours(name))
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "%s is not removed: there are files in it that no checkpoint has",
-                               path);
-    return DTRAIN_OK;
-}
-
-/* Remove a directory that is no checkpoint any more, or not yet, with all that is in it. */
-static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64_t step,
-                                             const char *suffix)
-{
-    const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
-    dtrain__text names;
-    dtrain_result result = dtrain__ours_list(folder, path.text, &names);
-    for (const char *name = NULL;
-         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const dtrain__file_path file = dtrain__path_in(path.text, "%s", name);
-        result = dtrain__storage_remove(folder->storage, file.text);
-    }
-    dtrain__text_free(&names);
-    return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, path.text) : result;
-}
-
 /* Rename a name of the folder, and bring that to the disk. */
 static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__file_path *from,
                                     const dtrain__file_path *to)
@@ -24459,17 +24177,30 @@ static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__
     return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
 
-/* Remove a checkpoint. A crash in the middle leaves a step-N.tmp. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step)
+/* Remove a checkpoint, or a directory that is none any more, or not yet, with all that is in it,
+ * unless something in it is not ours. A checkpoint is renamed first: a crash in the middle leaves a
+ * step-N.tmp. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
+                                                  const char *suffix)
 {
-    const dtrain__file_path path = dtrain__step_path(folder, step, "");
-    const dtrain__file_path tmp = dtrain__step_path(folder, step, ".tmp");
+    const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
+    const dtrain__file_path tmp = dtrain__step_path(folder, step, *suffix ? suffix : ".tmp");
     dtrain__text names;
-    const dtrain_result result = dtrain__ours_list(folder, path.text, &names);
+    dtrain_result result = dtrain__names_list(folder, path.text, &names);
+    for (const char *name = NULL;
+         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;)
+        if (!dtrain__is_ours(name))
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "%s is not removed: there are files in it that no checkpoint has",
+                                 path.text);
+    if (result == DTRAIN_OK && !*suffix) result = dtrain__rename(folder, &path, &tmp);
+    for (const char *name = NULL;
+         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
+        const dtrain__file_path file = dtrain__path_in(tmp.text, "%s", name);
+        result = dtrain__storage_remove(folder->storage, file.text);
+    }
     dtrain__text_free(&names);
-    DTRAIN__TRY(result);
-    DTRAIN__TRY(dtrain__rename(folder, &path, &tmp));
-    return dtrain__leftover_remove(folder, step, ".tmp");
+    return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, tmp.text) : result;
 }
 
 /* Tell whether a step has nothing under its own name but a checkpoint that was being replaced: a
@@ -24499,7 +24230,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
             if (s) result = dtrain__step_is_old(folder, list.steps[i], &is_old);
             if (result == DTRAIN_OK)
                 result = is_old ? dtrain__rename(folder, &left, &path)
-                                : dtrain__leftover_remove(folder, list.steps[i], suffixes[s]);
+                                : dtrain__step_remove(folder, list.steps[i], suffixes[s]);
         }
         dtrain__steps_free(&list);
     }
@@ -24567,7 +24298,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
     const int code = storage->rename(storage->user, path.text, old.text);
     if (code < 0 && code != -ENOENT) return dtrain__storage_fail(path.text, "renamed", code);
     DTRAIN__TRY(dtrain__rename(folder, &tmp, &path));
-    if (code >= 0) DTRAIN__TRY(dtrain__leftover_remove(folder, step, ".old"));
+    if (code >= 0) DTRAIN__TRY(dtrain__step_remove(folder, step, ".old"));
     return dtrain__write_latest(folder, step);
 }
 
@@ -24661,59 +24392,28 @@ DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* The form of a member says what type holds it. */
-typedef enum dtrain__form {
-    DTRAIN__FORM_U64,
-    DTRAIN__FORM_I64,
-    DTRAIN__FORM_BOOL,
-    DTRAIN__FORM_TEXT,  /* const char * */
-    DTRAIN__FORM_OBJECT /* dtrain__object */
-} dtrain__form;
-
-/* Read a member to its place in the struct. A string is decoded where it is in the text: it becomes
- * no longer by that. */
-static void dtrain__read_member(dtrain__manifest *m, dtrain__json *json, dtrain__form form,
-                                void *at)
+/* Decode a string where it is in the text: it becomes no longer by that. */
+static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const char **text)
 {
     (void)dtrain__json_peek(json);
     char *here = m->text + (json->at - json->text);
-    dtrain__object object = {here, 0};
-    switch (form) {
-    case DTRAIN__FORM_U64: (void)dtrain__json_u64(json, (uint64_t *)at); break;
-    case DTRAIN__FORM_I64: (void)dtrain__json_count(json, (int64_t *)at); break;
-    case DTRAIN__FORM_BOOL: (void)dtrain__json_bool(json, (bool *)at); break;
-    case DTRAIN__FORM_TEXT:
-        if (dtrain__json_string(json, here, (size_t)(json->end - json->at)))
-            *(const char **)at = here;
-        break;
-    case DTRAIN__FORM_OBJECT:
-        if (!dtrain__json_skip(json)) break;
-        object.bytes = (size_t)(json->at - here);
-        *(dtrain__object *)at = object;
-    }
+    *text = here;
+    return dtrain__json_string(json, here, (size_t)(json->end - json->at));
 }
 
-/* Read the text of a manifest, the seal first. Members that are not in the table are skipped:
- * people, or a later library, may have added some. */
+static bool dtrain__read_object(dtrain__json *json, dtrain__object *object)
+{
+    (void)dtrain__json_peek(json);
+    object->at = json->at;
+    if (!dtrain__json_skip(json)) return false;
+    object->bytes = (size_t)(json->at - object->at);
+    return true;
+}
+
+/* Read the text of a manifest, the seal first. Other members than these are skipped: people, or a
+ * later library, may have added some. */
 static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *path)
 {
-    static const struct {
-        const char *name;
-        dtrain__form form;
-        size_t at;
-    } members[] = {{"format", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, format)},
-                   {"version", DTRAIN__FORM_U64, offsetof(dtrain__manifest, version)},
-                   {"step", DTRAIN__FORM_I64, offsetof(dtrain__manifest, step)},
-                   {"ranks", DTRAIN__FORM_I64, offsetof(dtrain__manifest, ranks)},
-                   {"strategy", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, strategy)},
-                   {"hierarchical", DTRAIN__FORM_BOOL, offsetof(dtrain__manifest, hierarchical)},
-                   {"metric_bits", DTRAIN__FORM_U64, offsetof(dtrain__manifest, metric_bits)},
-                   {"run", DTRAIN__FORM_U64, offsetof(dtrain__manifest, run)},
-                   {"job", DTRAIN__FORM_U64, offsetof(dtrain__manifest, job)},
-                   {"model", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, model)},
-                   {"settings", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, settings)},
-                   {"scalars", DTRAIN__FORM_OBJECT, offsetof(dtrain__manifest, scalars)},
-                   {"headers", DTRAIN__FORM_TEXT, offsetof(dtrain__manifest, headers)}};
     const size_t seal = (size_t)dtrain__max((int64_t)m->text_bytes - DTRAIN__SEAL_BYTES, 0);
     char expected[DTRAIN__SEAL_BYTES + 1], name[32];
     snprintf(expected, sizeof expected, DTRAIN__SEAL_FORM, dtrain__crc32c(0, m->text, seal));
@@ -24722,15 +24422,24 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
                            "%s does not have the checksum (CRC-32C) that it ends with: it is "
                            "damaged, or not all of it was written",
                            path);
-    dtrain__json json = dtrain__json_begin(path, m->text, m->text_bytes);
-    (void)dtrain__json_enter(&json, '{');
-    while (dtrain__json_member(&json, name, sizeof name)) {
-        size_t i = 0;
-        while (i < sizeof members / sizeof *members && strcmp(name, members[i].name) != 0) i++;
-        if (i == sizeof members / sizeof *members) (void)dtrain__json_skip(&json);
-        else dtrain__read_member(m, &json, members[i].form, (char *)m + members[i].at);
-    }
-    DTRAIN__TRY(dtrain__json_end(&json));
+    dtrain__json json = dtrain__json_begin(path, m->text, m->text_bytes), *j = &json;
+    (void)dtrain__json_enter(j, '{');
+    while (dtrain__json_member(j, name, sizeof name))
+        if (strcmp(name, "format") == 0) (void)dtrain__read_text(m, j, &m->format);
+        else if (strcmp(name, "version") == 0) (void)dtrain__json_u64(j, &m->version);
+        else if (strcmp(name, "step") == 0) (void)dtrain__json_count(j, &m->step);
+        else if (strcmp(name, "ranks") == 0) (void)dtrain__json_count(j, &m->ranks);
+        else if (strcmp(name, "strategy") == 0) (void)dtrain__read_text(m, j, &m->strategy);
+        else if (strcmp(name, "hierarchical") == 0) (void)dtrain__json_bool(j, &m->hierarchical);
+        else if (strcmp(name, "metric_bits") == 0) (void)dtrain__json_u64(j, &m->metric_bits);
+        else if (strcmp(name, "run") == 0) (void)dtrain__json_u64(j, &m->run);
+        else if (strcmp(name, "job") == 0) (void)dtrain__json_u64(j, &m->job);
+        else if (strcmp(name, "model") == 0) (void)dtrain__read_object(j, &m->model);
+        else if (strcmp(name, "settings") == 0) (void)dtrain__read_object(j, &m->settings);
+        else if (strcmp(name, "scalars") == 0) (void)dtrain__read_object(j, &m->scalars);
+        else if (strcmp(name, "headers") == 0) (void)dtrain__read_text(m, j, &m->headers);
+        else (void)dtrain__json_skip(j);
+    DTRAIN__TRY(dtrain__json_end(j));
     if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the format is \"%.100s\", expected \"%s\"", path,
                            m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
@@ -24788,42 +24497,6 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, i
     return dtrain__path_in(checkpoint, "%s-%05d.safetensors", which ? "state" : "model", (int)rank);
 }
 
-/* Read the description of a piece, the text that the metadata has for it. */
-static bool dtrain__piece_parse(dtrain__json *json, const dtrain__stored *stored, int which,
-                                dtrain__held *held)
-{
-    dtrain_state_tensor *tensor = &held->tensor;
-    int64_t numbers[16] = {0}; /* kind, own, shape, piece */
-    bool fits = true;
-    for (int i = 0; i < 16; i++) fits = dtrain__json_count(json, &numbers[i]);
-    if (!fits) return false;
-    tensor->kind = (uint32_t)numbers[0];
-    tensor->own = numbers[1] != 0;
-    tensor->dtype = stored->dtype;
-    tensor->total = 1;
-    memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
-    memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
-    for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
-        fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
-        if (fits) tensor->total *= tensor->shape[d];
-    }
-    if (!fits || numbers[0] >= DTRAIN_STATE_SCALAR ||
-        (numbers[0] == DTRAIN_STATE_VALUE) != (which == 0) || stored->dtype > DTRAIN_STATE_BYTES ||
-        !dtrain__piece_fits(&tensor->piece, tensor->shape))
-        return dtrain__json_fail(json, "this piece cannot be");
-    const uint64_t bytes = (uint64_t)tensor->piece.count * dtrain__state_bytes(stored->dtype);
-    const size_t digits =
-        (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS);
-    held->crc = json->at + 1;
-    if (bytes != stored->end - stored->begin || *json->at != ' ' ||
-        strspn(held->crc, DTRAIN__HEX) != digits || held->crc[digits] != ' ' ||
-        !held->crc[digits + 1])
-        return dtrain__json_fail(json, "expected %zu digits of checksums and a name, of %llu bytes",
-                                 digits, (unsigned long long)bytes);
-    tensor->name = held->crc + digits + 1;
-    return true;
-}
-
 /* List the pieces of a file, the number `f`, by the descriptions in its metadata. */
 static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
 {
@@ -24833,6 +24506,9 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
     for (const char *key = file->metadata; key < file->metadata_end;
          key = value + strlen(value) + 1) {
         dtrain__held held;
+        dtrain_state_tensor *tensor = &held.tensor;
+        int64_t numbers[16] = {0}; /* kind, own, shape, piece */
+        bool fits = true;
         value = key + strlen(key) + 1;
         if (strncmp(key, DTRAIN__PIECE_KEY, prefix) != 0) continue;
         dtrain__stored *stored = dtrain__safetensors_find(file, key + prefix);
@@ -24840,11 +24516,37 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
         json.inside = key;
         if (!stored || stored->user)
             dtrain__json_fail(&json, "there is no such tensor, or it is described twice");
+        for (int i = 0; i < 16; i++) (void)dtrain__json_count(&json, &numbers[i]);
+        if (json.result != DTRAIN_OK || !stored) return json.result;
+        stored->user = m;
         memset(&held, 0, sizeof held);
-        if (!stored || !dtrain__piece_parse(&json, stored, f % 2, &held)) return json.result;
         held.rank = (int64_t)(f / 2);
         held.at = (int64_t)(file->data + stored->begin);
-        stored->user = m;
+        tensor->kind = (uint32_t)numbers[0];
+        tensor->own = numbers[1] != 0;
+        tensor->dtype = stored->dtype;
+        memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
+        memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
+        tensor->total = 1;
+        for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
+            fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
+            if (fits) tensor->total *= tensor->shape[d];
+        }
+        if (!fits || numbers[0] >= DTRAIN_STATE_SCALAR || stored->dtype > DTRAIN_STATE_BYTES ||
+            (numbers[0] == DTRAIN_STATE_VALUE) != (f % 2 == 0) ||
+            !dtrain__piece_fits(&tensor->piece, tensor->shape))
+            return dtrain__json_fail(&json, "this piece cannot be"), json.result;
+        const uint64_t bytes = (uint64_t)tensor->piece.count * dtrain__state_bytes(stored->dtype);
+        const size_t digits = dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
+        held.crc = json.at + 1;
+        if (bytes != stored->end - stored->begin || *json.at != ' ' ||
+            strspn(held.crc, DTRAIN__HEX) != digits || held.crc[digits] != ' ' ||
+            !held.crc[digits + 1]) {
+            dtrain__json_fail(&json, "expected %zu digits of checksums and a name, of %llu bytes",
+                              digits, (unsigned long long)bytes);
+            return json.result;
+        }
+        tensor->name = held.crc + digits + 1;
         if (!dtrain__grow(m->allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
                           sizeof *m->pieces, "the pieces of a checkpoint"))
             return DTRAIN_ERROR_MEMORY;
@@ -24880,8 +24582,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
     for (size_t i = 0; i < m->piece_count; i += m->tensors[m->tensor_count++].count) {
         dtrain__saved_tensor *saved = &m->tensors[m->tensor_count];
         saved->pieces = &m->pieces[i];
-        DTRAIN__TRY(
-            dtrain__pieces_check(checkpoint, saved->pieces, m->piece_count - i, &saved->count));
+        DTRAIN__TRY(dtrain__entries_count(checkpoint, DTRAIN_ERROR_DATA, saved->pieces,
+                                          m->piece_count - i, &saved->count));
+        DTRAIN__TRY(dtrain__pieces_check(checkpoint, saved->pieces, saved->count));
     }
     return DTRAIN_OK;
 }
@@ -25059,39 +24762,6 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
     return DTRAIN_OK;
 }
 
-/* Read the entries of a header, and the names into memory that is as long as the header: decoded, a
- * string is never longer than its text between quotes. */
-static dtrain_result dtrain__header_read(dtrain__json *json, dtrain__tensor_file *out)
-{
-    char *name = out->names, *const end = name + out->names_bytes;
-    (void)dtrain__json_enter(json, '{');
-    while (dtrain__json_member(json, name, DTRAIN__TENSOR_NAME)) {
-        dtrain__stored *tensor = &out->tensors[out->count];
-        json->inside = name;
-        for (const char *c = name; *c; c++)
-            if ((unsigned char)*c < 0x20 || *c == 0x7f)
-                dtrain__json_fail(json, "a name with control characters");
-        if (strcmp(name, "__metadata__") == 0) { /* strings by name */
-            json->inside = "__metadata__";
-            if (out->metadata) dtrain__json_fail(json, "a second \"__metadata__\"");
-            out->metadata = name;
-            (void)dtrain__json_enter(json, '{');
-            while (dtrain__json_member(json, name, (size_t)(end - name))) {
-                name += strlen(name) + 1;
-                if (dtrain__json_string(json, name, (size_t)(end - name))) name += strlen(name) + 1;
-            }
-            out->metadata_end = name;
-        } else if (dtrain__header_tensor(json, tensor)) {
-            tensor->name = name;
-            name += strlen(name) + 1;
-            out->count++;
-        }
-        if (json->result != DTRAIN_OK) return json->result;
-        json->inside = NULL;
-    }
-    return dtrain__json_end(json);
-}
-
 /* Order tensors by their place, empty ones before what begins there. */
 static int dtrain__stored_by_place(const void *a, const void *b)
 {
@@ -25133,6 +24803,8 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
     return DTRAIN_OK;
 }
 
+/* Names go into memory that is as long as the header: decoded, a string is never longer than its
+ * text between quotes. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const char *header,
                                                         size_t bytes, uint64_t file_bytes,
                                                         const dtrain_allocator *allocator,
@@ -25147,11 +24819,38 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
     out->tensors = (dtrain__stored *)dtrain__alloc(allocator, out->room, sizeof *out->tensors,
                                                    "the tensors of a file");
     out->names = (char *)dtrain__alloc(allocator, bytes, 1, "names of tensors");
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    if (out->tensors && out->names) {
-        dtrain__json json = dtrain__json_begin(path, header, bytes);
-        result = dtrain__header_read(&json, out);
+    if (!out->tensors || !out->names) {
+        dtrain__safetensors_free(out);
+        return DTRAIN_ERROR_MEMORY;
     }
+    char *name = out->names, *const end = name + bytes;
+    dtrain__json json = dtrain__json_begin(path, header, bytes);
+    (void)dtrain__json_enter(&json, '{');
+    while (dtrain__json_member(&json, name, DTRAIN__TENSOR_NAME)) {
+        dtrain__stored *tensor = &out->tensors[out->count];
+        json.inside = name;
+        for (const char *c = name; *c; c++)
+            if ((unsigned char)*c < 0x20 || *c == 0x7f)
+                dtrain__json_fail(&json, "a name with control characters");
+        if (strcmp(name, "__metadata__") == 0) { /* strings by name */
+            json.inside = "__metadata__";
+            if (out->metadata) dtrain__json_fail(&json, "a second \"__metadata__\"");
+            out->metadata = name;
+            (void)dtrain__json_enter(&json, '{');
+            while (dtrain__json_member(&json, name, (size_t)(end - name))) {
+                name += strlen(name) + 1;
+                if (dtrain__json_string(&json, name, (size_t)(end - name)))
+                    name += strlen(name) + 1;
+            }
+            out->metadata_end = name;
+        } else if (dtrain__header_tensor(&json, tensor)) {
+            tensor->name = name;
+            name += strlen(name) + 1;
+            out->count++;
+        }
+        if (json.result == DTRAIN_OK) json.inside = NULL;
+    }
+    dtrain_result result = dtrain__json_end(&json);
     if (result == DTRAIN_OK) result = dtrain__header_check_all(path, file_bytes - out->data, out);
     if (result != DTRAIN_OK) dtrain__safetensors_free(out);
     return result;
@@ -25531,7 +25230,6 @@ typedef struct dtrain__run_memory {
     size_t bytes;
 } dtrain__run_memory;
 
-DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
 /* Return the stage of a rank's action; -1: it has no such chunk. */
 DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *schedule, int rank,
@@ -25541,14 +25239,6 @@ DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *sched
                                            int *slots, int *inboxes);
 
 /* ---- Stages, ranks and actions ----------------------------------------------------------------*/
-
-DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act)
-{
-    static const char *const names[] = {"?",      "FORWARD", "BACKWARD",      "WEIGHT",
-                                        "SEND",   "RECEIVE", "SEND_GRADIENT", "RECEIVE_GRADIENT",
-                                        "REDUCE", "STEP"};
-    return names[act <= DTRAIN_PIPELINE_ACT_STEP ? act : 0];
-}
 
 DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *s, int rank,
                                          const dtrain_pipeline_action *action)
@@ -25582,12 +25272,10 @@ typedef struct dtrain__weave {
     uint32_t kind;
     int p, v, m; /* ranks, chunks, micro-batches */
     bool splits;
-    size_t most; /* actions of a rank */
     dtrain__weave_rank *ranks;
-    double *done;                   /* (3, p * v, m) when a computation ended; below 0: not yet */
-    int32_t *slots;                 /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
-    bool *taken;                    /* (2, p, v * m) by a pass under way */
-    dtrain_pipeline_action *memory; /* (2, p, most) */
+    double *done;   /* (3, p * v, m) when a computation ended; below 0: not yet */
+    int32_t *slots; /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
+    bool *taken;    /* (2, p, v * m) by a pass under way */
 } dtrain__weave;
 
 static void dtrain__put(dtrain__order *order, uint32_t act, int chunk, int micro)
@@ -25667,25 +25355,19 @@ static void dtrain__put_pass(const dtrain__weave *weave, int rank, uint32_t act,
     dtrain__put(&weave->ranks[rank].order, act, chunk, first + i % size);
 }
 
-/* Return how many forwards a rank does before it does a forward and a backward in turn: all with
- * GPIPE; with one chunk, one for each stage behind this one; with several, a forward and a backward
- * for each of those ranks, and the forwards of a whole group in all chunks but the last. */
-static int dtrain__ahead(const dtrain__weave *weave, int rank)
-{
-    const int p = weave->p, groups = dtrain__groups_in(weave);
-    const int size = weave->m / groups + (weave->m % groups > 0);
-    if (weave->kind == DTRAIN_PIPELINE_GPIPE) return weave->m;
-    if (weave->kind != DTRAIN_PIPELINE_INTERLEAVED) return p - rank - 1;
-    return 2 * (p - rank - 1) + (weave->v - 1) * (size > p ? size : p);
-}
-
-/* Order the computations of a rank. With weights apart (ZB_H1) those of `rank` micro-batches are
- * put off: rank 0 has none to spare, and the last rank fills with them what it would wait for at
- * the end. */
+/* Order the computations of a rank: first a number of forwards, then a forward and a backward in
+ * turn. That number is all with GPIPE; with one chunk, one for each stage behind this one; with
+ * several, a forward and a backward for each of those ranks, and the forwards of a whole group in
+ * all chunks but the last. With weights apart (ZB_H1) those of `rank` micro-batches are put off:
+ * rank 0 has none to spare, and the last rank fills with them what it would wait for at the end. */
 static void dtrain__order_rank(const dtrain__weave *weave, int rank)
 {
-    const int total = weave->m * weave->v, ahead = dtrain__ahead(weave, rank);
-    int forward = 0, weight = 0;
+    const int p = weave->p, groups = dtrain__groups_in(weave), total = weave->m * weave->v;
+    const int size = weave->m / groups + (weave->m % groups > 0);
+    int forward = 0, weight = 0, ahead = p - rank - 1;
+    if (weave->kind == DTRAIN_PIPELINE_GPIPE) ahead = weave->m;
+    if (weave->kind == DTRAIN_PIPELINE_INTERLEAVED)
+        ahead = 2 * ahead + (weave->v - 1) * (size > p ? size : p);
     for (; forward < ahead && forward < total; forward++)
         dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_FORWARD, forward);
     for (int i = 0; i < total; i++) {
@@ -25757,21 +25439,19 @@ static int32_t *dtrain__held_by(const dtrain__weave *weave, bool inbox, int rank
     return &weave->slots[((size_t)inbox * (size_t)weave->p + (size_t)rank) * passes + pass];
 }
 
+static bool *dtrain__taken(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
+{
+    return weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots) + slot;
+}
+
 /* Let a pass have the lowest free slot or inbox of its rank. */
 static void dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank, int chunk,
                               int micro)
 {
-    bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
     int32_t slot = 0;
-    while (taken[slot]) slot++;
-    taken[slot] = true;
+    while (*dtrain__taken(weave, inbox, rank, slot)) slot++;
+    *dtrain__taken(weave, inbox, rank, slot) = true;
     *dtrain__held_by(weave, inbox, rank, chunk, micro) = slot;
-}
-
-static void dtrain__give_slot(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
-{
-    bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
-    if (slot >= 0) taken[slot] = false;
 }
 
 /* Append an action, with the slot and inbox of its pass, to the list of its rank. */
@@ -25788,68 +25468,60 @@ static void dtrain__weave_put(const dtrain__weave *weave, int rank, uint32_t act
     woven->actions[woven->count++] = action;
 }
 
-/* Append the message that a computation makes to the lists of both ranks. */
-static void dtrain__weave_message(const dtrain__weave *weave, int rank,
-                                  const dtrain_pipeline_action *made)
-{
-    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, made->chunk);
-    const bool forward = made->act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const int to = forward ? stage + 1 : stage - 1, i = made->micro_batch;
-    if (made->act == DTRAIN_PIPELINE_ACT_WEIGHT || to < 0 || to == weave->p * weave->v) return;
-    const dtrain__place_of_stage place = dtrain__pipeline_place(weave->kind, weave->p, to);
-    if (place.rank == rank) return;
-    const uint32_t act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-    if (forward) dtrain__take_slot(weave, true, place.rank, place.chunk, i);
-    dtrain__weave_put(weave, rank, act, made->chunk, i, place.rank);
-    dtrain__weave_put(weave, place.rank, act + 1, place.chunk, i, rank);
-}
-
-/* Append a computation; its last use gives the slot back. */
+/* Append a computation, and the message that it makes to the lists of both ranks; the last use of a
+ * pass gives its slot and inbox back. */
 static void dtrain__weave_compute(dtrain__weave *weave, int rank,
                                   const dtrain_pipeline_action *action, double at)
 {
     const int chunk = action->chunk, micro = action->micro_batch;
-    const uint32_t last = weave->splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD)
-        dtrain__take_slot(weave, false, rank, chunk, micro);
+    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, chunk);
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const bool weight = action->act == DTRAIN_PIPELINE_ACT_WEIGHT;
+    const int to = forward ? stage + 1 : stage - 1;
+    if (forward) dtrain__take_slot(weave, false, rank, chunk, micro);
     dtrain__replay_do(weave, rank, action, at);
     dtrain__weave_put(weave, rank, action->act, chunk, micro, -1);
-    dtrain__weave_message(weave, rank, action);
-    if (action->act != last) return;
-    for (int inbox = 0; inbox < 2; inbox++)
-        dtrain__give_slot(weave, inbox, rank, *dtrain__held_by(weave, inbox, rank, chunk, micro));
+    if (!weight && to >= 0 && to < weave->p * weave->v) {
+        const dtrain__place_of_stage place = dtrain__pipeline_place(weave->kind, weave->p, to);
+        const uint32_t act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+        if (place.rank != rank) {
+            if (forward) dtrain__take_slot(weave, true, place.rank, place.chunk, micro);
+            dtrain__weave_put(weave, rank, act, chunk, micro, place.rank);
+            dtrain__weave_put(weave, place.rank, act + 1, place.chunk, micro, rank);
+        }
+    }
+    if (forward || weight != weave->splits) return;
+    for (int inbox = 0; inbox < 2; inbox++) {
+        const int32_t held = *dtrain__held_by(weave, inbox, rank, chunk, micro);
+        if (held >= 0) *dtrain__taken(weave, inbox, rank, held) = false;
+    }
     if (micro == weave->m - 1)
         dtrain__put(&weave->ranks[rank].woven, DTRAIN_PIPELINE_ACT_REDUCE, chunk, micro);
-}
-
-/* Find the rank whose next computation ends first, of those that can begin; -1: none can. */
-static int dtrain__weave_next(const dtrain__weave *weave, double *at)
-{
-    int first = -1;
-    double end = 0, begin;
-    for (int r = 0; r < weave->p; r++) {
-        const dtrain__weave_rank *rank = &weave->ranks[r];
-        if (rank->at == rank->order.count) continue;
-        const dtrain_pipeline_action *action = &rank->order.actions[rank->at];
-        if (!dtrain__begin_at(weave, r, action, &begin)) continue;
-        const double ends = begin + dtrain__takes(weave, action->act);
-        if (first < 0 || ends < end) first = r, *at = begin, end = ends;
-    }
-    return first;
 }
 
 /* Do both steps; false: an order of step 1 waits for itself. */
 static bool dtrain__weave_run(dtrain__weave *weave)
 {
-    double at;
     dtrain__replay_reset(weave);
     if (weave->kind == DTRAIN_PIPELINE_ZBV) dtrain__order_zbv(weave);
     else
         for (int r = 0; r < weave->p; r++) dtrain__order_rank(weave, r);
     dtrain__replay_reset(weave);
-    for (int r; (r = dtrain__weave_next(weave, &at)) >= 0;) {
-        dtrain__weave_rank *rank = &weave->ranks[r];
-        dtrain__weave_compute(weave, r, &rank->order.actions[rank->at++], at);
+    for (;;) {
+        dtrain__weave_rank *first = NULL; /* whose next computation ends first, of those that can
+                                             begin */
+        double at = 0, end = 0, begin;
+        for (int r = 0; r < weave->p; r++) {
+            dtrain__weave_rank *rank = &weave->ranks[r];
+            if (rank->at == rank->order.count) continue;
+            const dtrain_pipeline_action *action = &rank->order.actions[rank->at];
+            if (!dtrain__begin_at(weave, r, action, &begin)) continue;
+            const double ends = begin + dtrain__takes(weave, action->act);
+            if (!first || ends < end) first = rank, at = begin, end = ends;
+        }
+        if (!first) break;
+        dtrain__weave_compute(weave, (int)(first - weave->ranks),
+                              &first->order.actions[first->at++], at);
     }
     for (int r = 0; r < weave->p; r++) {
         if (weave->ranks[r].at < weave->ranks[r].order.count) return false;
@@ -25860,26 +25532,13 @@ static bool dtrain__weave_run(dtrain__weave *weave)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Check the sizes of a schedule that is to be made. */
-static dtrain_result dtrain__pipeline_sizes(const dtrain_pipeline_desc *desc, int ranks,
-                                            int micro_batches, int *chunks)
-{
-    const int most = DTRAIN__PASSES_MOST;
-    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, chunks));
-    if (ranks > 0 && micro_batches > 0 && ranks <= most && micro_batches <= most &&
-        (int64_t)ranks * micro_batches <= most / *chunks)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_pipeline_create: %d ranks, %d chunks and %d micro-batches; expected "
-                       "1 or more, and at most %d passes in all",
-                       ranks, *chunks, micro_batches, most);
-}
-
-/* Allocate the schedule of a weave, with room for actions; NULL: no memory. */
-static dtrain_pipeline_schedule *dtrain__pipeline_alloc(const dtrain__weave *weave, size_t actions)
+/* Copy the woven lists into a schedule; NULL: no memory. */
+static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     const size_t ranks = (size_t)weave->p;
+    size_t count = 0;
+    for (size_t r = 0; r < ranks; r++) count += weave->ranks[r].woven.count;
     dtrain_pipeline_schedule *schedule =
         (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
     if (!schedule) return NULL;
@@ -25887,25 +25546,18 @@ static dtrain_pipeline_schedule *dtrain__pipeline_alloc(const dtrain__weave *wea
     schedule->ranks = weave->p;
     schedule->chunks = weave->v;
     schedule->micro_batches = weave->m;
-    schedule->room = actions;
+    schedule->room = count;
     schedule->first =
         (size_t *)dtrain__alloc(&allocator, ranks + 1, sizeof *schedule->first, "a schedule");
     schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
-        &allocator, actions, sizeof *schedule->actions, "a schedule");
+        &allocator, count, sizeof *schedule->actions, "a schedule");
     schedule->memory = (dtrain__run_memory *)dtrain__alloc(&allocator, ranks,
                                                            sizeof *schedule->memory, "a schedule");
-    if (schedule->first && schedule->actions && schedule->memory) return schedule;
-    dtrain_pipeline_destroy(schedule);
-    return NULL;
-}
-
-/* Copy the woven lists into a schedule; NULL: no memory. */
-static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
-{
-    size_t count = 0;
-    for (int r = 0; r < weave->p; r++) count += weave->ranks[r].woven.count;
-    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(weave, count);
-    for (int r = 0; r < weave->p && schedule; r++) {
+    if (!schedule->first || !schedule->actions || !schedule->memory) {
+        dtrain_pipeline_destroy(schedule);
+        return NULL;
+    }
+    for (size_t r = 0; r < ranks; r++) {
         const dtrain__order *woven = &weave->ranks[r].woven;
         memcpy(schedule->actions + schedule->first[r], woven->actions,
                woven->count * sizeof *woven->actions);
@@ -25914,58 +25566,54 @@ static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
     return schedule;
 }
 
-/* Allocate what weaving needs (allocate), or free it. */
-static bool dtrain__weave_memory(dtrain__weave *weave, bool allocate)
-{
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const size_t p = (size_t)weave->p, passes = (size_t)weave->v * (size_t)weave->m;
-    struct {
-        void **memory;
-        size_t count, bytes;
-    } all[] = {{(void **)&weave->ranks, p, sizeof *weave->ranks},
-               {(void **)&weave->done, 3 * p * passes, sizeof *weave->done},
-               {(void **)&weave->slots, 2 * p * passes, sizeof *weave->slots},
-               {(void **)&weave->taken, 2 * p * passes, sizeof *weave->taken},
-               {(void **)&weave->memory, 2 * p * weave->most, sizeof *weave->memory}};
-    bool complete = true;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        if (!allocate) dtrain__free(&allocator, *all[i].memory, all[i].count, all[i].bytes);
-        else *all[i].memory = dtrain__alloc(&allocator, all[i].count, all[i].bytes, "a schedule");
-        complete = complete && *all[i].memory;
-    }
-    for (size_t r = 0; allocate && complete && r < p; r++) {
-        weave->ranks[r].order.actions = weave->memory + 2 * r * weave->most;
-        weave->ranks[r].woven.actions = weave->memory + (2 * r + 1) * weave->most;
-    }
-    for (size_t i = 0; allocate && complete && i < 2 * p * passes; i++) weave->slots[i] = -1;
-    return complete;
-}
-
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out)
 {
     const char *const call = "dtrain_pipeline_create";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const int limit = DTRAIN__PASSES_MOST;
+    dtrain_result result = DTRAIN_OK;
     dtrain__weave weave;
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
     *out = NULL;
-    DTRAIN__TRY(dtrain__pipeline_sizes(desc, ranks, micro_batches, &chunks));
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, &chunks));
+    if (ranks < 1 || micro_batches < 1 || ranks > limit || micro_batches > limit ||
+        (int64_t)ranks * micro_batches > limit / chunks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and "
+                           "at most %d passes in all",
+                           call, ranks, chunks, micro_batches, limit);
     memset(&weave, 0, sizeof weave);
     weave.kind = desc ? desc->kind : 0;
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
     weave.splits = dtrain__pipeline_splits(weave.kind);
-    weave.most = 7 * (size_t)chunks * (size_t)micro_batches + (size_t)chunks + 1;
-    dtrain_result result = dtrain__weave_memory(&weave, true) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK && !dtrain__weave_run(&weave))
+
+    /* one piece of memory for all lists: those of 8 bytes first */
+    const size_t p = (size_t)ranks, passes = (size_t)chunks * (size_t)micro_batches;
+    const size_t most = 7 * passes + (size_t)chunks + 1; /* actions of a rank */
+    const size_t bytes = p * sizeof *weave.ranks + 3 * p * passes * sizeof *weave.done +
+                         2 * p * most * sizeof(dtrain_pipeline_action) +
+                         2 * p * passes * (sizeof *weave.slots + sizeof *weave.taken);
+    weave.ranks = (dtrain__weave_rank *)dtrain__alloc(&allocator, bytes, 1, "a schedule");
+    if (!weave.ranks) return DTRAIN_ERROR_MEMORY;
+    weave.done = (double *)(weave.ranks + p);
+    dtrain_pipeline_action *const actions = (dtrain_pipeline_action *)(weave.done + 3 * p * passes);
+    weave.slots = (int32_t *)(actions + 2 * p * most);
+    weave.taken = (bool *)(weave.slots + 2 * p * passes);
+    for (size_t r = 0; r < p; r++) {
+        weave.ranks[r].order.actions = actions + 2 * r * most;
+        weave.ranks[r].woven.actions = actions + (2 * r + 1) * most;
+    }
+    for (size_t i = 0; i < 2 * p * passes; i++) weave.slots[i] = -1;
+
+    if (!dtrain__weave_run(&weave))
         result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                              "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
                              "multiple of %d",
                              call, ranks, micro_batches, ranks);
-    if (result == DTRAIN_OK) {
-        *out = dtrain__schedule_of(&weave);
-        if (!*out) result = DTRAIN_ERROR_MEMORY;
-    }
-    dtrain__weave_memory(&weave, false);
+    else if (!(*out = dtrain__schedule_of(&weave))) result = DTRAIN_ERROR_MEMORY;
+    dtrain__free(&allocator, weave.ranks, bytes, 1);
     return result;
 }
 
@@ -26082,18 +25730,25 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
     return dtrain_work_test(message->works[message->count - 1], &done);
 }
 
-/* Call compute, in a span: a trace shows passes as a drawing of the schedule does. */
-static dtrain_result dtrain__run_pass(const dtrain__runner *run,
-                                      const dtrain_pipeline_action *action)
+/* Wait for what a computation needs, and for what it would overwrite; then do it, in a span: a trace
+ * shows passes as a drawing of the schedule does. */
+static dtrain_result dtrain__run_compute(const dtrain__runner *run,
+                                         const dtrain_pipeline_action *action)
 {
     static const char *const names[] = {"forward", "backward", "weights"};
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
     dtrain_world *world = run->comm ? run->comm->world : NULL;
     char stage[24];
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD && action->inbox >= 0)
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
+    }
     if (!world || action->act > DTRAIN_PIPELINE_ACT_WEIGHT)
         return run->work->compute(run->work->user, action);
     snprintf(stage, sizeof stage, "stage %d",
              dtrain__action_stage(run->schedule, run->rank, action));
-    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
     const uint32_t span =
         dtrain__span_begin(world, forward ? DTRAIN_SPAN_FORWARD : DTRAIN_SPAN_BACKWARD,
                            names[action->act - DTRAIN_PIPELINE_ACT_FORWARD], action->micro_batch);
@@ -26103,27 +25758,17 @@ static dtrain_result dtrain__run_pass(const dtrain__runner *run,
     return result;
 }
 
-/* Wait for what a computation needs, and for what it would overwrite; then do it. */
-static dtrain_result dtrain__run_compute(const dtrain__runner *run,
-                                         const dtrain_pipeline_action *action)
-{
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD && action->inbox >= 0)
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
-    }
-    return dtrain__run_pass(run, action);
-}
-
 /* Add to the last error where in the schedule this rank was. */
 static dtrain_result dtrain__run_place(const dtrain__runner *run,
                                        const dtrain_pipeline_action *action, dtrain_result result)
 {
+    static const char *const names[] = {"?",      "FORWARD", "BACKWARD",      "WEIGHT",
+                                        "SEND",   "RECEIVE", "SEND_GRADIENT", "RECEIVE_GRADIENT",
+                                        "REDUCE", "STEP"};
     const dtrain_pipeline_schedule *s = run->schedule;
     return dtrain_fail(result, "stage %d of %d, %s of micro-batch %d: %s",
                        dtrain__action_stage(s, run->rank, action), s->ranks * s->chunks,
-                       dtrain__pipeline_act_name(action->act), (int)action->micro_batch,
+                       names[action->act], (int)action->micro_batch,
                        dtrain__bare(dtrain_last_error()));
 }
 
@@ -26144,46 +25789,15 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
     return dtrain__set_last_error(result, text); /* waiting has left another one */
 }
 
-/* Walk the list, and wait for what is still being sent. */
-static dtrain_result dtrain__run_walk(const dtrain__runner *run)
-{
-    const dtrain_pipeline_schedule *s = run->schedule;
-    const dtrain_pipeline_action *action = NULL;
-    dtrain_result result = DTRAIN_OK;
-    for (size_t i = s->first[run->rank]; i < s->first[run->rank + 1]; i++) {
-        action = &s->actions[i];
-        result = dtrain__is_message(action) ? dtrain__message_start(run, action)
-                                            : dtrain__run_compute(run, action);
-        if (result != DTRAIN_OK) break;
-    }
-    for (size_t i = 0; i < run->count && result == DTRAIN_OK; i++)
-        result = dtrain__message_wait(&run->messages[i]);
-    return result == DTRAIN_OK ? DTRAIN_OK : dtrain__run_fail(run, action, result);
-}
-
-/* Find room in the schedule for the messages of this rank: all of an earlier run are over. */
-static dtrain_result dtrain__run_room(dtrain__runner *run)
-{
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    dtrain__run_memory *memory = &run->schedule->memory[run->rank];
-    int slots, inboxes;
-    dtrain__pipeline_room(run->schedule, run->rank, &slots, &inboxes);
-    run->count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
-    const size_t bytes = run->count * sizeof *run->messages;
-    if (memory->bytes < bytes) {
-        dtrain__free(&allocator, memory->messages, memory->bytes, 1);
-        memory->messages = dtrain__alloc(&allocator, bytes, 1, "messages of a pipeline");
-        memory->bytes = memory->messages ? bytes : 0;
-    }
-    run->messages = (dtrain__message *)memory->messages;
-    return run->messages ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-
 DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
                                              dtrain_comm *comm, const dtrain_pipeline_work *work)
 {
     const char *const call = "dtrain_pipeline_run";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const dtrain_pipeline_action *action = NULL;
+    dtrain_result result = DTRAIN_OK;
     dtrain__runner run;
+    int slots, inboxes;
     DTRAIN__GIVEN(call, schedule);
     DTRAIN__GIVEN(call, work);
     DTRAIN__GIVEN(call, work->compute);
@@ -26199,8 +25813,29 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.comm = comm;
     run.work = work;
     run.rank = comm ? dtrain_comm_rank(comm) : 0;
-    DTRAIN__TRY(dtrain__run_room(&run));
-    return dtrain__run_walk(&run);
+
+    /* room in the schedule for this rank's messages: all of an earlier run are over */
+    dtrain__run_memory *memory = &schedule->memory[run.rank];
+    dtrain__pipeline_room(schedule, run.rank, &slots, &inboxes);
+    run.count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
+    const size_t bytes = run.count * sizeof *run.messages;
+    if (memory->bytes < bytes) {
+        dtrain__free(&allocator, memory->messages, memory->bytes, 1);
+        memory->messages = dtrain__alloc(&allocator, bytes, 1, "messages of a pipeline");
+        memory->bytes = memory->messages ? bytes : 0;
+    }
+    run.messages = (dtrain__message *)memory->messages;
+    if (!run.messages) return DTRAIN_ERROR_MEMORY;
+
+    /* walk the list, and wait for what is still being sent */
+    for (size_t i = schedule->first[run.rank]; i < schedule->first[run.rank + 1] && !result; i++) {
+        action = &schedule->actions[i];
+        result = dtrain__is_message(action) ? dtrain__message_start(&run, action)
+                                            : dtrain__run_compute(&run, action);
+    }
+    for (size_t i = 0; i < run.count && result == DTRAIN_OK; i++)
+        result = dtrain__message_wait(&run.messages[i]);
+    return result == DTRAIN_OK ? DTRAIN_OK : dtrain__run_fail(&run, action, result);
 }
 
 /* ==== src/tape/tape.c ========================================================================= */
@@ -26209,6 +25844,24 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
  *
  * A pass from begin to backward: inputs and unit marks are here, operations in tape/op.c, the walk
  * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
+
+/* ==== src/tape/stage_internal.h =============================================================== */
+
+/* Passes of stages: what a pipeline asks of a tape
+ *
+ * A stage is a run of units; a rank has one or more stages and runs the model's own function once
+ * for each of them and each micro-batch. The tape computes the operations of that stage; those of
+ * other stages are remote: they have shapes and no memory. Passes of several micro-batches are
+ * under way at once, each in a slot.
+ *
+ *     stage_reset       in each step
+ *     stage_begin       of DTRAIN__SURVEY: all stages are remote, and stage_end notes what crosses
+ *     stage_receive     find addresses for what the stage before sends, before the pass begins
+ *     stage_begin       select a slot; the caller then runs the model's function
+ *     stage_end         behind it
+ *     stage_seed        find addresses for the gradients that the stage behind sends
+ *     stage_backward    from those, or from the loss
+ *     stage_weights     the second half of a backward in halves */
 
 /* ==== src/tape/tape_internal.h ================================================================ */
 
@@ -26329,10 +25982,11 @@ typedef struct dtrain__cast {
     const dtrain_param *storage;
     int64_t count;
     void *low;
-    uint32_t mark; /* of one that lasts only while its unit is gathered */
+    uint32_t mark; /* of one that lasts only while its unit is gathered, or */
+#define DTRAIN__CAST_LASTS UINT32_MAX
 } dtrain__cast;
 
-/* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
+/* ---- Inputs on their way to a device ----------------------------------------------------------*/
 
 #define DTRAIN__FEED_ITEMS 16
 #define DTRAIN__VALID_BYTES (2 * sizeof(float)) /* of dtrain__samples.valid */
@@ -26342,8 +25996,8 @@ typedef struct dtrain__cast {
  * from step to step, and a recorded loss reads them there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
-    void *pinned;     /* (bytes + DTRAIN__VALID_BYTES) */
-    size_t bytes;
+    void *pinned;     /* (room + DTRAIN__VALID_BYTES) */
+    size_t bytes, room;
     dtrain_dtype dtype;
 } dtrain__feed_item;
 
@@ -26354,23 +26008,14 @@ typedef struct dtrain__feed {
     bool filled; /* `pinned` already holds this pass's data */
 } dtrain__feed;
 
-/* Page-locked memory through which inputs of all other passes go; see staging.c. */
-typedef struct dtrain__staging {
-    char *memory; /* (bytes) */
-    size_t bytes;
-    size_t used, wanted;    /* bytes: used in this pass, needed by it */
-    dtrain_event *uploaded; /* behind the last upload */
-} dtrain__staging;
-
 /* ---- A pass ----------------------------------------------------------------------------------*/
 
 /* dtrain_tape_begin sets all of it to zero. */
 typedef struct dtrain__pass {
     uint32_t state, flags;
     uint64_t seed, dropout_count;
-    dtrain_dtype cast;   /* the type of autocast; F32 without */
-    dtrain__cast *casts; /* those that pass, latest first; backward drops later marks */
-    uint32_t cast_mark;  /* the mark whose passing casts are in memory */
+    dtrain_dtype cast;  /* the type of autocast; F32 without */
+    uint32_t cast_mark; /* the mark whose passing casts are in memory */
     dtrain_node *last;
     size_t node_count, tensor_count, recomputed_count;
     uint32_t mark_count, segment_count;
@@ -26407,25 +26052,20 @@ struct dtrain_tape {
     const dtrain__unit_costs *costs;     /* of a plan that counts them; or NULL */
     dtrain__bump arenas[DTRAIN__ARENAS];
     dtrain__pass pass;
-    dtrain__cast *weights;                   /* rounded ones that do not pass, latest first */
+    dtrain__cast *casts;                     /* rounded weights, latest first */
     struct dtrain__stages *stages;           /* NULL: this rank has the whole model */
     int64_t unit;                            /* the gathered unit; -1: none */
     dtrain_pass unit_pass;                   /* the pass that it is gathered for */
     uint32_t recompute_every, recompute_ops; /* see dtrain_tape_recompute */
     const dtrain_step_scalars *scalars;      /* where a replayed step has its seed; or NULL */
-    dtrain__feed *feed;                      /* inputs of a replayed step, or NULL */
-    dtrain__staging staging;
+    dtrain__feed *feed;                      /* inputs of a replayed step, or NULL: */
+    dtrain__feed inputs;                     /* of all other passes, whose shapes may change */
+    dtrain_event *uploaded;                  /* behind their last upload */
     bool hashes; /* other ranks hold parts of the same model, and must have the same inputs */
     uint64_t inputs_hash; /* of all inputs since a trainer has compared it */
     dtrain_result error;  /* the first error of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
-
-/* tape/staging.c */
-DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
-                                                     size_t bytes);
-DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
 /* Let a tape of the plan device count for a strategy of this layout and these groups. It has no
@@ -26466,8 +26106,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
 /* Let forward borrow memory for `count` values, which it finds at its node's scratch (in prepare,
  * once). It is of the gradient pool, where every layer finds the same. */
 DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
-DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *),
-                                              bool backward);
+DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *));
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
@@ -26482,7 +26121,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
 
 /* tape/costs.c: add what a call of forward or backward took, of which `flops` in products; count
  * memory that a node keeps */
-DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops);
+DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, double flops);
 DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype);
 
 /* tape/place.c: moves of device memory over the tensor axis, rows of n elements. Rank r of t has
@@ -26578,7 +26217,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tens
 DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x,
                                                   bool *shared);
-DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_info *info);
 DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
 
 /* tape/arena.c */
@@ -26596,6 +26234,106 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
 
+/* A tensor that one stage makes and a later one reads. It goes from stage to stage, through those
+ * in between, which add their part to its gradient on the way back: the sum is taken from the last
+ * use to the first, as one rank takes it. */
+typedef struct dtrain__crossing {
+    size_t number; /* which tensor of the pass it is, in the order in which they are made */
+    int32_t stage, last_stage; /* that makes it, and the last one that reads it */
+    int64_t count;
+    uint32_t dtype;
+    bool grad; /* it has a gradient, which goes the other way */
+} dtrain__crossing;
+
+/* A tensor that crosses, in a pass; NULL: not yet. */
+typedef struct dtrain__crossed {
+    dtrain__tape_tensor *tensor;
+    void *received;      /* where it is if it was sent here */
+    dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
+} dtrain__crossed;
+
+/* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
+typedef struct dtrain__pass_slot {
+    dtrain__pass pass;
+    dtrain__bump arenas[DTRAIN__PASS_ARENAS];
+    int32_t stage;
+    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
+    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
+    dtrain__crossed *crossed;        /* (crossing_count) */
+    size_t next_crossing, input_count;
+} dtrain__pass_slot;
+
+/* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
+typedef struct dtrain__inbox {
+    dtrain__bump arena;
+    void **received; /* (crossing_count) */
+} dtrain__inbox;
+
+/* Where a pass finds what earlier stages made: in an inbox, or in the slot of another stage of this
+ * rank; both -1: in the first stage. */
+typedef struct dtrain__stage_source {
+    int32_t inbox, slot;
+} dtrain__stage_source;
+
+typedef struct dtrain__stages {
+    int32_t count, at;          /* stages; the one whose unit the pass is in */
+    const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
+    size_t unit_count;
+    const bool *here;                /* (count) this rank has the stage */
+    dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
+    dtrain__inbox *inboxes;          /* (inbox_count) */
+    uint32_t slot_count, inbox_count;
+    dtrain__bump zeros; /* as many as the longest tensor that crosses has */
+    void *lists;        /* (list_bytes) memory of the lists whose length a survey finds */
+    size_t list_bytes;
+    dtrain__crossing *crossings; /* (crossing_count) */
+    bool *reads;                 /* (input_count) a stage here reads the input */
+    size_t crossing_count, input_count;
+} dtrain__stages;
+
+/* Let a tape run stages: stage_units and here stay the caller's. */
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t stages,
+                                                    const bool *here, const int32_t *stage_units,
+                                                    size_t unit_count, uint32_t slot_count,
+                                                    uint32_t inbox_count);
+/* Forget what an earlier step, or one that failed, has left. */
+DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
+/* Return item i of a message between `stage` and the next one: the tensor's place among all that
+ * cross; false: there is none. `gradient`: of the message that goes back. */
+DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
+                                        size_t i, size_t *crossing);
+/* Find addresses in an inbox for what the stage before `stage` sends. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t inbox,
+                                                    int32_t stage);
+/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
+ * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
+ * what crosses. */
+#define DTRAIN__SURVEY -1
+DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
+                                                  int32_t stage, dtrain__stage_source source,
+                                                  uint32_t flags, uint64_t seed);
+/* End a survey, or check that the pass of a stage has made what the survey found. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
+/* Find addresses for the gradients of what the stage behind has read; or take them over from a slot
+ * of this rank whose backward is over. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
+                                                 const uint32_t *from);
+/* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
+ * micro-batch of the step comes, so that no gradient is ready. halves: gradients of parameters are
+ * left to stage_weights. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t slot,
+                                                     dtrain_tensor *loss, float scale, bool more,
+                                                     bool halves);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t slot);
+/* Give back the gradients that an earlier pass of a slot has sent. */
+DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t slot);
+/* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
+ * there is none, and the error sticks. */
+DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing);
+/* Return where a tensor that crosses, or its gradient, is in a slot. */
+DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
+                                         bool gradient);
+
 DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__layout *layout,
                                        const dtrain__groups *groups)
 {
@@ -26605,22 +26343,23 @@ DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__l
     own->data = own->copy = own->tensor = own->pipeline = own->model = own->all = NULL;
 }
 
-/* Connect a tape with the world, whose timeline shows its passes, and with a strategy. A tape of
- * the plan device only has their sizes: it leaves no trace in either, and sends nothing. */
-static void dtrain__tape_join(dtrain_tape *tape, dtrain_world *world, dtrain_strategy *strategy)
+/* Wait until the uploads of a pass are done, as they are once its loss has been read; what has been
+ * page-locked for them is then free for the next pass. */
+static dtrain_result dtrain__uploads_await(dtrain_tape *tape)
 {
-    dtrain__groups groups;
-    if (strategy) groups = dtrain__groups_of(strategy);
-    if (tape->device->ops == dtrain__plan_device_ops()) {
-        if (strategy) dtrain__tape_plan(tape, dtrain__layout_of(strategy), &groups);
-        return;
-    }
-    tape->world = !world && strategy ? dtrain__world_of(strategy) : world;
-    if (!strategy) return;
-    tape->strategy = strategy;
-    tape->layout = dtrain__layout_of(strategy);
-    tape->groups = groups;
-    dtrain__expect_tape(strategy);
+    bool done = true;
+    if (tape->inputs.next)
+        DTRAIN__TRY(tape->device->ops->event_query(tape->device, tape->uploaded, &done));
+    tape->inputs.next = 0;
+    return done ? DTRAIN_OK : tape->device->ops->synchronize(tape->device);
+}
+
+static void dtrain__pinned_free(dtrain_device *device, dtrain__feed_item *item)
+{
+    if (item->pinned)
+        device->ops->host_free(device, item->pinned, item->room + DTRAIN__VALID_BYTES);
+    item->pinned = NULL;
+    item->room = 0;
 }
 
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
@@ -26631,13 +26370,24 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!world && !device)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
                                                   "NULL; a tape needs a device to run on");
+    dtrain__groups groups;
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
     tape->groups.tensor_ranks = 1;
     tape->device = device ? device : dtrain_world_device(world);
-    dtrain__tape_join(tape, world, strategy);
+    /* The world's timeline shows its passes. A tape of the plan device only has the sizes of a
+     * strategy: it leaves no trace in either, and sends nothing. */
+    const bool plans = tape->device->ops == dtrain__plan_device_ops();
+    if (strategy) groups = dtrain__groups_of(strategy);
+    if (strategy) dtrain__tape_plan(tape, dtrain__layout_of(strategy), &groups);
+    if (!plans) tape->world = !world && strategy ? dtrain__world_of(strategy) : world;
+    if (!plans && strategy) {
+        tape->strategy = strategy;
+        tape->groups = groups;
+        dtrain__expect_tape(strategy);
+    }
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device =
             i == DTRAIN__ARENA_HOST || i == DTRAIN__ARENA_RECORDS ? NULL : tape->device;
@@ -26650,7 +26400,10 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
     dtrain_allocator allocator = tape->allocator;
-    dtrain__staging_free(tape);
+    (void)dtrain__uploads_await(tape);
+    for (size_t i = 0; i < tape->inputs.count; i++)
+        dtrain__pinned_free(tape->device, &tape->inputs.items[i]);
+    if (tape->uploaded) tape->device->ops->event_destroy(tape->device, tape->uploaded);
     for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
     dtrain__stages_free(tape);
     dtrain__free(&allocator, tape, 1, sizeof *tape);
@@ -26699,7 +26452,7 @@ DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape)
     dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
     for (; chunk; chunk = chunk->next) chunk->owners = 0;
     for (int i = 0; i < DTRAIN__ARENA_HOST; i++) dtrain__bump_rewind(&tape->arenas[i]);
-    tape->weights = NULL;
+    tape->casts = NULL;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
@@ -26723,9 +26476,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
                               "dtrain_tape_begin: flags are %#x, expected DTRAIN_TAPE_NO_GRAD and "
                               "at most one of DTRAIN_TAPE_BF16 and DTRAIN_TAPE_F16",
                               flags));
-    const dtrain_result staged = dtrain__staging_begin(tape);
-    if (staged != DTRAIN_OK) return dtrain__tape_stick(tape, staged);
-    return dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
+    const dtrain_result free = tape->feed ? DTRAIN_OK : dtrain__uploads_await(tape);
+    return dtrain__tape_stick(tape, free ? free : dtrain__tape_enter(tape, -1));
 }
 
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
@@ -26756,25 +26508,6 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
     snprintf(name, 512, "%.*s", first ? (int)same : 4, first ? first : "unit");
 }
 
-/* Write the unit that ends, up to its last operation, to the trace, and note the begin of the
- * next. */
-static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
-{
-    dtrain_world *world = tape->world;
-    const uint64_t begin = tape->unit_begin_ns;
-    char name[512];
-    tape->unit_begin_ns = 0;
-    if (!world || !world->timeline.traced) return;
-    if (begin && begin < tape->unit_end_ns) {
-        const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
-        dtrain__unit_name(tape->strategy, tape->unit, name);
-        dtrain__span_add(world, DTRAIN__TRACK_RANK,
-                         back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL, tape->unit,
-                         begin, tape->unit_end_ns);
-    }
-    if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
-}
-
 /* Release the gathered unit and gather another one; -1: none. Releasing comes first: two whole
  * units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
@@ -26782,8 +26515,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     const dtrain_pass pass =
         tape->pass.state == DTRAIN__TAPE_DONE ? DTRAIN_PASS_BACKWARD : DTRAIN_PASS_FORWARD;
     const int64_t before = tape->unit;
+    const uint64_t begin = tape->unit_begin_ns;
+    const bool traced = tape->world && tape->world->timeline.traced;
     if (unit == before && pass == tape->unit_pass) return DTRAIN_OK;
-    dtrain__unit_trace(tape, unit);
+    if (traced && begin && begin < tape->unit_end_ns) { /* the unit that ends, up to its last
+                                                           operation */
+        const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
+        char name[512];
+        dtrain__unit_name(tape->strategy, before, name);
+        dtrain__span_add(tape->world, DTRAIN__TRACK_RANK,
+                         back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL, before,
+                         begin, tape->unit_end_ns);
+    }
+    tape->unit_begin_ns = traced && unit >= 0 ? dtrain__now_ns() : 0;
     tape->unit = unit;
     tape->unit_pass = pass;
     if (!tape->strategy || tape->stages) return DTRAIN_OK; /* all are there */
@@ -26804,7 +26548,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
                                                                 : "no pass is under way"));
 }
 
-/* ---- Inputs -----------------------------------------------------------------------------------*/
+/* ---- Inputs
+ *
+ * On a device with memory of its own an input has a page-locked place, from where the device fetches
+ * it in the order of its work. The host goes on at once and may fill its arrays with the next batch:
+ * it waits neither for what the device does before, nor for the upload.
+ *
+ *     host     batch -> places | forward is queued ...         next pass: is it uploaded?
+ *     device   ... the step before | places -> inputs | forward ... */
 
 /* Count the targets that are not ignored, entries other than -1: valid[1] is their number and
  * valid[0] one over it, or 0 where there are none: the loss is then 0. */
@@ -26850,40 +26601,49 @@ DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream
- * copies it to the device later. */
-static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, const void *host)
+/* Copy the caller's data to the input's page-locked place, unless a feed has done so; the stream
+ * copies it to the device later. What has no place goes by a copy that waits. */
+static dtrain_result dtrain__input_upload(dtrain_tape *tape, dtrain_tensor *x, const void *host)
 {
-    dtrain__feed *feed = tape->feed;
+    const dtrain_device_ops *ops = tape->device->ops;
+    dtrain__feed *feed = tape->feed ? tape->feed : &tape->inputs;
     dtrain__feed_item *item = &feed->items[feed->next];
+    const bool full = feed->next == DTRAIN__FEED_ITEMS, known = feed->next < feed->count;
     size_t bytes = (size_t)x->count * 4;
-    if (feed->next == DTRAIN__FEED_ITEMS)
+    if (!tape->feed && (full || ops->host_memory || !ops->event_query))
+        return ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
+    if (full)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pass that is replayed has at most %d inputs",
                            DTRAIN__FEED_ITEMS);
-    if (feed->next == feed->count) {
-        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes + DTRAIN__VALID_BYTES,
-                                                  &item->pinned));
-        item->bytes = bytes;
-        item->dtype = (dtrain_dtype)x->dtype;
-        feed->count++;
-    } else if (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype) {
+    if (tape->feed && known && (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype))
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "dtrain_tape_input: input %zu has %zu bytes and had %zu in an earlier "
                            "step; a step that is replayed must repeat its shapes",
                            feed->next + 1, bytes, item->bytes);
+    if (!tape->feed && !tape->uploaded)
+        DTRAIN__TRY(ops->event_create(tape->device, &tape->uploaded));
+    if (item->room < bytes) {
+        dtrain__pinned_free(tape->device, item);
+        DTRAIN__TRY(ops->host_alloc(tape->device, bytes + DTRAIN__VALID_BYTES, &item->pinned));
+        item->room = bytes;
     }
+    item->bytes = bytes;
+    item->dtype = (dtrain_dtype)x->dtype;
     item->host = host;
-    if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(tape, feed, item));
+    if (!known) feed->count++;
+    if (!tape->feed) memcpy(item->pinned, host, bytes);
+    else if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(tape, feed, item));
     feed->next++;
-    if (item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
+    if (tape->feed && item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
         dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
         samples->valid = dtrain__feed_valid(item);
         samples->device_valid = (const float *)x->data + x->count;
         bytes += DTRAIN__VALID_BYTES;
     }
-    return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
-                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+    DTRAIN__TRY(ops->copy_async(tape->device, x->data, item->pinned, bytes,
+                                DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    return tape->feed ? DTRAIN_OK : ops->event_record(tape->device, tape->uploaded, NULL);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
@@ -26916,9 +26676,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (shared) return x;
     if (!tape->feed && !dtrain__is_surveying(tape))
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
-    if (((dtrain__tape_tensor *)x)->remote) result = DTRAIN_OK;
-    else if (tape->feed) result = dtrain__feed_take(tape, x, host);
-    else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
+    if (!((dtrain__tape_tensor *)x)->remote) result = dtrain__input_upload(tape, x, host);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
         float *valid = (float *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, DTRAIN__VALID_BYTES);
         if (!valid) return NULL;
@@ -26985,7 +26743,12 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
     for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_count(&tape->arenas[i], info);
     info->activation_bytes -= info->gradient_bytes;
-    dtrain__stages_count(tape, info);
+    const dtrain__stages *stages = tape->stages; /* a selected slot's arenas are in the tape */
+    for (uint32_t s = 0; stages && s < stages->slot_count; s++)
+        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
+            dtrain__bump_count(&stages->slots[s].arenas[i], info);
+    for (uint32_t i = 0; stages && i < stages->inbox_count; i++)
+        dtrain__bump_count(&stages->inboxes[i].arena, info);
     info->error = dtrain__tape_error(tape);
 }
 
@@ -26998,88 +26761,6 @@ DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
 {
     return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
-}
-
-/* ==== src/tape/staging.c ====================================================================== */
-
-/* Page-locked staging of inputs
- *
- * On a device with memory of its own, inputs of a pass are copied into one page-locked block, from
- * where the device fetches them in the order of its work. The host goes on at once and may fill its
- * arrays with the next batch: it waits neither for what the device does before, nor for the upload.
- *
- *     host     batch -> block | forward is queued ...          next pass: is it uploaded?
- *     device   ... the step before | block -> input | forward ...
- *
- * The block is as large as the inputs of the largest pass so far. What has no room in it goes by a
- * copy that waits, which happens in the first pass. A pass that is replayed has a place for each
- * input instead (dtrain__feed). */
-
-#define DTRAIN__STAGING_ALIGN 256
-
-/* Tell whether the device has memory of its own, and events. */
-static bool dtrain__staging_serves(const dtrain_device *device)
-{
-    return !device->ops->host_memory && device->ops->event_query;
-}
-
-/* Wait until uploads from the block are done, as they are once the pass's loss has been read. */
-static dtrain_result dtrain__staging_await(dtrain_tape *tape)
-{
-    dtrain__staging *s = &tape->staging;
-    bool done = true;
-    if (s->used) DTRAIN__TRY(tape->device->ops->event_query(tape->device, s->uploaded, &done));
-    return done ? DTRAIN_OK : tape->device->ops->synchronize(tape->device);
-}
-
-/* Make the block free for the next pass, and large enough for one like the last. */
-DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape)
-{
-    dtrain__staging *s = &tape->staging;
-    dtrain_device *device = tape->device;
-    if (tape->feed || (!s->used && !s->wanted)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__staging_await(tape));
-    s->used = 0;
-    if (s->wanted > s->bytes) {
-        void *memory;
-        dtrain__staging_free(tape);
-        DTRAIN__TRY(device->ops->event_create(device, &s->uploaded));
-        DTRAIN__TRY(device->ops->host_alloc(device, s->wanted, &memory));
-        s->memory = (char *)memory;
-        s->bytes = s->wanted;
-    }
-    s->wanted = 0;
-    return DTRAIN_OK;
-}
-
-/* Copy an input to the device. The caller may reuse `from` on return. */
-DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
-                                                     size_t bytes)
-{
-    dtrain__staging *s = &tape->staging;
-    dtrain_device *device = tape->device;
-    const size_t room = dtrain__round_up(bytes, DTRAIN__STAGING_ALIGN);
-    if (dtrain__staging_serves(device)) s->wanted += room;
-    if (room > s->bytes - s->used)
-        return device->ops->copy(device, to, from, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
-    char *place = s->memory + s->used;
-    memcpy(place, from, bytes);
-    s->used += room;
-    DTRAIN__TRY(
-        device->ops->copy_async(device, to, place, bytes, DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    return device->ops->event_record(device, s->uploaded, NULL);
-}
-
-/* Free the block, after its uploads are done. */
-DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape)
-{
-    dtrain__staging *s = &tape->staging;
-    dtrain__staging_await(tape);
-    if (s->memory) tape->device->ops->host_free(tape->device, s->memory, s->bytes);
-    if (s->uploaded) tape->device->ops->event_destroy(tape->device, s->uploaded);
-    s->memory = NULL;
-    s->uploaded = NULL;
-    s->bytes = s->used = 0;
 }
 
 /* ==== src/tape/op.c =========================================================================== */
@@ -27293,12 +26974,12 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
         if (!dtrain__is_float(x) && first && first->placement == DTRAIN_PLACEMENT_COLUMNS) continue;
-        if (x->placement == DTRAIN_PLACEMENT_COLUMNS && !(takes & DTRAIN_OP_TAKES_COLUMNS))
+        if (x->placement & ~takes) /* a placement is the flag that takes it */
             return dtrain__placement_fail(op, i,
-                                          takes ? "a whole one, or one cut by rows" : "whole");
-        if (x->placement == DTRAIN_PLACEMENT_ROWS && !(takes & DTRAIN_OP_TAKES_ROWS))
-            return dtrain__placement_fail(op, i,
-                                          takes ? "a whole one, or one cut by columns" : "whole");
+                                          !takes ? "whole"
+                                          : x->placement == DTRAIN_PLACEMENT_COLUMNS
+                                              ? "a whole one, or one cut by rows"
+                                              : "a whole one, or one cut by columns");
         if (first && x->placement != first->placement)
             return dtrain__placement_fail(op, i, dtrain__placement_name(first));
         if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
@@ -27380,16 +27061,15 @@ static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *ca
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
-    const uint32_t mark = tape->pass.mark_count;
     const void *gathered;
     bool passing;
     if (dtrain__gathered_as(tape->layout, storage, (uint32_t)dtype, &gathered, &passing))
         return gathered;
-    dtrain__cast **list = passing ? &tape->pass.casts : &tape->weights, *cast = *list;
-    while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
+    const uint32_t mark = passing ? tape->pass.mark_count : DTRAIN__CAST_LASTS;
+    dtrain__cast *cast = tape->casts;
+    while (cast && (cast->storage != storage || cast->mark != mark)) cast = cast->next;
     if (cast) return cast->low;
-    cast = (dtrain__cast *)dtrain__take_host(
-        tape, passing ? DTRAIN__ARENA_HOST : DTRAIN__ARENA_RECORDS, sizeof *cast);
+    cast = (dtrain__cast *)dtrain__take_host(tape, DTRAIN__ARENA_RECORDS, sizeof *cast);
     if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
     cast->mark = mark;
@@ -27403,8 +27083,8 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
         tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_WEIGHTS], cast->count,
         dtype);
     if (!cast->low) return NULL;
-    cast->next = *list;
-    *list = cast;
+    cast->next = tape->casts;
+    tape->casts = cast;
     dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
     return cast->low;
 }
@@ -27413,18 +27093,15 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
  * `mark`. */
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
 {
-    dtrain__cast *cast = tape->pass.casts;
     if (tape->pass.cast_mark == mark) return DTRAIN_OK;
     tape->pass.cast_mark = mark;
-    while (cast && cast->mark > mark) cast = cast->next;
-    tape->pass.casts = cast;
-    for (; cast && cast->mark == mark; cast = cast->next)
-        DTRAIN__TRY(dtrain__cast_make(tape, cast));
+    for (const dtrain__cast *cast = tape->casts; cast; cast = cast->next)
+        if (cast->mark == mark) DTRAIN__TRY(dtrain__cast_make(tape, cast));
     return DTRAIN_OK;
 }
 
-/* Take the next parameter: its values, and where its gradient goes if it gets one in this pass. A
- * plan may be made before gradients are allocated: there only the flag counts. */
+/* Take the next parameter: its values, and where its gradient goes if it gets one in this pass; in
+ * a plan to a copy of the parameter. */
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 {
     dtrain_op *op = &node->op;
@@ -27440,7 +27117,14 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     while (storage->alias_of) storage = storage->alias_of;
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
-    if (!op->planning) DTRAIN__TRY(dtrain__check_value(op, p, storage, declared, here.count));
+    dtrain_param *target = storage;
+    if (op->planning) { /* before values and gradients are allocated, and without a trace */
+        target = (dtrain_param *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *target);
+        if (!target) return tape->error;
+        *target = *storage;
+        target->grad = (float *)DTRAIN__REMOTE;
+        target->state.next = NULL;
+    } else DTRAIN__TRY(dtrain__check_value(op, p, storage, declared, here.count));
     memcpy(shape, here.shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
@@ -27449,9 +27133,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     const bool frozen = dtrain__is_surveying(tape)
                             ? p->state.frozen || storage->state.frozen /* on all ranks alike */
                             : (p->flags | storage->flags) & DTRAIN_PARAM_FROZEN;
-    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen &&
-        (op->planning || tape->strategy || storage->grad)) {
-        node->target[i] = storage;
+    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen && (tape->strategy || target->grad)) {
+        node->target[i] = target;
         op->needs_grad = true;
     }
     if (op->desc->autocast && op->cast != DTRAIN_DTYPE_F32 && shape[1])
@@ -27464,8 +27147,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* Call an operation's forward or backward (NULL: neither, in a plan) in a span named with its first
  * parameter, and count what it costs. */
-DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *),
-                                              bool backward)
+DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *))
 {
     dtrain_world *world = op->tape->world;
     const char *name = op->desc->name;
@@ -27477,7 +27159,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run
         dtrain__span_end(world, span);
         op->tape->unit_end_ns = world->timeline.since_ns;
     }
-    dtrain__cost_add((const dtrain_node *)op, backward, op->tape->flops - flops);
+    dtrain__cost_add((const dtrain_node *)op, op->tape->flops - flops);
     return result ? result : op->tape->error;
 }
 
@@ -27512,8 +27194,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
             DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
                                              (void *)op->input_data[i], op->cast));
     }
-    const dtrain_result result = dtrain__op_call(op, runs ? op->desc->forward : NULL,
-                                                 op->tape->pass.state == DTRAIN__TAPE_DONE);
+    const dtrain_result result = dtrain__op_call(op, runs ? op->desc->forward : NULL);
     dtrain__scratch_give(scratch);
     return result;
 }
@@ -27710,7 +27391,7 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
                 node->target[i])
                 node->halved = true;
         op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
-        DTRAIN__TRY(dtrain__op_call(op, op->desc->backward, true));
+        DTRAIN__TRY(dtrain__op_call(op, op->desc->backward));
         for (uint32_t i = 0; i < op->input_count; i++)
             DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
         if (!node->halved) DTRAIN__TRY(dtrain__backward_done(tape, node));
@@ -27802,7 +27483,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
     for (dtrain_node *node = tape->pass.last; node && result == DTRAIN_OK; node = node->previous) {
         if (!node->halved) continue;
         node->op.half = DTRAIN_OP_HALF_PARAMS;
-        result = dtrain__op_call(&node->op, node->op.desc->backward, true);
+        result = dtrain__op_call(&node->op, node->op.desc->backward);
         if (result == DTRAIN_OK) result = dtrain__backward_done(tape, node);
         node->halved = false;
     }
@@ -27948,8 +27629,6 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
         *accumulate = false;
         grad = (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
     }
-    /* a plan writes nothing, and grad may be NULL there */
-    if (op->planning) return (float *)DTRAIN__REMOTE;
     dtrain__set_grad_written(target, true);
     return grad;
 }
@@ -28514,39 +28193,6 @@ typedef struct dtrain__embedding {
     bool cut;                      /* the table is */
 } dtrain__embedding;
 
-/* Find how the output lies, and take the part of the table that is here. */
-static dtrain_result dtrain__embedding_place(const dtrain_op *op, dtrain__embedding *layer,
-                                             uint32_t *placement, dtrain__share *rows)
-{
-    dtrain_embedding_args *args = &layer->forward;
-    *placement = DTRAIN_PLACEMENT_WHOLE;
-    layer->rows = args->rows;
-    if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
-    const dtrain__share table = dtrain__param_share(op, 0);
-    if (table.axis > 0 || table.runs > 1)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_embedding: parameter %s is cut by %s, expected rows, in one "
-                           "component: the vocabulary",
-                           dtrain__param_name(op->params[0]),
-                           table.axis ? "columns" : "rows, in several components");
-    if (op->param_count > 1 && dtrain__param_share(op, 1).axis >= 0)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_embedding: parameter %s is cut over the tensor axis, and "
-                           "positions stay whole; leave its cut zeroed",
-                           dtrain__param_name(op->params[1]));
-    layer->cut = table.axis == 0;
-    if (layer->cut) {
-        args->first_token = table.first[0];
-        args->whole_vocab = table.whole;
-    }
-    DTRAIN__TRY(dtrain__divide_rows(op, args->rows, placement, rows));
-    if (*placement == DTRAIN_PLACEMENT_ROWS) {
-        layer->rows = rows->count;
-        layer->first_row = rows->first[0];
-    }
-    return DTRAIN_OK;
-}
-
 /* Let a kernel work on the rows that are here alone. */
 static void dtrain__embedding_own_rows(const dtrain__embedding *layer, dtrain_embedding_args *args)
 {
@@ -28561,14 +28207,37 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     dtrain_embedding_args *args = &layer->forward;
     const dtrain_tensor *tokens = op->inputs[0];
     const int64_t positions = op->param_shape[1][0];
-    uint32_t placement;
+    uint32_t placement = DTRAIN_PLACEMENT_WHOLE;
     dtrain__share part;
-    args->rows = tokens->count;
+    args->rows = layer->rows = tokens->count;
     args->sequence = tokens->shape[tokens->ndim - 1];
     args->vocab = op->param_shape[0][0];
     args->n = op->param_shape[0][1];
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
-    DTRAIN__TRY(dtrain__embedding_place(op, layer, &placement, &part));
+    if (op->tape->groups.tensor_ranks > 1) {
+        const dtrain__share table = dtrain__param_share(op, 0);
+        if (table.axis > 0 || table.runs > 1)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "dtrain_embedding: parameter %s is cut by %s, expected rows, in one "
+                               "component: the vocabulary",
+                               dtrain__param_name(op->params[0]),
+                               table.axis ? "columns" : "rows, in several components");
+        if (op->param_count > 1 && dtrain__param_share(op, 1).axis >= 0)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "dtrain_embedding: parameter %s is cut over the tensor axis, and "
+                               "positions stay whole; leave its cut zeroed",
+                               dtrain__param_name(op->params[1]));
+        layer->cut = table.axis == 0;
+        if (layer->cut) {
+            args->first_token = table.first[0];
+            args->whole_vocab = table.whole;
+        }
+        DTRAIN__TRY(dtrain__divide_rows(op, args->rows, &placement, &part));
+        if (placement == DTRAIN_PLACEMENT_ROWS) {
+            layer->rows = part.count;
+            layer->first_row = part.first[0];
+        }
+    }
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
     if (op->param_count > 1 && positions < args->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -28715,13 +28384,15 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
     int64_t first[3], count[3], begin = 0;
     x->heads = heads;
     for (uint32_t i = 0; i < op->input_count; i++) {
-        const uint32_t placement = op->inputs[i]->placement;
         const bool beside = i && (i == x->lengths || i == x->mask);
-        if (placement == DTRAIN_PLACEMENT_ROWS)
-            return dtrain__placement_fail(op, i, beside ? "whole" : "whole, or cut by columns");
-        if (placement != (cut && !beside ? (uint32_t)DTRAIN_PLACEMENT_COLUMNS
-                                         : (uint32_t)DTRAIN_PLACEMENT_WHOLE))
-            return dtrain__placement_fail(op, i, cut && !beside ? "cut by columns" : "whole");
+        const uint32_t wanted = cut && !beside ? DTRAIN_PLACEMENT_COLUMNS : DTRAIN_PLACEMENT_WHOLE;
+        const uint32_t placement = op->inputs[i]->placement;
+        const bool either = placement == DTRAIN_PLACEMENT_ROWS && !beside;
+        if (placement != wanted)
+            return dtrain__placement_fail(op, i,
+                                          either   ? "whole, or cut by columns"
+                                          : wanted ? "cut by columns"
+                                                   : "whole");
     }
     if (!cut) return DTRAIN_OK;
     const int64_t d = row->whole / (x->k ? heads : all);
@@ -28751,61 +28422,6 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
     args->heads = count[0];
     args->kv_heads = count[1];
     x->first_head = first[0];
-    return DTRAIN_OK;
-}
-
-/* Take q, k and v from rows that hold them side by side. */
-static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
-{
-    const dtrain_tensor *qkv = op->inputs[0];
-    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
-    const int64_t all = args->heads + 2 * args->kv_heads;
-    char text[DTRAIN__SHAPE_TEXT];
-    if (rows % args->queries || width % all || args->keys != args->queries)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: rows %s of queries, keys and values side by side do not divide "
-                           "into sequences of %lld queries, as many keys (found %lld) and %lld + "
-                           "2 x %lld heads",
-                           op->desc->name, dtrain__shape_text(qkv->shape, text),
-                           (long long)args->queries, (long long)args->keys, (long long)args->heads,
-                           (long long)args->kv_heads);
-    args->batch = rows / args->queries;
-    args->d = width / all;
-    const size_t bytes = dtrain_dtype_bytes((dtrain_dtype)qkv->dtype);
-    args->q = op->input_data[0];
-    args->k = (const char *)args->q + (size_t)(args->heads * args->d) * bytes;
-    args->v = (const char *)args->k + (size_t)(args->kv_heads * args->d) * bytes;
-    args->q_stride = args->k_stride = args->v_stride = width;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__attention_separate(dtrain_op *op, dtrain__attention *x)
-{
-    dtrain_attention_args *args = &x->args;
-    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
-    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
-    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
-    args->batch = rows / args->queries;
-    args->d = width / args->heads;
-    args->q = op->input_data[0], args->q_stride = width;
-    args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
-    args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
-    const int64_t kv_width = args->kv_heads * args->d, count = args->batch * args->keys * kv_width;
-    if (rows % args->queries || width % args->heads || args->k_stride != kv_width ||
-        args->v_stride != kv_width || k->count != count || v->count != count)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads of q, "
-            "and %lld rows of %lld heads of k and v of the same size",
-            op->desc->name, dtrain__shape_text(q->shape, q_text),
-            dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
-            (long long)args->queries, (long long)args->heads, (long long)args->keys,
-            (long long)args->kv_heads);
-    if (q->dtype != k->dtype || q->dtype != v->dtype)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
-            op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
-            dtrain_dtype_name((dtrain_dtype)k->dtype), dtrain_dtype_name((dtrain_dtype)v->dtype));
     return DTRAIN_OK;
 }
 
@@ -28847,6 +28463,9 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     dtrain__attention *x = (dtrain__attention *)op->args;
     dtrain_attention_args *args = &x->args;
     const int64_t heads = args->heads, kv_heads = args->kv_heads;
+    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
+    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
+    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
     if (heads < 1 || kv_heads < 1 || heads % kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: %lld heads of queries cannot share %lld of keys equally",
@@ -28855,17 +28474,55 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: a sequence of %lld queries and %lld keys, expected at least one",
                            op->desc->name, (long long)args->queries, (long long)args->keys);
-    args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    args->dtype = (dtrain_dtype)q->dtype;
     DTRAIN__TRY(dtrain__attention_here(op, x));
-    if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
-    else DTRAIN__TRY(dtrain__attention_packed(op, args));
+    const int64_t all = args->heads + (x->k ? 0 : 2 * args->kv_heads);
+    args->batch = rows / args->queries;
+    args->d = width / all;
+    args->q = op->input_data[0];
+    args->q_stride = width;
+    if (!x->k) { /* rows hold q, k and v side by side */
+        const size_t head_bytes = (size_t)args->d * dtrain_dtype_bytes(args->dtype);
+        if (rows % args->queries || width % all || args->keys != args->queries)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: rows %s of queries, keys and values side by side do not divide "
+                               "into sequences of %lld queries, as many keys (found %lld) and %lld "
+                               "+ 2 x %lld heads",
+                               op->desc->name, dtrain__shape_text(q->shape, q_text),
+                               (long long)args->queries, (long long)args->keys,
+                               (long long)args->heads, (long long)args->kv_heads);
+        args->k = (const char *)args->q + (size_t)args->heads * head_bytes;
+        args->v = (const char *)args->k + (size_t)args->kv_heads * head_bytes;
+        args->k_stride = args->v_stride = width;
+    } else {
+        const int64_t kv_width = args->kv_heads * args->d;
+        const int64_t count = args->batch * args->keys * kv_width;
+        args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
+        args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
+        if (rows % args->queries || width % all || args->k_stride != kv_width ||
+            args->v_stride != kv_width || k->count != count || v->count != count)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads "
+                "of q, and %lld rows of %lld heads of k and v of the same size",
+                op->desc->name, dtrain__shape_text(q->shape, q_text),
+                dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
+                (long long)args->queries, (long long)args->heads, (long long)args->keys,
+                (long long)args->kv_heads);
+        if (q->dtype != k->dtype || q->dtype != v->dtype)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
+                               op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
+                               dtrain_dtype_name((dtrain_dtype)k->dtype),
+                               dtrain_dtype_name((dtrain_dtype)v->dtype));
+    }
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
-    dtrain__output_like(op, op->inputs[0], args->heads * args->d, args->dtype);
-    if (op->inputs[0]->placement == DTRAIN_PLACEMENT_COLUMNS) {
+    dtrain__output_like(op, q, args->heads * args->d, args->dtype);
+    if (q->placement == DTRAIN_PLACEMENT_COLUMNS) {
         /* the heads of queries that are here, of a row of all of them */
         const dtrain__groups *groups = &op->tape->groups;
         const int64_t row[4] = {x->heads * args->d, 0, 0, 0};
-        dtrain_cut cut = dtrain__tensor_share(op->inputs[0])->cut;
+        dtrain_cut cut = dtrain__tensor_share(q)->cut;
         dtrain__share part;
         cut.components = 1;
         memset(cut.widths, 0, sizeof cut.widths);
@@ -28873,9 +28530,9 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
     args->y = op->output_data[0];
-    const int64_t rows = args->batch * args->heads * args->queries;
-    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    const int64_t sums = args->batch * args->heads * args->queries;
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, sums);
+    args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, sums);
     return DTRAIN_OK;
 }
 
@@ -28962,24 +28619,6 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
  *
  * A rotation is orthogonal: the gradient is turned back by the same angles. */
 
-/* Turn the numbers of heads into those of this rank's columns; those that are turned come first in
- * each run, as they do in the whole. */
-static dtrain_result dtrain__rotary_here(const dtrain_op *op, dtrain_rotary_args *args)
-{
-    const uint32_t runs = dtrain__tensor_share(op->inputs[0])->runs;
-    int64_t heads = 0, rotated = 0;
-    for (uint32_t run = 0; run < runs; run++) {
-        int64_t first, count;
-        DTRAIN__TRY(dtrain__heads_of(op, 0, run, 0, args->heads, args->d, &first, &count));
-        heads += count;
-        if (args->rotated > first)
-            rotated += args->rotated - first < count ? args->rotated - first : count;
-    }
-    args->heads = heads;
-    args->rotated = rotated;
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
 {
     dtrain_rotary_args *args = (dtrain_rotary_args *)op->args;
@@ -29004,7 +28643,17 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
                            (long long)args->rotated, (long long)args->heads, (double)args->theta);
     if (!args->rotated) args->rotated = args->heads;
     args->d = width / args->heads;
-    if (cut) DTRAIN__TRY(dtrain__rotary_here(op, args));
+    int64_t heads = 0, rotated = 0; /* of this rank's columns: turned ones come first in each run */
+    for (uint32_t run = 0; cut && run < dtrain__tensor_share(x)->runs; run++) {
+        int64_t first, count;
+        DTRAIN__TRY(dtrain__heads_of(op, 0, run, 0, args->heads, args->d, &first, &count));
+        heads += count;
+        rotated += dtrain__max(0, args->rotated - first < count ? args->rotated - first : count);
+    }
+    if (cut) {
+        args->heads = heads;
+        args->rotated = rotated;
+    }
     args->dtype = (dtrain_dtype)x->dtype;
     dtrain_op_output(op, args->dtype, x->ndim, x->shape);
     args->x = op->input_data[0];
@@ -29196,23 +28845,6 @@ typedef struct dtrain__reshape {
     bool keeps;       /* the shape is x's own */
 } dtrain__reshape;
 
-/* Turn the whole shape into that of this rank's part, which stays the same piece of memory where
- * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
-static dtrain_result dtrain__reshape_part(const dtrain_op *op, dtrain__reshape *to, int64_t n)
-{
-    const dtrain_tensor *x = op->inputs[0];
-    int64_t *last = &to->shape[to->ndim - 1];
-    if (x->placement == DTRAIN_PLACEMENT_WHOLE) return DTRAIN_OK;
-    if (*last != n || (x->placement == DTRAIN_PLACEMENT_ROWS && to->ndim != 2))
-        return dtrain__placement_fail(op, 0,
-                                      x->placement == DTRAIN_PLACEMENT_ROWS
-                                          ? "whole, or two axes of which the last one stays"
-                                          : "whole, or axes of which the last one stays");
-    if (x->placement == DTRAIN_PLACEMENT_ROWS) to->shape[0] = x->shape[0];
-    else *last = x->shape[x->ndim - 1];
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__copy_prepare(dtrain_op *op)
 {
     dtrain__reshape *to = (dtrain__reshape *)op->args;
@@ -29239,7 +28871,15 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s cannot become %s", op->desc->name,
                            dtrain__shape_text(x->shape, from_text),
                            dtrain__shape_text(to->shape, to_text));
-    if (!to->keeps) DTRAIN__TRY(dtrain__reshape_part(op, to, n));
+    /* The whole shape becomes that of this rank's part, which stays the same piece of memory where
+     * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
+    int64_t *const last = &to->shape[to->ndim - 1];
+    if ((columns || rows) && (*last != n || (rows && to->ndim != 2)))
+        return dtrain__placement_fail(op, 0,
+                                      rows ? "whole, or two axes of which the last one stays"
+                                           : "whole, or axes of which the last one stays");
+    if (rows) to->shape[0] = x->shape[0];
+    if (columns) *last = here;
     dtrain_op_output(op, to->dtype, to->ndim, to->shape);
     return DTRAIN_OK;
 }
@@ -29711,28 +29351,8 @@ typedef struct dtrain__batch_norm {
     dtrain_batchnorm_moments_args moments;
     dtrain_batchnorm_statistics_args statistics;
     dtrain_batchnorm_args forward;
-    bool batch; /* the statistics are those of the batch; false: the running averages */
     bool known; /* mean and rstd have been computed */
 } dtrain__batch_norm;
-
-static int dtrain__batch_ranks(const dtrain__batch_norm *layer)
-{
-    return layer->desc.comm ? dtrain_comm_size(layer->desc.comm) : 1;
-}
-
-/* Refuse a communicator with ranks that do not run the operation: those of other stages. */
-static dtrain_result dtrain__batch_norm_group(const dtrain_op *op, dtrain_comm *comm)
-{
-    if (!comm || !op->tape->strategy) return DTRAIN_OK;
-    const dtrain__groups groups = dtrain__groups_of(op->tape->strategy);
-    if (groups.pipeline_ranks == 1 || !groups.all) return DTRAIN_OK; /* NULL: a plan */
-    const int of_stage = dtrain_comm_size(groups.all) / groups.pipeline_ranks;
-    if (dtrain_comm_size(comm) <= of_stage) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: comm has %d ranks, and a stage of the pipeline is on %d; split one off "
-                       "the data axis (dtrain_mesh_comm), whose ranks have the same stages",
-                       op->desc->name, dtrain_comm_size(comm), of_stage);
-}
 
 static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain__batch_norm *layer)
 {
@@ -29760,7 +29380,18 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
                            "%s: comm is that of the strategy, whose calls would come between; give "
                            "it one of its own (dtrain_comm_split)",
                            name);
-    DTRAIN__TRY(dtrain__batch_norm_group(op, desc->comm));
+    if (desc->comm && strategy) { /* ranks of other stages do not run the operation */
+        const dtrain__groups groups = dtrain__groups_of(strategy);
+        const int ranks = dtrain_comm_size(desc->comm);
+        const int of_stage =
+            groups.all ? dtrain_comm_size(groups.all) / groups.pipeline_ranks : ranks;
+        if (groups.pipeline_ranks > 1 && ranks > of_stage)
+            return dtrain_fail(DTRAIN_ERROR_USAGE,
+                               "%s: comm has %d ranks, and a stage of the pipeline is on %d; split "
+                               "one off the data axis (dtrain_mesh_comm), whose ranks have the "
+                               "same stages",
+                               name, ranks, of_stage);
+    }
     if (op->input_count == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_same(op));
     if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;
@@ -29780,13 +29411,13 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
     const dtrain_tensor *x = op->inputs[0];
     const int64_t n = x->shape[x->ndim - 1], part = 1 + 2 * n;
-    const int ranks = dtrain__batch_ranks(layer);
+    const int ranks = layer->desc.comm ? dtrain_comm_size(layer->desc.comm) : 1;
     dtrain_batchnorm_statistics_args *statistics = &layer->statistics;
     dtrain_batchnorm_args *forward = &layer->forward;
     forward->rows = x->count / n;
     forward->n = statistics->n = n;
     DTRAIN__TRY(dtrain__batch_norm_check(op, layer));
-    layer->batch = !(op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD) || !layer->desc.running_mean;
+    const bool batch = !(op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD) || !layer->desc.running_mean;
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
 
     float *all = dtrain__batch_norm_floats(op, part * ranks);
@@ -29796,7 +29427,7 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     layer->moments.part = ranks > 1 ? dtrain__batch_norm_floats(op, part) : all;
     layer->moments.dtype = (dtrain_dtype)x->dtype;
 
-    statistics->parts = layer->batch ? ranks : 0;
+    statistics->parts = batch ? ranks : 0; /* none: the running averages */
     statistics->epsilon = layer->desc.epsilon > 0 ? layer->desc.epsilon : 1e-5f;
     statistics->momentum = layer->desc.momentum > 0 ? layer->desc.momentum : 0.1f;
     statistics->all = all;
@@ -29821,14 +29452,15 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Compute mean and rstd, in the first forward only. */
-static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_norm *layer)
+/* Compute mean and rstd, in the first forward only, and y. */
+static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
 {
+    dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
     const dtrain_device_ops *ops = op->device->ops;
     const dtrain_batchnorm_moments_args *moments = &layer->moments;
-    if (layer->known) return DTRAIN_OK;
-    if (layer->batch) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
-    if (layer->batch && dtrain__batch_ranks(layer) > 1) {
+    const int parts = layer->known ? 0 : (int)layer->statistics.parts;
+    if (parts) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
+    if (parts > 1) {
         dtrain_work *work = NULL;
         if (op->tape->strategy) dtrain__share_batches(op->tape->strategy, layer->desc.comm);
         DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
@@ -29836,32 +29468,9 @@ static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_
                                       (size_t)(1 + 2 * moments->n), DTRAIN_DTYPE_F32, &work));
         DTRAIN__TRY(dtrain_work_wait(work));
     }
+    if (!layer->known) DTRAIN__TRY(ops->batchnorm_statistics(op->device, &layer->statistics));
     layer->known = true;
-    return ops->batchnorm_statistics(op->device, &layer->statistics);
-}
-
-static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
-{
-    dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
-    DTRAIN__TRY(dtrain__batch_norm_statistics(op, layer));
-    return op->device->ops->batchnorm(op->device, &layer->forward);
-}
-
-/* Add this rank's sums to the gradients of weight and bias. */
-static dtrain_result dtrain__batch_norm_params(dtrain_op *op, const float *sums, int64_t n)
-{
-    for (uint32_t i = 0; i < 2; i++) {
-        dtrain_axpby_args args;
-        memset(&args, 0, sizeof args);
-        args.y = dtrain_op_param_grad(op, i, &args.accumulate);
-        if (!args.y) continue;
-        args.count = n;
-        args.a = args.b = 1;
-        args.x = sums + (i == 0 ? n : 0);
-        args.dtype = DTRAIN_DTYPE_F32;
-        DTRAIN__TRY(op->device->ops->axpby(op->device, &args));
-    }
-    return op->tape->error;
+    return ops->batchnorm(op->device, &layer->forward);
 }
 
 static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
@@ -29876,8 +29485,19 @@ static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
     if (op->input_count > 1) args.d_residual = dtrain_op_input_grad(op, 1, &args.accumulate);
     DTRAIN__TRY(op->tape->error);
     DTRAIN__TRY(ops->batchnorm_sums(op->device, &args));
-    DTRAIN__TRY(dtrain__batch_norm_params(op, args.sums, n));
-    if (dtrain__batch_ranks(layer) > 1 && !op->planning) {
+    for (uint32_t i = 0; i < 2; i++) { /* this rank's share */
+        dtrain_axpby_args add;
+        memset(&add, 0, sizeof add);
+        add.y = dtrain_op_param_grad(op, i, &add.accumulate);
+        if (!add.y) continue;
+        add.count = n;
+        add.a = add.b = 1;
+        add.x = args.sums + (i == 0 ? n : 0);
+        add.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(ops->axpby(op->device, &add));
+    }
+    DTRAIN__TRY(op->tape->error);
+    if (layer->statistics.parts > 1 && !op->planning) {
         dtrain_work *work = NULL;
         DTRAIN__TRY(dtrain_all_reduce(layer->desc.comm, args.sums, args.sums, (size_t)(2 * n),
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
@@ -30266,28 +29886,6 @@ typedef struct dtrain__cross_entropy {
     const float *device_factor;
 } dtrain__cross_entropy;
 
-/* Take the columns or rows that are here of logits which are cut; whole numbers become this
- * rank's. */
-static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
-                                                dtrain_cross_entropy_args *args)
-{
-    const dtrain_tensor *logits = op->inputs[0];
-    const dtrain__share *part = dtrain__tensor_share(logits);
-    if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
-    if (logits->placement != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
-    if (part->runs > 1)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: the columns of the logits are cut in %u components, expected one: "
-                           "the vocabulary",
-                           op->desc->name, (unsigned)part->runs);
-    args->whole_classes = args->classes ? args->classes : part->whole;
-    args->first_class = part->first[0];
-    args->classes = args->whole_classes - args->first_class;
-    if (args->classes > args->n) args->classes = args->n;
-    if (args->classes <= 0) args->classes = -1; /* padding alone */
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
 {
     dtrain__cross_entropy *loss = (dtrain__cross_entropy *)op->args;
@@ -30322,8 +29920,18 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse_rest = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
-    if (columns) {
+    if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
+    if (columns) { /* whole numbers become this rank's */
+        if (part->runs > 1)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: the columns of the logits are cut in %u components, expected "
+                               "one: the vocabulary",
+                               op->desc->name, (unsigned)part->runs);
+        args->whole_classes = args->classes ? args->classes : part->whole;
+        args->first_class = part->first[0];
+        args->classes = args->whole_classes - args->first_class;
+        if (args->classes > n) args->classes = n;
+        if (args->classes <= 0) args->classes = -1; /* padding alone */
         loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
         args->parts =
             (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);
@@ -30490,26 +30098,9 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
  * dropout keeps an element is a function of (seed, stream, its place in the whole tensor). */
 
 typedef struct dtrain__map {
-    dtrain_result (*run)(dtrain_op *op, const void *x, void *y, bool accumulate);
     float factor;
-    dtrain_dropout_args dropout;
+    dtrain_dropout_args dropout; /* with a probability of 0 for a scale */
 } dtrain__map;
-
-/* Say where x's elements stand in the whole tensor: their random numbers are drawn by that place,
- * so that the masks of all ranks together are those of one. */
-static void dtrain__map_part(const dtrain_tensor *x, dtrain_part *of)
-{
-    const dtrain__share *part = dtrain__tensor_share(x);
-    of->n = x->shape[x->ndim - 1];
-    if (x->placement == DTRAIN_PLACEMENT_ROWS) of->first = part->first[0] * of->n;
-    if (x->placement != DTRAIN_PLACEMENT_COLUMNS) return;
-    of->whole_n = part->whole;
-    of->segments = part->runs;
-    for (uint32_t i = 0; i < part->runs; i++) {
-        of->segment[i].length = part->length[i];
-        of->segment[i].column = part->first[i];
-    }
-}
 
 static dtrain_result dtrain__map_prepare(dtrain_op *op)
 {
@@ -30518,59 +30109,69 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
                            op->desc->name, (double)probability);
-    dtrain__map_part(x, &((dtrain__map *)op->args)->dropout.part);
+    /* Random numbers are drawn by an element's place in the whole tensor, so that the masks of all
+     * ranks together are those of one. */
+    dtrain_part *const of = &((dtrain__map *)op->args)->dropout.part;
+    const dtrain__share *part = dtrain__tensor_share(x);
+    const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;
+    of->n = x->shape[x->ndim - 1];
+    if (x->placement == DTRAIN_PLACEMENT_ROWS) of->first = part->first[0] * of->n;
+    if (columns) of->whole_n = part->whole;
+    if (columns) of->segments = part->runs;
+    for (uint32_t i = 0; columns && i < part->runs; i++) {
+        of->segment[i].length = part->length[i];
+        of->segment[i].column = part->first[i];
+    }
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__map_run(dtrain_op *op, const void *x, void *y, bool accumulate)
+{
+    const dtrain__map *map = (const dtrain__map *)op->args;
+    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    dtrain_dropout_args dropout = map->dropout;
+    dtrain_axpby_args scale;
+    if (dropout.probability > 0) {
+        dropout.count = op->inputs[0]->count;
+        dropout.accumulate = accumulate;
+        dropout.x = x;
+        dropout.y = y;
+        dropout.dtype = dtype;
+        return op->device->ops->dropout(op->device, &dropout);
+    }
+    memset(&scale, 0, sizeof scale);
+    scale.count = op->inputs[0]->count;
+    scale.accumulate = accumulate;
+    scale.a = map->factor;
+    scale.b = 1;
+    scale.x = x;
+    scale.y = y;
+    scale.dtype = dtype;
+    return op->device->ops->axpby(op->device, &scale);
+}
+
 static dtrain_result dtrain__map_forward(dtrain_op *op)
 {
-    return ((dtrain__map *)op->args)->run(op, op->input_data[0], op->output_data[0], false);
+    return dtrain__map_run(op, op->input_data[0], op->output_data[0], false);
 }
 
 static dtrain_result dtrain__map_backward(dtrain_op *op)
 {
     bool accumulate;
     void *d_x = dtrain_op_input_grad(op, 0, &accumulate);
-    if (!d_x) return op->tape->error;
-    return ((dtrain__map *)op->args)->run(op, op->outputs[0]->grad, d_x, accumulate);
+    return d_x ? dtrain__map_run(op, op->outputs[0]->grad, d_x, accumulate) : op->tape->error;
 }
 
 DTRAIN__OP(scale, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 DTRAIN__OP(dropout, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
-static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
-{
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.count = op->inputs[0]->count;
-    args.accumulate = accumulate;
-    args.a = ((const dtrain__map *)op->args)->factor;
-    args.b = 1;
-    args.x = x;
-    args.y = y;
-    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    return op->device->ops->axpby(op->device, &args);
-}
-
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
 {
     dtrain__map args;
     memset(&args, 0, sizeof args);
-    args.run = dtrain__scale_run;
     args.factor = factor;
     return dtrain_tape_apply(tape, &dtrain__scale_op, &x, 1, NULL, 0, &args, sizeof args);
-}
-
-static dtrain_result dtrain__dropout_run(dtrain_op *op, const void *x, void *y, bool accumulate)
-{
-    dtrain_dropout_args args = ((const dtrain__map *)op->args)->dropout;
-    args.count = op->inputs[0]->count;
-    args.accumulate = accumulate;
-    args.x = x;
-    args.y = y;
-    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    return op->device->ops->dropout(op->device, &args);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
@@ -30582,7 +30183,6 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
         (probability == 0 || (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)))
         return x;
     memset(&args, 0, sizeof args);
-    args.run = dtrain__dropout_run;
     args.dropout.probability = probability;
     args.dropout.seed = tape->pass.seed;
     args.dropout.stream = tape->pass.dropout_count++; /* a stream for each dropout */
@@ -30814,124 +30414,6 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers
  * into the tape's arenas, which segments have, are right again when their slot is. */
 
-/* ==== src/tape/stage_internal.h =============================================================== */
-
-/* Passes of stages: what a pipeline asks of a tape
- *
- * A stage is a run of units; a rank has one or more stages and runs the model's own function once
- * for each of them and each micro-batch. The tape computes the operations of that stage; those of
- * other stages are remote: they have shapes and no memory. Passes of several micro-batches are
- * under way at once, each in a slot.
- *
- *     stage_reset       in each step
- *     stage_begin       of DTRAIN__SURVEY: all stages are remote, and stage_end notes what crosses
- *     stage_receive     find addresses for what the stage before sends, before the pass begins
- *     stage_begin       select a slot; the caller then runs the model's function
- *     stage_end         behind it
- *     stage_seed        find addresses for the gradients that the stage behind sends
- *     stage_backward    from those, or from the loss
- *     stage_weights     the second half of a backward in halves */
-
-/* A tensor that one stage makes and a later one reads. It goes from stage to stage, through those
- * in between, which add their part to its gradient on the way back: the sum is taken from the last
- * use to the first, as one rank takes it. */
-typedef struct dtrain__crossing {
-    size_t number; /* which tensor of the pass it is, in the order in which they are made */
-    int32_t stage, last_stage; /* that makes it, and the last one that reads it */
-    int64_t count;
-    uint32_t dtype;
-    bool grad; /* it has a gradient, which goes the other way */
-} dtrain__crossing;
-
-/* A tensor that crosses, in a pass; NULL: not yet. */
-typedef struct dtrain__crossed {
-    dtrain__tape_tensor *tensor;
-    void *received;      /* where it is if it was sent here */
-    dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
-} dtrain__crossed;
-
-/* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
-typedef struct dtrain__pass_slot {
-    dtrain__pass pass;
-    dtrain__bump arenas[DTRAIN__PASS_ARENAS];
-    int32_t stage;
-    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
-    dtrain__crossed *crossed;        /* (crossing_count) */
-    size_t next_crossing, input_count;
-} dtrain__pass_slot;
-
-/* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
-typedef struct dtrain__inbox {
-    dtrain__bump arena;
-    void **received; /* (crossing_count) */
-} dtrain__inbox;
-
-/* Where a pass finds what earlier stages made: in an inbox, or in the slot of another stage of this
- * rank; both -1: in the first stage. */
-typedef struct dtrain__stage_source {
-    int32_t inbox, slot;
-} dtrain__stage_source;
-
-typedef struct dtrain__stages {
-    int32_t count, at;          /* stages; the one whose unit the pass is in */
-    const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
-    size_t unit_count;
-    const bool *here;                /* (count) this rank has the stage */
-    dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
-    dtrain__inbox *inboxes;          /* (inbox_count) */
-    uint32_t slot_count, inbox_count;
-    dtrain__bump zeros; /* as many as the longest tensor that crosses has */
-    void *lists;        /* (list_bytes) memory of the lists whose length a survey finds */
-    size_t list_bytes;
-    dtrain__crossing *crossings; /* (crossing_count) */
-    bool *reads;                 /* (input_count) a stage here reads the input */
-    size_t crossing_count, input_count;
-} dtrain__stages;
-
-/* Let a tape run stages: stage_units and here stay the caller's. */
-DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t stages,
-                                                    const bool *here, const int32_t *stage_units,
-                                                    size_t unit_count, uint32_t slot_count,
-                                                    uint32_t inbox_count);
-/* Forget what an earlier step, or one that failed, has left. */
-DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
-/* Return item i of a message between `stage` and the next one: the tensor's place among all that
- * cross; false: there is none. `gradient`: of the message that goes back. */
-DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
-                                        size_t i, size_t *crossing);
-/* Find addresses in an inbox for what the stage before `stage` sends. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t inbox,
-                                                    int32_t stage);
-/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
- * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
- * what crosses. */
-#define DTRAIN__SURVEY -1
-DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
-                                                  int32_t stage, dtrain__stage_source source,
-                                                  uint32_t flags, uint64_t seed);
-/* End a survey, or check that the pass of a stage has made what the survey found. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
-/* Find addresses for the gradients of what the stage behind has read; or take them over from a slot
- * of this rank whose backward is over. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
-                                                 const uint32_t *from);
-/* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
- * micro-batch of the step comes, so that no gradient is ready. halves: gradients of parameters are
- * left to stage_weights. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t slot,
-                                                     dtrain_tensor *loss, float scale, bool more,
-                                                     bool halves);
-DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t slot);
-/* Give back the gradients that an earlier pass of a slot has sent. */
-DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t slot);
-/* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
- * there is none, and the error sticks. */
-DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing);
-/* Return where a tensor that crosses, or its gradient, is in a slot. */
-DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
-                                         bool gradient);
-
 /* ---- Slots ------------------------------------------------------------------------------------*/
 
 /* Exchange what is in the tape for what is in a slot. */
@@ -30994,16 +30476,6 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
     dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
     dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
     tape->stages = NULL;
-}
-
-DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_info *info)
-{
-    const dtrain__stages *stages = tape->stages;
-    for (uint32_t s = 0; stages && s < stages->slot_count; s++)
-        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
-            dtrain__bump_count(&stages->slots[s].arenas[i], info);
-    for (uint32_t i = 0; stages && i < stages->inbox_count; i++)
-        dtrain__bump_count(&stages->inboxes[i].arena, info);
 }
 
 /* ---- Remote: what the tape asks ---------------------------------------------------------------*/
@@ -31354,9 +30826,10 @@ static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
     return u < costs->count ? u : 0;
 }
 
-DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops)
+DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, double flops)
 {
     const dtrain_op *op = &node->op;
+    const bool backward = op->tape->pass.state == DTRAIN__TAPE_DONE; /* what it runs again, too */
     const dtrain__unit_costs *costs = op->tape->costs;
     bool wanted = !backward || op->half != DTRAIN_OP_HALF_INPUTS; /* or the gradient of an input */
     double bytes = 0;
@@ -31408,28 +30881,16 @@ static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
     return tape->groups.tensor || tape->stages ? tape->groups.model : NULL;
 }
 
-static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
-                                         void **memory)
-{
-    dtrain_comm *sharing = dtrain__sharing(tape);
-    return sharing ? dtrain_comm_alloc(sharing, bytes, memory)
-                   : device->ops->alloc(device, bytes, memory);
-}
-
-static void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device, dtrain__chunk *chunk)
-{
-    dtrain_comm *sharing = dtrain__sharing(tape);
-    if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-    else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
-    else device->ops->free(device, chunk->memory, chunk->bytes);
-    dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-}
-
 DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena)
 {
+    dtrain_comm *sharing = dtrain__sharing(tape);
+    dtrain_device *device = arena->device;
     for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
         next = chunk->next;
-        dtrain__chunk_free(tape, arena->device, chunk);
+        if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+        else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
+        else device->ops->free(device, chunk->memory, chunk->bytes);
+        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
     }
 }
 
@@ -31450,7 +30911,10 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     void *memory = NULL;
     dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
-    if (chunk && device) result = dtrain__chunk_alloc(tape, device, bytes, &memory);
+    dtrain_comm *sharing = dtrain__sharing(tape);
+    if (chunk && device)
+        result = sharing ? dtrain_comm_alloc(sharing, bytes, &memory)
+                         : device->ops->alloc(device, bytes, &memory);
     else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
     if (!memory) {
         dtrain__tape_stick(tape, result);
@@ -31559,23 +31023,20 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     return tensor->data ? tensor : NULL;
 }
 
-/* ==== src/train/shuffle.c ===================================================================== */
+/* ==== src/train/files.c ======================================================================= */
 
-/* The shuffle
+/* Files of a dataset
  *
- * Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of torch.randperm, its modulo
- * bias included: the order is PyTorch's, number by number. */
+ * Files are read with pread into the caller's memory, never mapped. A mapping of a file that
+ * another process cuts off ends this one with SIGBUS, which only a signal handler could stop, and
+ * what that process writes into the file shows up in the middle of an item. A read is short
+ * instead, and after each one the file must still have the size and the time of its last change
+ * that it was opened with: else it is an error that names it. The page cache serves both ways
+ * alike; bench_data has what a read costs. */
 
 /* ==== src/train/data_internal.h =============================================================== */
 
-/* An open dataset, its files, and a loader of one. */
-
-/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
- * algorithm. */
-#define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
-
-/* train/shuffle.c */
-DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
+/* An open dataset and its files. */
 
 /* A file, and its size and times when it was opened: a read fails when they have changed. */
 typedef struct dtrain__data_file {
@@ -31607,83 +31068,15 @@ struct dtrain_dataset {
     const dtrain__format *format; /* NULL: a source of the host's own */
     dtrain_read_fn read;
     void *user;
-    int64_t item_count, vocab_count;
-    size_t item_bytes;    /* of a sample; 0: items are tokens */
+    dtrain_dataset_info info;
     uint32_t token_bytes; /* of a token in files: 1, 2, 4 */
-    int64_t shape[3];
     dtrain__data_files data, labels;
-    uint64_t file_bytes, file_sample; /* of both */
-    char name[512];                   /* for error sentences: the first file, and how many more */
+    char name[512]; /* for error sentences: the first file, and how many more */
 };
-
-/* Where a sample of a batch lies: its item, or the first token of its window. */
-typedef struct dtrain__pick {
-    int64_t item;
-    uint64_t epoch;
-} dtrain__pick;
-
-/* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
-typedef struct dtrain__batch {
-    dtrain__pick *picks; /* (batch) */
-    uint32_t count;      /* of picks that were dealt; the rest is padding */
-    void *scratch;       /* one sample as the dataset stores it */
-    void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
-    int32_t *targets;    /* (batch, sequence or 1) */
-    uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
-    bool ready;          /* read, with the result and the error below */
-    dtrain_result result;
-    char error[DTRAIN__ERROR_BYTES];
-} dtrain__batch;
-
-struct dtrain_loader {
-    dtrain__state_source state;
-    dtrain_allocator allocator;
-    dtrain_world *world;     /* its trace shows the workers; NULL: none */
-    dtrain_loader_desc desc; /* resolved */
-    uint64_t rank, ranks;
-    uint64_t timeout_ns;
-    uint64_t position;         /* samples dealt or dropped by all ranks */
-    uint64_t epoch_samples;    /* window_count; during a load that of the saved run */
-    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
-    int64_t samples_per_epoch; /* after drop_last */
-    uint32_t batch_samples;    /* of the last batch */
-    bool warned;               /* that samples come again */
-    int64_t shift_count;       /* shifts to choose from; 1: none */
-    size_t sample_bytes, target_bytes, scratch_bytes;
-    dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
-    size_t batch_count;
-    struct dtrain__prefetch *prefetch; /* NULL: no workers */
-
-    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered.
-     * With workers only the one that deals uses them. */
-    bool entered;
-    uint64_t seed, epoch;
-    int64_t shift;
-    int64_t *order; /* (window_count), a permutation made anew every epoch */
-};
-
-/* train/loader.c */
-/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
- * this one has fewer samples left. */
-DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position);
 
 /* train/dataset.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels);
-
-/* train/batch.c */
-DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
-                                         dtrain__batch *batch);
-DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
-                                                  const dtrain__batch *batch, void *inputs,
-                                                  int32_t *targets);
-
-/* train/prefetch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader);
-DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader);
-DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
-                                                    int32_t *targets);
-DTRAIN__PRIVATE void dtrain__prefetch_pause(dtrain_loader *loader);
 
 /* train/files.c */
 DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
@@ -31694,60 +31087,201 @@ DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *fi
                                                      void *buffer, size_t bytes);
 DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
                                                               int64_t item);
-DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 
-/* train/tokens.c */
-DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
-                                                    const dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count,
-                                                  void *items, int32_t *labels);
+#include <fnmatch.h>
 
-/* train/images.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count,
-                                                 void *items, int32_t *labels);
-DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file);
-DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count,
-                                               void *items, int32_t *labels);
+#define DTRAIN__OPEN_FILES \
+    64 /* that many stay open; others are opened for each read, because descriptors are few */
 
-#define DTRAIN__MT_COUNT 624 /* words of the generator's state */
-
-/* Make the next 624 words. Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and
- * in place: the words that wrap around are the ones renewed in this same pass, as the definition
- * has it. */
-static void dtrain__mt_renew(uint32_t *s)
+/* Open a file. Without O_NONBLOCK a pipe would wait for its writer here. */
+static int dtrain__data_open(const char *path)
 {
-    for (uint32_t i = 0; i < DTRAIN__MT_COUNT; i++) {
-        uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
-        s[i] = s[(i + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
-    }
+    int file;
+    do file = dtrain__open(path, O_RDONLY | O_NONBLOCK);
+    while (file < 0 && errno == EINTR);
+    return file;
 }
 
-/* Write a permutation of 0 to n - 1, n below DTRAIN__RANDPERM_LIMIT. Swap k takes number k of the
- * generator; the low 32 bits of the seed count, as in torch. */
-DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
+/* Check that the file is the one that was opened, unchanged. Two changes within one tick of the
+ * kernel's clock, a few ms, that leave the size alone look like one. */
+static dtrain_result dtrain__data_file_check(const dtrain__data_file *file, int descriptor)
 {
-    uint32_t state[DTRAIN__MT_COUNT];
-    state[0] = (uint32_t)seed;
-    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++)
-        state[i] = 1812433253u * (state[i - 1] ^ (state[i - 1] >> 30)) + i;
-    for (int64_t i = 0; i < n; i++) out[i] = i;
-    for (int64_t i = 0; i < n - 1; i++) {
-        if (i % DTRAIN__MT_COUNT == 0) dtrain__mt_renew(state);
-        uint32_t y = state[i % DTRAIN__MT_COUNT];
-        y ^= y >> 11;
-        y ^= (y << 7) & 0x9d2c5680u;
-        y ^= (y << 15) & 0xefc60000u;
-        y ^= y >> 18;
-        int64_t j = i + (int64_t)(y % (uint32_t)(n - i));
-        int64_t swapped = out[i];
-        out[i] = out[j];
-        out[j] = swapped;
+    const struct stat *then = &file->opened;
+    struct stat now;
+    if (fstat(descriptor, &now) != 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be looked at: %s", file->path,
+                           strerror(errno));
+    if (now.st_size == then->st_size && now.st_mtim.tv_sec == then->st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == then->st_mtim.tv_nsec && now.st_ino == then->st_ino &&
+        now.st_dev == then->st_dev)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE,
+                       "%s changed while it was in use: it had %lld bytes when it was opened and "
+                       "has %lld now, %s; open the dataset again when nobody writes to its files",
+                       file->path, (long long)then->st_size, (long long)now.st_size,
+                       now.st_ino != then->st_ino    ? "being another file"
+                       : now.st_size < then->st_size ? "having been cut"
+                                                     : "having been written to");
+}
+
+/* Read all `bytes` at `offset`; fail if the file has changed since it was opened. */
+DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
+                                                     void *buffer, size_t bytes)
+{
+    const int descriptor = file->file >= 0 ? file->file : dtrain__data_open(file->path);
+    dtrain_result result = DTRAIN_OK;
+    if (descriptor < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened again: %s", file->path,
+                           strerror(errno));
+    for (size_t done = 0; done < bytes && result == DTRAIN_OK;) {
+        const long long at = (long long)offset + (long long)done;
+        const ssize_t got =
+            pread(descriptor, (unsigned char *)buffer + done, bytes - done, (off_t)at);
+        if (got > 0) done += (size_t)got;
+        else if (got < 0 && errno != EINTR)
+            result = dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
+                                 file->path, at, strerror(errno));
+        else if (got == 0) { /* the file is shorter now: offsets lie inside its size at open */
+            result = dtrain__data_file_check(file, descriptor);
+            if (result == DTRAIN_OK)
+                result = dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
+                                     at, (long long)file->opened.st_size);
+        }
     }
+    if (result == DTRAIN_OK) result = dtrain__data_file_check(file, descriptor);
+    if (file->file < 0) close(descriptor);
+    return result;
+}
+
+/* Return the file that holds an item of the dataset. */
+DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
+                                                              int64_t item)
+{
+    size_t low = 0, high = files->count; /* it is one of [low, high) */
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        if (files->files[middle].first_item <= item) low = middle;
+        else high = middle;
+    }
+    return &files->files[low];
+}
+
+/* ---- Opening ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__data_files_add(const dtrain_allocator *allocator,
+                                            dtrain__data_files *files, const char *path)
+{
+    void *array = files->files;
+    const size_t bytes = strlen(path) + 1;
+    const bool room = dtrain__grow(allocator, &array, files->count, &files->room,
+                                   sizeof *files->files, "a dataset's files");
+    files->files = (dtrain__data_file *)array;
+    char *copy = room ? (char *)dtrain__alloc(allocator, bytes, 1, "a path") : NULL;
+    if (!copy) return DTRAIN_ERROR_MEMORY;
+    dtrain__data_file *file = &files->files[files->count++];
+    memset(file, 0, sizeof *file);
+    file->path = (char *)memcpy(copy, path, bytes);
+    file->file = -1;
+    return DTRAIN_OK;
+}
+
+static int dtrain__compare_data_files(const void *a, const void *b)
+{
+    return strcmp(((const dtrain__data_file *)a)->path, ((const dtrain__data_file *)b)->path);
+}
+
+/* Add the files that `path` names: the file itself, or the regular files of a folder whose names
+ * fit a pattern, in the order of their names. A path that exists is no pattern, whatever characters
+ * are in it. */
+static dtrain_result dtrain__data_files_find(const dtrain_allocator *allocator,
+                                             dtrain__data_files *files, char *path)
+{
+    const size_t before = files->count;
+    const char *folder = path, *pattern = "*";
+    struct stat info;
+    const bool exists = stat(path, &info) == 0;
+    if (exists ? !S_ISDIR(info.st_mode) : !strpbrk(path, "*?["))
+        return dtrain__data_files_add(allocator, files, path);
+    if (!exists) {
+        char *slash = strrchr(path, '/');
+        pattern = slash ? slash + 1 : path;
+        folder = !slash ? "" : slash == path ? "/" : path;
+        if (slash) *slash = 0;
+    }
+    const size_t length = strlen(folder);
+    const char *between = length && folder[length - 1] != '/' ? "/" : "";
+    const char *where = length ? folder : ".";
+    dtrain_result result = DTRAIN_OK;
+    DIR *directory = dtrain__open_directory(where);
+    if (!directory)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s", where,
+                           strerror(errno));
+    for (const struct dirent *entry; result == DTRAIN_OK && (entry = readdir(directory));) {
+        char name[PATH_MAX + 1 + NAME_MAX + 1];
+        if (fnmatch(pattern, entry->d_name, FNM_PERIOD) != 0) continue;
+        snprintf(name, sizeof name, "%s%s%s", folder, between, entry->d_name);
+        if (stat(name, &info) == 0 && S_ISREG(info.st_mode))
+            result = dtrain__data_files_add(allocator, files, name);
+    }
+    closedir(directory);
+    DTRAIN__TRY(result);
+    if (files->count == before)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_dataset_open: the folder %s has no file whose name fits \"%s\"",
+                           where, pattern);
+    qsort(files->files + before, files->count - before, sizeof *files->files,
+          dtrain__compare_data_files);
+    return DTRAIN_OK;
+}
+
+/* Find the files that `paths` names, one that exists or several with commas between, and open each
+ * to learn its size. After a failure files_close frees what is there. */
+DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
+                                                      const char *paths, dtrain__data_files *files)
+{
+    char path[PATH_MAX];
+    struct stat info;
+    const bool whole = stat(paths, &info) == 0;
+    for (const char *at = paths;;) {
+        const size_t length = whole ? strlen(at) : strcspn(at, ",");
+        if (length == 0 || length >= sizeof path)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_dataset_open: a path in \"%.200s\" is %s", paths,
+                               length ? "too long" : "empty");
+        memcpy(path, at, length);
+        path[length] = 0;
+        DTRAIN__TRY(dtrain__data_files_find(allocator, files, path));
+        if (!at[length]) break;
+        at += length + 1;
+    }
+    for (size_t i = 0; i < files->count; i++) {
+        dtrain__data_file *file = &files->files[i];
+        file->file = dtrain__data_open(file->path);
+        if (file->file < 0 || fstat(file->file, &file->opened) != 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                               file->path, strerror(errno));
+        const bool regular = S_ISREG(file->opened.st_mode);
+        if (!regular || file->opened.st_size == 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "dtrain_dataset_open: %s is %s, expected a file of data", file->path,
+                               regular ? "empty" : "no regular file");
+        if (i < DTRAIN__OPEN_FILES) continue;
+        close(file->file);
+        file->file = -1;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
+                                              dtrain__data_files *files)
+{
+    for (size_t i = 0; i < files->count; i++) {
+        dtrain__data_file *file = &files->files[i];
+        if (file->file >= 0) close(file->file);
+        dtrain__free(allocator, file->path, strlen(file->path) + 1, 1);
+    }
+    dtrain__free(allocator, files->files, files->room, sizeof *files->files);
+    memset(files, 0, sizeof *files);
 }
 
 /* ==== src/train/dataset.c ===================================================================== */
@@ -31756,14 +31290,354 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
  *
  * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is
  * that of a format, a row of the table below, or a host's own. dtrain__dataset_read calls it and
- * checks the ids or labels that came. */
+ * checks the ids or labels that came.
+ *
+ *     bytes       | t | t | t | ...                                   a token is a byte, 0 to 255
+ *     .bin        | magic | version | count | 0 ... | t | t | ...
+ *                 |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
+ *     u16, u32    | t | t | t | ...                                   2 or 4 bytes, little endian
+ *     CIFAR-10    | label | 3072 pixels | label | 3072 pixels | ...    planes of red, green, blue,
+ *     CIFAR-100   | coarse | fine | 3072 pixels | ...                  32 rows of 32 each
+ *     IDX         | 0 | 0 | 8 | axes | length of axis 1, 2, ... | bytes ...       in two files:
+ *                 |<- 4 bytes ------>|<- 4 bytes each, big endian         images, and their labels
+ *
+ * The tokens of all files are one stream: a window may begin in one file and end in the next. */
 
 #define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
+
+#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
+#define DTRAIN__BIN_MAGIC_U16 20240520u
+#define DTRAIN__BIN_MAGIC_U32 20240801u
+#define DTRAIN__TOKEN_BYTES 4096 /* read at once, into the stack, which can be of 64 KiB */
+#define DTRAIN__CIFAR_PIXELS 3072
+#define DTRAIN__IDX_AXES 4
+#define DTRAIN__IDX_BYTES 8u /* the type: unsigned bytes */
+
+/* ---- Tokens -----------------------------------------------------------------------------------*/
+
+/* Return the little-endian number of `width` bytes, whatever the host's order. */
+static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
+{
+    uint32_t value = 0;
+    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
+    return value;
+}
+
+/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
+ * file counts as no .bin: the read that follows reports the error. */
+static bool dtrain__is_bin(const dtrain__data_file *file)
+{
+    unsigned char head[4];
+    if (file->opened.st_size < 4 || dtrain__data_file_read(file, 0, head, sizeof head) != DTRAIN_OK)
+        return false;
+    const uint32_t magic = dtrain__le(head, 4);
+    return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+}
+
+/* Bytes of a sample of a file, by their place in a group of four. */
+typedef struct dtrain__byte_counts {
+    int64_t all, control;                   /* control: bytes that no text has */
+    int64_t zero[4], printable[4], high[4]; /* high: above 0xc4, the high byte of 50256 */
+} dtrain__byte_counts;
+
+/* Tell integers of 2, 4 or 8 bytes, little endian, from bytes: their high bytes are zero, or of
+ * GPT-2's tokens never above 0xc4 where low bytes are. In programs, pictures, sound and compressed
+ * data no place in a group of bytes is so unlike its neighbour, and text has no control characters.
+ * NULL: bytes, or too few to tell. */
+static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t size)
+{
+    const int64_t n = c->all / 4, even = c->zero[0] + c->zero[2], odd = c->zero[1] + c->zero[3];
+    const int64_t letters[2] = {c->printable[0] + c->printable[2],
+                                c->printable[1] + c->printable[3]};
+    if (n < 32 || c->control * 50 < c->all) return NULL;
+    if (size % 4 == 0 && c->zero[3] >= n && 2 * c->zero[2] >= n && 10 * c->zero[0] < 9 * n)
+        return 2 * c->zero[0] < n ? "uint32 tokens" : "integers of 64 bits, which no format has";
+    if (size % 2) return NULL;
+    if ((10 * odd > 18 * n && 10 * letters[0] > 18 * n) ||
+        (10 * even > 18 * n && 10 * letters[1] > 18 * n))
+        return "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
+    const bool low = odd >= 2 * n && even < n;
+    const bool words = c->high[1] + c->high[3] == 0 && 10 * (c->high[0] + c->high[2]) > n;
+    return low || words ? "uint16 tokens, as nanoGPT's .bin" : NULL;
+}
+
+/* Refuse a file that was taken for bytes because desc names no format, and that is something else:
+ * by its first bytes, or by how the bytes of four pages of it are distributed. */
+static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
+                                           const dtrain__data_file *file)
+{
+    static const char packed[] = "compressed data: decompress it first",
+                      utf16[] = "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
+    static const struct {
+        const char *magic, *what;
+    } known[] = {{"\xc6\xd7\x34\x01", "a model of llm.c, by its magic 20240326"},
+                 {"\xc7\xd7\x34\x01", "a debugging state of llm.c, by its magic 20240327"},
+                 {"\xc8\xd7\x34\x01", "a tokenizer of llm.c, by its magic 20240328"},
+                 {"\x8a\xd8\x34\x01", "an evaluation of llm.c, by its magic 20240522"},
+                 {"\x93NUMPY", "a .npy file: array.tofile(PATH) writes numbers only"},
+                 {"PAR1\x15", "a Parquet file: write its text to a file"},
+                 {"\x1f\x8b\x08", packed}, /* gzip, zstd, xz, bzip2, zip */
+                 {"\x28\xb5\x2f\xfd", packed},
+                 {"\xfd\x37zXZ", packed},
+                 {"BZh91AY&SY", packed},
+                 {"PK\x03\x04", packed},
+                 {"\xff\xfe", utf16},
+                 {"\xfe\xff", utf16}};
+    const int64_t size = (int64_t)file->opened.st_size;
+    unsigned char page[4096];
+    const char *what = NULL;
+    bool text = true;
+    dtrain__byte_counts c;
+    memset(&c, 0, sizeof c);
+    for (int64_t part = 0; part < 4 && !what; part++) {
+        const int64_t at = size / 4 * part / 4 * 4;
+        const int64_t bytes = dtrain__min(size - at, (int64_t)sizeof page);
+        DTRAIN__TRY(dtrain__data_file_read(file, at, page, (size_t)bytes));
+        for (int64_t i = 0; i < bytes; i++) {
+            c.control += page[i] < 9 || (page[i] > 13 && page[i] < 27);
+            c.zero[i % 4] += page[i] == 0;
+            c.printable[i % 4] += page[i] >= 32 ? page[i] < 127 : page[i] >= 9 && page[i] <= 13;
+            c.high[i % 4] += page[i] > 0xc4;
+        }
+        c.all += bytes;
+        if (part > 0) continue;
+        text = c.control == 0 || dataset->info.vocab_count <= 256;
+        for (size_t i = 0; i < sizeof known / sizeof *known && !what; i++) {
+            const size_t length = strlen(known[i].magic);
+            if ((size_t)bytes >= length && memcmp(page, known[i].magic, length) == 0)
+                what = known[i].what;
+        }
+    }
+    if (!what) what = dtrain__wide_tokens(&c, size);
+    if (!what && !text) what = "no text, and the vocabulary is larger than 256";
+    if (!what) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s seems to be %s; a desc without a `format` reads it "
+                       "as bytes: name DTRAIN_DATA_BYTES if these are meant, and for tokens "
+                       "DTRAIN_DATA_U16 (nanoGPT's .bin) or DTRAIN_DATA_U32",
+                       file->path, what);
+}
+
+/* Require that the count in the header is exactly the number of tokens, as llm.c does: a longer
+ * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
+static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    unsigned char head[DTRAIN__BIN_HEADER] = {0};
+    const int64_t size = (int64_t)file->opened.st_size;
+    const int64_t have = dtrain__min(size, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
+    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
+    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
+    if ((!narrow && magic != DTRAIN__BIN_MAGIC_U32) || have < DTRAIN__BIN_HEADER ||
+        version != (narrow ? 1 : 7))
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
+                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
+                           "bytes, %u and %u; nanoGPT's .bin files lack the header: they are "
+                           "`format` DTRAIN_DATA_U16, and text is DTRAIN_DATA_BYTES",
+                           file->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
+                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
+    const uint32_t token_bytes = narrow ? 2 : 4;
+    if (dataset->token_bytes && dataset->token_bytes != token_bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has tokens of %u bytes and %s of %u: files of "
+                           "one dataset have one size of token",
+                           file->path, token_bytes, dataset->data.files->path,
+                           dataset->token_bytes);
+    dataset->token_bytes = token_bytes;
+    file->header_bytes = DTRAIN__BIN_HEADER;
+    file->item_count = dtrain__le(head + 8, 4);
+    const int64_t bytes = DTRAIN__BIN_HEADER + file->item_count * token_bytes;
+    if (file->item_count > 0 && bytes == size) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
+                       "has %lld: is it cut off?",
+                       file->path, (long long)file->item_count, (long long)bytes, (long long)size);
+}
+
+/* Take a file of tokens without a header; its format says how many bytes a token has. Any file is
+ * one of bytes. */
+static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const int64_t size = (int64_t)file->opened.st_size;
+    unsigned char head[6] = {0};
+    dataset->token_bytes = dataset->format->item_bytes;
+    file->item_count = size / dataset->token_bytes;
+    if (dataset->token_bytes == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)dtrain__min(size, sizeof head)));
+    if (dtrain__is_bin(file) || memcmp(head, "\x93NUMPY", sizeof head) == 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s begins with the header of %s, and %s have none",
+                           file->path,
+                           head[0] != 0x93 ? "an llm.c token file (DTRAIN_DATA_BIN)"
+                                           : "a .npy file (array.tofile(PATH) writes none)",
+                           dataset->format->name);
+    if (size % dataset->token_bytes == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
+                       "cut off?",
+                       file->path, (long long)size, dataset->format->name);
+}
+
+/* Read tokens of 1, 2 or 4 bytes through a small buffer, file after file. */
+static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count, void *items,
+                                         int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const uint32_t width = dataset->token_bytes;
+    unsigned char raw[DTRAIN__TOKEN_BYTES];
+    (void)labels; /* tokens have none */
+    for (int64_t done = 0; done < count;) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);
+        const int64_t at = first + done - file->first_item;
+        const int64_t some = dtrain__min(dtrain__min(count - done, file->item_count - at),
+                                         (int64_t)(sizeof raw / width));
+        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * width, raw,
+                                           (size_t)some * width));
+        int32_t *to = (int32_t *)items + done;
+        if (width == 1)
+            for (int64_t k = 0; k < some; k++) to[k] = raw[k];
+        else if (width == 2)
+            for (int64_t k = 0; k < some; k++) to[k] = raw[2 * k] | raw[2 * k + 1] << 8;
+        else
+            for (int64_t k = 0; k < some; k++) to[k] = (int32_t)dtrain__le(raw + 4 * k, 4);
+        done += some;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Images -----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const dtrain__format *format = dataset->format;
+    dataset->info.item_bytes = DTRAIN__CIFAR_PIXELS;
+    dataset->info.shape[0] = 3;
+    dataset->info.shape[1] = dataset->info.shape[2] = 32;
+    file->item_count = (int64_t)file->opened.st_size / format->item_bytes;
+    if (file->opened.st_size % format->item_bytes == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s has %lld bytes, no whole number of records of %u: "
+                       "is it the binary version of %s, and not cut off?",
+                       file->path, (long long)file->opened.st_size, format->item_bytes,
+                       format->name);
+}
+
+/* Read records one by one: a label or two, then pixels. */
+static dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count, void *items,
+                                        int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const uint32_t record_bytes = dataset->format->item_bytes,
+                   label_bytes = dataset->format->label_bytes;
+    unsigned char record[2 + DTRAIN__CIFAR_PIXELS];
+    for (int64_t i = 0; i < count; i++) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
+        const int64_t at = first + i - file->first_item;
+        DTRAIN__TRY(dtrain__data_file_read(file, at * record_bytes, record, record_bytes));
+        memcpy((unsigned char *)items + i * DTRAIN__CIFAR_PIXELS, record + label_bytes,
+               DTRAIN__CIFAR_PIXELS);
+        if (labels) labels[i] = record[label_bytes - 1]; /* the last one is the fine one */
+    }
+    return DTRAIN_OK;
+}
+
+/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
+ * lengths must be exactly the bytes that follow. */
+static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
+                                        int64_t lengths[DTRAIN__IDX_AXES])
+{
+    unsigned char head[4 + 4 * DTRAIN__IDX_AXES] = {0};
+    const int64_t size = (int64_t)file->opened.st_size;
+    const int64_t have = dtrain__min(size, (int64_t)sizeof head);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
+    const uint32_t axes = head[3];
+    if (have < 8 || head[0] || head[1] || head[2] != DTRAIN__IDX_BYTES || axes < least ||
+        axes > most || have < 4 + 4 * (int64_t)axes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is no IDX file of %s: expected bytes 0 0 8 and "
+                           "%u%s axes at its beginning, found %u %u %u %u in %lld bytes%s",
+                           file->path, most > 1 ? "images" : "labels", least,
+                           most > least ? " to 4" : "", head[0], head[1], head[2], head[3],
+                           (long long)size,
+                           head[0] == 0x1f && head[1] == 0x8b ? ": gunzip it first" : "");
+    int64_t bytes = 1; /* of the data: no more than size, which bounds every product below */
+    bool fits = true;
+    for (uint32_t i = 0; i < axes; i++) {
+        const unsigned char *big = head + 4 + 4 * i;
+        lengths[i] = (int64_t)big[0] << 24 | big[1] << 16 | big[2] << 8 | big[3];
+        fits = fits && lengths[i] > 0 && lengths[i] <= size / bytes;
+        if (fits) bytes *= lengths[i];
+    }
+    file->header_bytes = 4 + 4 * (int64_t)axes;
+    file->item_count = lengths[0];
+    if (fits && file->header_bytes + bytes == size) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s announces %lld items in %u axes, which does not "
+                       "make its %lld bytes: is it cut off?",
+                       file->path, (long long)lengths[0], axes, (long long)size);
+}
+
+/* Learn a file of images, and the file of labels with the same number in the other list. Axes are
+ * (images, columns), (images, rows, columns) or (images, channels, rows, columns). */
+static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const size_t at = (size_t)(file - dataset->data.files);
+    int64_t lengths[DTRAIN__IDX_AXES], shape[3] = {1, 1, 1}, label_count[DTRAIN__IDX_AXES];
+    if (dataset->labels.count != dataset->data.count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_dataset_open: %zu IDX files of images and %zu of labels; expected "
+            "as many in desc->labels as in desc->path",
+            dataset->data.count, dataset->labels.count);
+    dtrain__data_file *beside = &dataset->labels.files[at];
+    DTRAIN__TRY(dtrain__idx_header(file, 2, DTRAIN__IDX_AXES, lengths));
+    DTRAIN__TRY(dtrain__idx_header(beside, 1, 1, label_count));
+    beside->first_item = file->first_item;
+    if (file->item_count != beside->item_count)
+        return dtrain_fail(
+            DTRAIN_ERROR_DATA, "dtrain_dataset_open: %s has %lld images and %s %lld labels",
+            file->path, (long long)file->item_count, beside->path, (long long)beside->item_count);
+    const int64_t axes = (file->header_bytes - 4) / 4;
+    for (int64_t i = 1; i < axes; i++) shape[3 - axes + i] = lengths[i];
+    if (at > 0 && memcmp(shape, dataset->info.shape, sizeof shape) != 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: images of %s are (%lld, %lld, %lld), those of %s "
+                           "(%lld, %lld, %lld)",
+                           file->path, (long long)shape[0], (long long)shape[1],
+                           (long long)shape[2], dataset->data.files->path,
+                           (long long)dataset->info.shape[0], (long long)dataset->info.shape[1],
+                           (long long)dataset->info.shape[2]);
+    memcpy(dataset->info.shape, shape, sizeof shape);
+    dataset->info.item_bytes = (size_t)(shape[0] * shape[1] * shape[2]);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count, void *items,
+                                      int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const size_t bytes = dataset->info.item_bytes;
+    for (int64_t i = 0; i < count; i++) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
+        const int64_t at = first + i - file->first_item;
+        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * (int64_t)bytes,
+                                           (unsigned char *)items + (size_t)i * bytes, bytes));
+        if (!labels) continue;
+        const dtrain__data_file *beside = dtrain__data_file_of(&dataset->labels, first + i);
+        unsigned char label;
+        DTRAIN__TRY(dtrain__data_file_read(beside, beside->header_bytes + at, &label, 1));
+        labels[i] = label;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Opening and reading ----------------------------------------------------------------------*/
 
 /* In the order of dtrain_data_format. */
 static const dtrain__format dtrain__formats[] = {
     {"auto", 0, 0, 0, NULL, NULL},
-    {"bytes", 256, 0, 0, dtrain__bytes_learn, dtrain__tokens_read},
+    {"bytes", 256, 1, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
     {"uint16 tokens", 50257, 2, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"CIFAR-10", 10, 1 + 3072, 1, dtrain__cifar_learn, dtrain__cifar_read},
@@ -31771,43 +31645,6 @@ static const dtrain__format dtrain__formats[] = {
     {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__idx_read},
     {"uint32 tokens", 50257, 4, 0, dtrain__raw_learn, dtrain__tokens_read},
 };
-
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
-static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset,
-                                           const dtrain_dataset_desc *desc);
-
-DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
-                                             dtrain_dataset **out)
-{
-    if (out) *out = NULL;
-    DTRAIN__GIVEN("dtrain_dataset_open", desc);
-    DTRAIN__GIVEN("dtrain_dataset_open", out);
-    DTRAIN__TRY(dtrain__dataset_check(desc));
-    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
-    dtrain_dataset *dataset =
-        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
-    if (!dataset) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = DTRAIN_OK;
-    dataset->allocator = allocator;
-    dataset->vocab_count = desc->vocab_count;
-    if (desc->path) result = dtrain__dataset_files(dataset, desc);
-    else {
-        dataset->item_count = desc->item_count;
-        dataset->item_bytes = desc->item_bytes;
-        dataset->read = desc->read;
-        dataset->user = desc->user;
-        snprintf(dataset->name, sizeof dataset->name, "the host's own source");
-        if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
-    }
-    if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
-        dataset->vocab_count > 256)
-        dtrain_log(world, DTRAIN_LOG_INFO,
-                   "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
-                   (long long)dataset->vocab_count);
-    if (result == DTRAIN_OK) *out = dataset;
-    else dtrain_dataset_close(dataset);
-    return result;
-}
 
 static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
 {
@@ -31851,11 +31688,12 @@ static dtrain_result dtrain__data_sample(dtrain_dataset *dataset, const dtrain__
     for (size_t i = 0; i < files->count; i++) {
         const int64_t bytes = files->files[i].opened.st_size;
         const int64_t length = dtrain__min(bytes, (int64_t)sizeof piece);
-        dataset->file_bytes += (uint64_t)bytes;
+        dataset->info.file_bytes += (uint64_t)bytes;
         for (int64_t k = 0; k < 16 && (k == 0 || files->count <= 16); k++) {
             DTRAIN__TRY(dtrain__data_file_read(&files->files[i], (bytes - length) / 15 * k, piece,
                                                (size_t)length));
-            dataset->file_sample = dtrain__fnv1a(dataset->file_sample, piece, (size_t)length);
+            dataset->info.file_sample =
+                dtrain__fnv1a(dataset->info.file_sample, piece, (size_t)length);
         }
     }
     return DTRAIN_OK;
@@ -31876,7 +31714,7 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
     dataset->user = dataset;
     for (size_t i = 0; i < dataset->data.count; i++) {
         dtrain__data_file *file = &dataset->data.files[i];
-        file->first_item = dataset->item_count;
+        file->first_item = dataset->info.item_count;
         if (desc->format == DTRAIN_DATA_AUTO && dtrain__is_bin(file) != bin)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "dtrain_dataset_open: %s is %s and %s is not: name the format, or "
@@ -31887,15 +31725,49 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
         if (format == DTRAIN_DATA_BYTES && desc->format == DTRAIN_DATA_AUTO)
             DTRAIN__TRY(dtrain__bytes_guessed(dataset, file));
         DTRAIN__TRY(dataset->format->learn(dataset, file));
-        dataset->item_count += file->item_count;
+        dataset->info.item_count += file->item_count;
     }
+    dataset->info.file_count = dataset->data.count;
     const size_t more = dataset->data.count - 1;
     const int most = (int)sizeof dataset->name - 32;
     snprintf(dataset->name, sizeof dataset->name, more ? "%.*s and %zu more" : "%.*s", most,
              dataset->data.files->path, more);
-    if (!dataset->vocab_count) dataset->vocab_count = dataset->format->vocab_count;
+    if (!dataset->info.vocab_count) dataset->info.vocab_count = dataset->format->vocab_count;
     DTRAIN__TRY(dtrain__data_sample(dataset, &dataset->data));
     return dtrain__data_sample(dataset, &dataset->labels);
+}
+
+DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
+                                             dtrain_dataset **out)
+{
+    if (out) *out = NULL;
+    DTRAIN__GIVEN("dtrain_dataset_open", desc);
+    DTRAIN__GIVEN("dtrain_dataset_open", out);
+    DTRAIN__TRY(dtrain__dataset_check(desc));
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
+    dtrain_dataset *dataset =
+        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
+    if (!dataset) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = DTRAIN_OK;
+    dataset->allocator = allocator;
+    dataset->info.vocab_count = desc->vocab_count;
+    if (desc->path) result = dtrain__dataset_files(dataset, desc);
+    else {
+        dataset->info.item_count = desc->item_count;
+        dataset->info.item_bytes = desc->item_bytes;
+        dataset->read = desc->read;
+        dataset->user = desc->user;
+        snprintf(dataset->name, sizeof dataset->name, "the host's own source");
+        if (!desc->vocab_count) dataset->info.vocab_count = DTRAIN__MOST_IDS;
+    }
+    if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
+        dataset->info.vocab_count > 256)
+        dtrain_log(world, DTRAIN_LOG_INFO,
+                   "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
+                   (long long)dataset->info.vocab_count);
+    if (result == DTRAIN_OK) *out = dataset;
+    else dtrain_dataset_close(dataset);
+    return result;
 }
 
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
@@ -31910,31 +31782,25 @@ DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
 {
     if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!dataset) return;
-    info->item_count = dataset->item_count;
-    info->vocab_count = dataset->vocab_count;
-    info->item_bytes = dataset->item_bytes;
-    memcpy(info->shape, dataset->shape, sizeof info->shape);
-    info->file_count = dataset->data.count;
-    info->file_bytes = dataset->file_bytes;
-    info->file_sample = dataset->file_sample;
+    if (dataset) *info = dataset->info;
+    else memset(info, 0, sizeof *info);
 }
 
-/* ---- reading ----------------------------------------------------------------------------------*/
-
-/* Check ids of tokens, or labels. They are checked on use, because a dataset of 100 GB would take
- * minutes to check at open. */
-static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t first, int64_t count,
-                                       const int32_t *ids)
+/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. Ids of tokens
+ * and labels are checked here: of a dataset of 100 GB that would take minutes at open. */
+DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
+                                                   int64_t count, void *items, int32_t *labels)
 {
-    const uint32_t most = (uint32_t)dataset->vocab_count;
+    const bool tokens = dataset->info.item_bytes == 0;
+    const uint32_t most = (uint32_t)dataset->info.vocab_count;
+    const int32_t *ids = tokens ? (const int32_t *)items : labels;
     uint32_t bad = 0;
-    for (int64_t i = 0; i < count; i++) bad |= (uint32_t)ids[i] >= most;
-    if (!bad) return DTRAIN_OK;
     int64_t i = 0;
+    DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
+    if (!ids) return DTRAIN_OK;
+    for (int64_t k = 0; k < count; k++) bad |= (uint32_t)ids[k] >= most;
+    if (!bad) return DTRAIN_OK;
     while ((uint32_t)ids[i] < most) i++;
-    const bool tokens = dataset->item_bytes == 0;
     const dtrain__data_file *file =
         dataset->data.count ? dtrain__data_file_of(&dataset->data, first + i) : NULL;
     return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
@@ -31946,23 +31812,14 @@ static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t fi
                               : "has the file another format, or desc->vocab_count to be larger?");
 }
 
-/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. */
-DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
-                                                   int64_t count, void *items, int32_t *labels)
-{
-    const bool tokens = dataset->item_bytes == 0;
-    DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
-    if (!tokens && !labels) return DTRAIN_OK;
-    return dtrain__ids_check(dataset, first, count, tokens ? (const int32_t *)items : labels);
-}
+/* ==== src/train/loader.c ====================================================================== */
 
-/* ==== src/train/batch.c ======================================================================= */
-
-/* The samples of a batch
+/* Loaders
  *
- * A loader cuts tokens into windows that share one border token (target of one, input of the next).
- * When shuffling, the grid moves by a new shift every epoch, so that a token is not always seen
- * behind the same context:
+ * A loader hands out this rank's batches, one after the other, and keeps one number: how many
+ * samples all ranks have taken. Which samples those are follows from that number. It cuts tokens
+ * into windows that share one border token (target of one, input of the next). When shuffling, the
+ * grid moves by a new shift every epoch, so that a token has other contexts before it:
  *
  *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
  *               shift  0       1       2    +1 target
@@ -31974,66 +31831,171 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
  * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
  * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one
  * fewer at least, so that every shift in [0, sequence) leaves them room (but never fewer than one).
- * Where items are samples, each is a window by itself, and there is no shift. */
+ * Where items are samples, each is a window by itself, and there is no shift.
+ *
+ * A batch is made in two steps. It is dealt: its samples are looked up, in order, because that may
+ * enter an epoch. Then it is read, which changes nothing of the loader. So threads may read batches
+ * ahead. They take batches in turn, 0, 1, 2, ... from where the loader stands, and read each into
+ * its place in a ring. The loader copies them out in the same order, so how many workers there are
+ * and which of them is slow changes no batch:
+ *
+ *     batches    0 1 2 | 3 4 5 6 | 7 8 ...        batch_count = 4; 3 and 5 are ready, 4 and 6 are
+ *                taken | in ring | not claimed    being read, and 7 waits until 3 is taken
+ *
+ * The worker that claims a batch holds `deal`, also while it waits for a free place: so epochs are
+ * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, and is
+ * held for a few lines at a time.
+ *
+ * A seek, a failed batch and a loaded checkpoint do the same: workers stop, the batches that they
+ * have read are dropped, and the next call starts them at the loader's new position. The first call
+ * starts them as well, creation does not. */
 
+#define DTRAIN__MOST_WORKERS 64
+#define DTRAIN__MOST_PREFETCH 65536
+#define DTRAIN__NEXT_TIMEOUT_NS UINT64_C(600000000000) /* ten minutes, a world's default */
+
+/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
+ * algorithm. */
+#define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
+#define DTRAIN__MT_COUNT 624                           /* words of the generator's state */
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
-/* Set order and shift to those of `epoch`: O(windows), once per epoch. The samples of a batch come
- * with growing k, so a batch across a border enters each epoch once. */
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
+/* Where a sample of a batch lies: its item, or the first token of its window. */
+typedef struct dtrain__pick {
+    int64_t item;
+    uint64_t epoch;
+} dtrain__pick;
+
+/* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
+typedef struct dtrain__batch {
+    dtrain__pick *picks; /* (batch) */
+    uint32_t count;      /* of picks that were dealt; the rest is padding */
+    void *scratch;       /* one sample as the dataset stores it */
+    void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
+    int32_t *targets;    /* (batch, sequence or 1) */
+    uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
+    bool ready;          /* read, with the result and the error below */
+    dtrain_result result;
+    char error[DTRAIN__ERROR_BYTES];
+} dtrain__batch;
+
+struct dtrain_loader {
+    dtrain__state_source state;
+    dtrain_allocator allocator;
+    dtrain_world *world;     /* its trace shows the workers; NULL: none */
+    dtrain_loader_desc desc; /* resolved */
+    uint64_t rank, ranks;
+    uint64_t timeout_ns;
+    uint64_t position;         /* samples dealt or dropped by all ranks */
+    uint64_t epoch_samples;    /* window_count; during a load that of the saved run */
+    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
+    int64_t samples_per_epoch; /* after drop_last */
+    uint32_t batch_samples;    /* of the last batch */
+    bool warned;               /* that samples come again */
+    int64_t shift_count;       /* shifts to choose from; 1: none */
+    size_t sample_bytes, target_bytes, scratch_bytes;
+    dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
+    size_t batch_count;
+
+    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered.
+     * With workers only the one that deals uses them. */
+    bool entered;
+    uint64_t seed, epoch;
+    int64_t shift;
+    int64_t *order; /* (window_count), a permutation made anew every epoch */
+
+    /* Workers, if there are any. */
+    pthread_mutex_t deal, mutex;
+    pthread_cond_t room;  /* a place is free, or the end: workers wait for it */
+    pthread_cond_t ready; /* a batch was read: the loader waits for it */
+    pid_t process;        /* the one that has the threads, a forked child has none; 0: no workers */
+    int thread_rank;      /* to be named in error sentences */
+    pthread_t *threads;   /* (thread_count) of (desc.workers) */
+    uint32_t thread_count;
+
+    /* Under mutex. Batch n lies at n % batch_count; the next to be claimed begins at `ahead`. */
+    bool running, ending;
+    uint64_t ahead, ahead_seed;
+    uint64_t claimed, taken;
+    uint32_t busy; /* batches that are claimed and not yet read */
+};
+
+/* ---- Batches ----------------------------------------------------------------------------------*/
+
+/* Write a permutation of 0 to n - 1, n below DTRAIN__RANDPERM_LIMIT: Mersenne Twister (Matsumoto
+ * and Nishimura, 1998) plus the swap loop of torch.randperm, its modulo bias included. The order is
+ * PyTorch's, number by number. Swap k takes number k of the generator; the low 32 bits of the seed
+ * count, as in torch. */
+static void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
 {
-    uint32_t random[4];
-    if (loader->entered && loader->epoch == epoch && loader->seed == seed) return;
-    dtrain__randperm(seed + epoch, loader->window_count, loader->order);
-    dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
-    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
-    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
-    loader->epoch = epoch;
-    loader->seed = seed;
-    loader->entered = true;
+    uint32_t s[DTRAIN__MT_COUNT];
+    s[0] = (uint32_t)seed;
+    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++)
+        s[i] = 1812433253u * (s[i - 1] ^ (s[i - 1] >> 30)) + i;
+    for (int64_t i = 0; i < n; i++) out[i] = i;
+    for (int64_t i = 0; i < n - 1; i++) {
+        /* The next 624 words: word k becomes a mix of words k, k + 1 and k + 397, in place. The
+         * words that wrap around are the ones renewed in this same pass, as the definition has
+         * it. */
+        for (uint32_t k = 0; i % DTRAIN__MT_COUNT == 0 && k < DTRAIN__MT_COUNT; k++) {
+            const uint32_t y = (s[k] & 0x80000000u) | (s[(k + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
+            s[k] = s[(k + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
+        }
+        uint32_t y = s[i % DTRAIN__MT_COUNT];
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c5680u;
+        y ^= (y << 15) & 0xefc60000u;
+        y ^= y >> 18;
+        int64_t j = i + (int64_t)(y % (uint32_t)(n - i));
+        int64_t swapped = out[i];
+        out[i] = out[j];
+        out[j] = swapped;
+    }
 }
 
-/* List the samples of this rank's batch at `position`, entering their epochs. */
-DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
-                                         dtrain__batch *batch)
+/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
+ * this one has fewer samples left. */
+static uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
+{
+    const uint64_t all = (uint64_t)loader->window_count, left = all - position % all;
+    const bool drops = loader->desc.drop_last && left < loader->desc.batch * loader->ranks;
+    return drops ? position + left : position;
+}
+
+/* List the samples of this rank's batch at `position`. They come with growing k, so a batch across
+ * a border enters each epoch once, which sets order and shift: O(windows). */
+static void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
+                                dtrain__batch *batch)
 {
     const dtrain_loader_desc *desc = &loader->desc;
     const uint64_t samples = (uint64_t)loader->window_count;
     const int64_t stride = desc->sequence ? desc->sequence : 1;
-    dtrain__pick *picks = batch->picks;
     batch->count = 0;
     for (uint32_t i = 0; i < desc->batch; i++, batch->count++) {
-        const uint64_t k = position + i * loader->ranks + loader->rank;
+        const uint64_t k = position + i * loader->ranks + loader->rank, epoch = k / samples;
         if (desc->sample_limit && k >= (uint64_t)desc->sample_limit) return;
-        picks[i].epoch = k / samples;
-        if (!desc->in_order) dtrain__loader_enter(loader, seed, picks[i].epoch);
+        if (!desc->in_order &&
+            !(loader->entered && loader->epoch == epoch && loader->seed == seed)) {
+            uint32_t random[4];
+            dtrain__randperm(seed + epoch, loader->window_count, loader->order);
+            dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
+            const uint64_t wide = (uint64_t)random[1] << 32 | random[0];
+            loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
+            loader->epoch = epoch;
+            loader->seed = seed;
+            loader->entered = true;
+        }
         const int64_t place = (int64_t)(k % samples);
         const int64_t index = desc->in_order ? place : loader->order[place];
-        picks[i].item = desc->first_item + loader->shift + index * stride;
+        batch->picks[i].epoch = epoch;
+        batch->picks[i].item = desc->first_item + loader->shift + index * stride;
     }
-}
-
-/* Read a sample with its label, and transform it into `output`. */
-static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtrain__pick *pick,
-                                         void *scratch, void *output, int32_t *label)
-{
-    const dtrain_loader_desc *desc = &loader->desc;
-    if (!desc->transform) return dtrain__dataset_read(desc->dataset, pick->item, 1, output, label);
-    dtrain_sample sample;
-    memset(&sample, 0, sizeof sample);
-    sample.item = pick->item;
-    sample.epoch = pick->epoch;
-    sample.data = scratch;
-    DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
-    if (label) *label = sample.label;
-    return desc->transform(desc->user, &sample, output);
 }
 
 /* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window
  * are both cut from the scratch: its tokens are used twice and read once. */
-DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
-                                                  const dtrain__batch *batch, void *inputs,
-                                                  int32_t *targets)
+static dtrain_result dtrain__loader_read(const dtrain_loader *loader, const dtrain__batch *batch,
+                                         void *inputs, int32_t *targets)
 {
     const dtrain_loader_desc *desc = &loader->desc;
     const size_t row = (size_t)desc->sequence;
@@ -32047,11 +32009,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
                                              batch->scratch, NULL));
             memcpy(to, window, loader->sample_bytes);
             memcpy(targets + i * row, window + 1, loader->sample_bytes);
-        } else {
-            int32_t *label = targets ? targets + i : NULL;
-            if (label) *label = 0; /* a source may have none: not the padding of the batch before */
-            DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
+            continue;
         }
+        dtrain_sample sample; /* label 0: a source may have none */
+        memset(&sample, 0, sizeof sample);
+        sample.item = pick->item;
+        sample.epoch = pick->epoch;
+        sample.data = batch->scratch;
+        DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1,
+                                         desc->transform ? batch->scratch : to,
+                                         targets || desc->transform ? &sample.label : NULL));
+        if (targets) targets[i] = sample.label;
+        if (desc->transform) DTRAIN__TRY(desc->transform(desc->user, &sample, to));
     }
     memset(to, 0, missing * loader->sample_bytes);
     if (targets) /* every byte of -1 is 255 */
@@ -32060,35 +32029,112 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
     return DTRAIN_OK;
 }
 
-/* ==== src/train/loader.c ====================================================================== */
+/* ---- Workers ----------------------------------------------------------------------------------*/
 
-/* Loaders
- *
- * A loader hands out this rank's batches, one after the other, and keeps one number: how many
- * samples all ranks have taken. Which samples those are follows from it (batch.c). A batch is made
- * in two steps. It is dealt: its samples are looked up, in order, because that may enter an epoch.
- * Then it is read, which changes nothing of the loader. So threads may read batches ahead
- * (prefetch.c), and all batches stay the same. */
-
-#define DTRAIN__MOST_WORKERS 64
-#define DTRAIN__MOST_PREFETCH 65536
-#define DTRAIN__NEXT_TIMEOUT_NS \
-    UINT64_C(600000000000) /* without a world: ten minutes, as its default */
-
-static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
-static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
-static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
-
-/* Warn where a loader in order, which evaluations have, deals samples again. */
-static void dtrain__loader_warn(dtrain_loader *loader)
+/* Claim batches, deal and read them, until the end. */
+static void *dtrain__prefetch_worker(void *argument)
 {
-    loader->warned = true;
-    dtrain_log(
-        loader->world, DTRAIN_LOG_WARNING,
-        "a loader in order has dealt the %lld samples of %s and begins again; sample_limit = "
-        "DTRAIN_ONE_EPOCH ends it, so that an evaluation covers each sample once",
-        (long long)loader->samples_per_epoch, loader->desc.dataset->name);
+    dtrain_loader *loader = (dtrain_loader *)argument;
+    dtrain__set_thread_rank(loader->thread_rank);
+    for (;;) {
+        pthread_mutex_lock(&loader->deal);
+        pthread_mutex_lock(&loader->mutex);
+        while (!loader->ending &&
+               !(loader->running && loader->claimed - loader->taken < loader->batch_count))
+            pthread_cond_wait(&loader->room, &loader->mutex);
+        const bool ending = loader->ending;
+        const uint64_t seed = loader->ahead_seed, position = loader->ahead;
+        dtrain__batch *batch = &loader->batches[loader->claimed % loader->batch_count];
+        if (!ending) {
+            const uint64_t end = position + loader->desc.batch * loader->ranks;
+            loader->ahead = dtrain__loader_begin(loader, end);
+            loader->claimed++;
+            loader->busy++;
+        }
+        pthread_mutex_unlock(&loader->mutex);
+        if (!ending) dtrain__loader_deal(loader, seed, position, batch);
+        pthread_mutex_unlock(&loader->deal);
+        if (ending) return NULL;
+        batch->read_ns[0] = dtrain__now_ns();
+        batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
+        batch->read_ns[1] = dtrain__now_ns();
+        if (batch->result != DTRAIN_OK)
+            snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
+        pthread_mutex_lock(&loader->mutex);
+        batch->ready = true;
+        loader->busy--;
+        pthread_cond_signal(&loader->ready);
+        pthread_mutex_unlock(&loader->mutex);
+    }
 }
+
+/* Wait for the reads that are under way, and drop all batches of the ring. */
+static void dtrain__prefetch_pause(dtrain_loader *loader)
+{
+    if (loader->process != getpid()) return;
+    pthread_mutex_lock(&loader->mutex);
+    loader->running = false;
+    while (loader->busy > 0) pthread_cond_wait(&loader->ready, &loader->mutex);
+    loader->claimed = loader->taken = 0;
+    for (size_t i = 0; i < loader->batch_count; i++) loader->batches[i].ready = false;
+    pthread_mutex_unlock(&loader->mutex);
+}
+
+/* Copy the next batch out of the ring, at the latest when the timeout is over. After a batch that
+ * failed the workers pause, and the next call starts them at that batch. The trace has a track for
+ * each place in the ring, where batches follow each other. */
+static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, int32_t *targets)
+{
+    dtrain_world *world = loader->world;
+    const size_t count = loader->desc.batch;
+    if (loader->process != getpid())
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_loader_next: this loader's workers live in process %ld, from "
+                           "which this one was forked: create loaders after the fork",
+                           (long)loader->process);
+    const uint64_t end = dtrain__now_ns() + loader->timeout_ns;
+    struct timespec deadline;
+    deadline.tv_sec = (time_t)(end / 1000000000u);
+    deadline.tv_nsec = (long)(end % 1000000000u);
+    pthread_mutex_lock(&loader->mutex);
+    if (!loader->running) {
+        loader->running = true;
+        loader->ahead_seed = loader->desc.seed;
+        loader->ahead = loader->position;
+        pthread_cond_signal(&loader->room); /* one at most waits: the others wait for `deal` */
+    }
+    const uint32_t place = (uint32_t)(loader->taken % loader->batch_count);
+    dtrain__batch *batch = &loader->batches[place];
+    while (!batch->ready && pthread_cond_timedwait(&loader->ready, &loader->mutex, &deadline) == 0)
+        continue;
+    const bool there = batch->ready;
+    pthread_mutex_unlock(&loader->mutex);
+    if (!there)
+        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                           "dtrain_loader_next: the batch at sample %llu of %s has not been read "
+                           "within %.1f s: is its storage there?",
+                           (unsigned long long)loader->position, loader->desc.dataset->name,
+                           1e-9 * (double)loader->timeout_ns);
+    if (batch->result != DTRAIN_OK) {
+        const dtrain_result result = dtrain__set_last_error(batch->result, batch->error);
+        dtrain__prefetch_pause(loader);
+        return result;
+    }
+    if (world && world->timeline.traced && DTRAIN__TRACK_READ + place < DTRAIN__TRACE_TRACKS)
+        dtrain__span_add(world, DTRAIN__TRACK_READ + place, DTRAIN_SPAN_DATA, "read batch", NULL,
+                         (int64_t)loader->taken, batch->read_ns[0], batch->read_ns[1]);
+    loader->batch_samples = batch->count;
+    memcpy(inputs, batch->inputs, count * loader->sample_bytes);
+    if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
+    pthread_mutex_lock(&loader->mutex);
+    batch->ready = false;
+    loader->taken++;
+    pthread_cond_signal(&loader->room);
+    pthread_mutex_unlock(&loader->mutex);
+    return DTRAIN_OK;
+}
+
+/* ---- The loader -------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
@@ -32100,7 +32146,7 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
                            "dtrain_loader_next: all %lld samples were dealt; dtrain_loader_seek "
                            "begins again",
                            (long long)loader->desc.sample_limit);
-    if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
+    if (loader->process) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
     else {
         dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches);
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
@@ -32110,16 +32156,15 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
     const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
     loader->position = dtrain__loader_begin(loader, end);
     if (loader->desc.in_order && !loader->desc.sample_limit && !loader->warned && !loader->rank &&
-        end > (uint64_t)loader->window_count)
-        dtrain__loader_warn(loader);
+        end > (uint64_t)loader->window_count) {
+        loader->warned = true;
+        dtrain_log(loader->world, DTRAIN_LOG_WARNING,
+                   "a loader in order has dealt the %lld samples of %s and begins again; "
+                   "sample_limit = DTRAIN_ONE_EPOCH ends it, so that an evaluation covers each "
+                   "sample once",
+                   (long long)loader->samples_per_epoch, loader->desc.dataset->name);
+    }
     return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
-{
-    const uint64_t all = (uint64_t)loader->window_count, left = all - position % all;
-    const bool drops = loader->desc.drop_last && left < loader->desc.batch * loader->ranks;
-    return drops ? position + left : position;
 }
 
 /* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
@@ -32158,58 +32203,12 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
     loader->position = dtrain__loader_begin(loader, position);
 }
 
-/* ---- creation ---------------------------------------------------------------------------------*/
-
-static dtrain__state_source dtrain__loader_state(dtrain_loader *loader)
-{
-    const dtrain__state_source source = {{{"loader.position", &loader->position, 8},
-                                          {"loader.epoch_samples", &loader->epoch_samples, 8},
-                                          {"loader.seed", &loader->desc.seed, 8},
-                                          {NULL, NULL, 0},
-                                          {NULL, NULL, 0}},
-                                         dtrain__loader_resume,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL};
-    return source;
-}
-
-/* Count windows first: the sizes of the arrays follow from their number. */
-DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
-                                              dtrain_loader **out)
-{
-    DTRAIN__GIVEN("dtrain_loader_create", desc);
-    DTRAIN__GIVEN("dtrain_loader_create", out);
-    *out = NULL;
-    DTRAIN__TRY(dtrain__loader_check(desc));
-    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
-    dtrain_loader *loader =
-        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
-    if (!loader) return DTRAIN_ERROR_MEMORY;
-    loader->allocator = allocator;
-    loader->world = world;
-    loader->desc = *desc;
-    loader->state = dtrain__loader_state(loader);
-    const dtrain_comm *data = desc->mesh   ? dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA)
-                              : desc->comm ? desc->comm
-                                           : dtrain_world_comm(world); /* NULL: one rank */
-    loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
-    loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
-    loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
-    if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
-    dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) result = dtrain__loader_memory(loader);
-    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_create(loader);
-    if (result == DTRAIN_OK) *out = loader;
-    else dtrain_loader_destroy(loader);
-    return result;
-}
+/* ---- Creation ---------------------------------------------------------------------------------*/
 
 /* Refuse fields that contradict each other. */
 static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
-    const bool tokens = desc->dataset && desc->dataset->item_bytes == 0;
+    const bool tokens = desc->dataset && desc->dataset->info.item_bytes == 0;
     if (!desc->dataset || desc->batch == 0 || desc->sequence < 0 || (tokens && !desc->sequence))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
@@ -32249,7 +32248,7 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
     dtrain_loader_desc *desc = &loader->desc;
     const bool tokens = desc->sequence != 0;
     const char *name = desc->dataset->name;
-    const int64_t have = desc->dataset->item_count;
+    const int64_t have = desc->dataset->info.item_count;
     if (desc->first_item < 0 || desc->first_item > have || desc->item_count < 0 ||
         desc->item_count > have - desc->first_item)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -32298,15 +32297,15 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
 {
     const dtrain_loader_desc *desc = &loader->desc;
     const dtrain_allocator *allocator = &loader->allocator;
-    const size_t row =
-        (size_t)desc->sequence; /* a window may fit in memory as bytes and not as int32 */
+    const size_t row = (size_t)desc->sequence;
+    /* a window may fit in memory as bytes and not as int32 */
     if (row > SIZE_MAX / sizeof(int32_t) - 1)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
     loader->sample_bytes = row               ? row * sizeof(int32_t)
                            : desc->transform ? desc->output_bytes
-                                             : desc->dataset->item_bytes;
+                                             : desc->dataset->info.item_bytes;
     loader->target_bytes = (row ? row : 1) * sizeof(int32_t);
-    loader->scratch_bytes = row ? (row + 1) * sizeof(int32_t) : desc->dataset->item_bytes;
+    loader->scratch_bytes = row ? (row + 1) * sizeof(int32_t) : desc->dataset->info.item_bytes;
     if (!desc->in_order) {
         loader->order = (int64_t *)dtrain__alloc(allocator, (size_t)loader->window_count,
                                                  sizeof *loader->order, "a loader's order");
@@ -32331,12 +32330,93 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
     return loader->batches ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
+/* Start the workers, with all signals blocked: the host's handlers run in its own threads. After a
+ * failure destroy ends those that have started. */
+static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
+{
+    pthread_condattr_t attributes;
+    sigset_t all, before;
+    loader->process = getpid();
+    loader->thread_rank = dtrain__rank_of_thread();
+    pthread_mutex_init(&loader->deal, NULL);
+    pthread_mutex_init(&loader->mutex, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&loader->room, &attributes);
+    pthread_cond_init(&loader->ready, &attributes);
+    pthread_condattr_destroy(&attributes);
+    loader->threads = (pthread_t *)dtrain__alloc(&loader->allocator, loader->desc.workers,
+                                                 sizeof *loader->threads, "a loader's threads");
+    if (!loader->threads) return DTRAIN_ERROR_MEMORY;
+    int error = 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (loader->thread_count < loader->desc.workers && error == 0) {
+        error = pthread_create(&loader->threads[loader->thread_count], NULL,
+                               dtrain__prefetch_worker, loader);
+        if (error == 0) loader->thread_count++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_loader_create: worker %u of %u could not be started: %s",
+                       loader->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
+}
+
+/* Count windows first: the sizes of the arrays follow from their number. */
+DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
+                                              dtrain_loader **out)
+{
+    DTRAIN__GIVEN("dtrain_loader_create", desc);
+    DTRAIN__GIVEN("dtrain_loader_create", out);
+    *out = NULL;
+    DTRAIN__TRY(dtrain__loader_check(desc));
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
+    dtrain_loader *loader =
+        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
+    if (!loader) return DTRAIN_ERROR_MEMORY;
+    loader->allocator = allocator;
+    loader->world = world;
+    loader->desc = *desc;
+    const dtrain__scalar scalars[] = {{"loader.position", &loader->position, 8},
+                                      {"loader.epoch_samples", &loader->epoch_samples, 8},
+                                      {"loader.seed", &loader->desc.seed, 8}};
+    memcpy(loader->state.scalars, scalars, sizeof scalars);
+    loader->state.resume = dtrain__loader_resume;
+    const dtrain_comm *data = desc->mesh   ? dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA)
+                              : desc->comm ? desc->comm
+                                           : dtrain_world_comm(world); /* NULL: one rank */
+    loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
+    loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
+    loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
+    if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
+    dtrain_result result = dtrain__loader_plan(loader);
+    if (result == DTRAIN_OK) result = dtrain__loader_memory(loader);
+    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_start(loader);
+    if (result == DTRAIN_OK) *out = loader;
+    else dtrain_loader_destroy(loader);
+    return result;
+}
+
+/* End the workers, each after the read that it is in, and free the loader. A forked child has their
+ * memory and no threads. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;
     dtrain_allocator allocator = loader->allocator;
     const uint32_t count = loader->desc.batch;
-    dtrain__prefetch_destroy(loader);
+    if (loader->process == getpid()) {
+        pthread_mutex_lock(&loader->mutex);
+        loader->ending = true;
+        pthread_cond_broadcast(&loader->room);
+        pthread_mutex_unlock(&loader->mutex);
+        for (uint32_t i = 0; i < loader->thread_count; i++) pthread_join(loader->threads[i], NULL);
+        pthread_cond_destroy(&loader->ready);
+        pthread_cond_destroy(&loader->room);
+        pthread_mutex_destroy(&loader->mutex);
+        pthread_mutex_destroy(&loader->deal);
+    }
+    dtrain__free(&allocator, loader->threads, loader->desc.workers, sizeof *loader->threads);
     for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
         dtrain__batch *batch = &loader->batches[i];
         dtrain__free(&allocator, batch->picks, count, sizeof *batch->picks);
@@ -32347,847 +32427,6 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
     dtrain__free(&allocator, loader->batches, loader->batch_count, sizeof *loader->batches);
     dtrain__free(&allocator, loader->order, (size_t)loader->window_count, sizeof *loader->order);
     dtrain__free(&allocator, loader, 1, sizeof *loader);
-}
-
-/* ==== src/train/prefetch.c ==================================================================== */
-
-/* Threads that read batches ahead
- *
- * Workers take batches in turn, 0, 1, 2, ... from where the loader stands, and read each into its
- * place in a ring. The loader copies them out in the same order, so how many workers there are and
- * which of them is slow changes no batch:
- *
- *     batches    0 1 2 | 3 4 5 6 | 7 8 ...        batch_count = 4; 3 and 5 are ready, 4 and 6 are
- *                taken | in ring | not claimed    being read, and 7 waits until 3 is taken
- *
- * The worker that claims a batch holds `deal`, also while it waits for a free place: so epochs are
- * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, and is
- * held for a few lines at a time.
- *
- * A seek, a failed batch and a loaded checkpoint do the same: workers stop, the batches that they
- * have read are dropped, and the next call starts them at the loader's new position. The first call
- * starts them as well, creation does not. */
-
-typedef struct dtrain__prefetch {
-    pthread_mutex_t deal, mutex;
-    pthread_cond_t room;  /* a place is free, or the end: workers wait for it */
-    pthread_cond_t ready; /* a batch was read: the loader waits for it */
-    pid_t process;        /* the one that has the threads: a forked child has none */
-    int rank;             /* to be named in error sentences */
-    pthread_t *threads;   /* (thread_count) of (desc.workers) */
-    uint32_t thread_count;
-
-    /* Under mutex. Batch n lies at n % batch_count; the next to be claimed begins at position. */
-    bool running, ending;
-    uint64_t seed, position;
-    uint64_t claimed, taken;
-    uint32_t busy; /* batches that are claimed and not yet read */
-} dtrain__prefetch;
-
-/* ---- a worker ---------------------------------------------------------------------------------*/
-
-/* Wait for a place, claim the next batch and deal it; NULL at the end. */
-static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
-{
-    dtrain__prefetch *p = loader->prefetch;
-    dtrain__batch *batch = NULL;
-    uint64_t seed = 0, position = 0;
-    pthread_mutex_lock(&p->deal);
-    pthread_mutex_lock(&p->mutex);
-    while (!p->ending && !(p->running && p->claimed - p->taken < loader->batch_count))
-        pthread_cond_wait(&p->room, &p->mutex);
-    if (!p->ending) {
-        seed = p->seed;
-        position = p->position;
-        p->position = dtrain__loader_begin(loader, position + loader->desc.batch * loader->ranks);
-        batch = &loader->batches[p->claimed % loader->batch_count];
-        p->claimed++;
-        p->busy++;
-    }
-    pthread_mutex_unlock(&p->mutex);
-    if (batch) dtrain__loader_deal(loader, seed, position, batch);
-    pthread_mutex_unlock(&p->deal);
-    return batch;
-}
-
-static void *dtrain__prefetch_worker(void *argument)
-{
-    dtrain_loader *loader = (dtrain_loader *)argument;
-    dtrain__prefetch *p = loader->prefetch;
-    dtrain__batch *batch;
-    dtrain__set_thread_rank(p->rank);
-    while ((batch = dtrain__prefetch_claim(loader)) != NULL) {
-        batch->read_ns[0] = dtrain__now_ns();
-        batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
-        batch->read_ns[1] = dtrain__now_ns();
-        if (batch->result != DTRAIN_OK)
-            snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
-        pthread_mutex_lock(&p->mutex);
-        batch->ready = true;
-        p->busy--;
-        pthread_cond_signal(&p->ready);
-        pthread_mutex_unlock(&p->mutex);
-    }
-    return NULL;
-}
-
-/* ---- the loader's thread ----------------------------------------------------------------------*/
-
-/* Wait for the next batch, at most until the deadline; false: it has passed. */
-static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *batch)
-{
-    dtrain__prefetch *p = loader->prefetch;
-    const uint64_t end = dtrain__now_ns() + loader->timeout_ns;
-    struct timespec deadline;
-    deadline.tv_sec = (time_t)(end / 1000000000u);
-    deadline.tv_nsec = (long)(end % 1000000000u);
-    int error = 0;
-    while (!batch->ready && error == 0)
-        error = pthread_cond_timedwait(&p->ready, &p->mutex, &deadline);
-    return batch->ready;
-}
-
-/* Write the reading of a batch to the trace: one track for each place in the ring, where batches
- * follow each other. */
-static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__batch *batch)
-{
-    const size_t place = (size_t)(batch - loader->batches);
-    if (!loader->world || !loader->world->timeline.traced ||
-        DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
-        return;
-    dtrain__span_add(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
-                     "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
-                     batch->read_ns[1]);
-}
-
-/* Copy the next batch out of the ring. After a batch that failed the workers pause, and the next
- * call starts them at that batch. */
-DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
-                                                    int32_t *targets)
-{
-    dtrain__prefetch *p = loader->prefetch;
-    const size_t count = loader->desc.batch;
-    if (p->process != getpid())
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_loader_next: this loader's workers live in process %ld, from "
-                           "which this one was forked: create loaders after the fork",
-                           (long)p->process);
-    pthread_mutex_lock(&p->mutex);
-    if (!p->running) {
-        p->running = true;
-        p->seed = loader->desc.seed;
-        p->position = loader->position;
-        pthread_cond_signal(&p->room); /* one at most waits: the others wait for `deal` */
-    }
-    dtrain__batch *batch = &loader->batches[p->taken % loader->batch_count];
-    const bool there = dtrain__prefetch_await(loader, batch);
-    pthread_mutex_unlock(&p->mutex);
-    if (!there)
-        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
-                           "dtrain_loader_next: the batch at sample %llu of %s has not been read "
-                           "within %.1f s: is its storage there?",
-                           (unsigned long long)loader->position, loader->desc.dataset->name,
-                           1e-9 * (double)loader->timeout_ns);
-    if (batch->result != DTRAIN_OK) {
-        const dtrain_result result = dtrain__set_last_error(batch->result, batch->error);
-        dtrain__prefetch_pause(loader);
-        return result;
-    }
-    dtrain__prefetch_trace(loader, batch);
-    loader->batch_samples = batch->count;
-    memcpy(inputs, batch->inputs, count * loader->sample_bytes);
-    if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
-    pthread_mutex_lock(&p->mutex);
-    batch->ready = false;
-    p->taken++;
-    pthread_cond_signal(&p->room);
-    pthread_mutex_unlock(&p->mutex);
-    return DTRAIN_OK;
-}
-
-/* Wait for the reads that are under way, and drop all batches of the ring. */
-DTRAIN__PRIVATE void dtrain__prefetch_pause(dtrain_loader *loader)
-{
-    dtrain__prefetch *p = loader->prefetch;
-    if (!p || p->process != getpid()) return;
-    pthread_mutex_lock(&p->mutex);
-    p->running = false;
-    while (p->busy > 0) pthread_cond_wait(&p->ready, &p->mutex);
-    p->claimed = p->taken = 0;
-    for (size_t i = 0; i < loader->batch_count; i++) loader->batches[i].ready = false;
-    pthread_mutex_unlock(&p->mutex);
-}
-
-/* ---- creation ---------------------------------------------------------------------------------*/
-
-/* Start the workers, with all signals blocked: the host's handlers run in its own threads. After a
- * failure prefetch_destroy ends those that have started. */
-DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader)
-{
-    pthread_condattr_t attributes;
-    sigset_t all, before;
-    dtrain__prefetch *p =
-        (dtrain__prefetch *)dtrain__alloc(&loader->allocator, 1, sizeof *p, "a loader's workers");
-    if (!p) return DTRAIN_ERROR_MEMORY;
-    p->process = getpid();
-    p->rank = dtrain__rank_of_thread();
-    pthread_mutex_init(&p->deal, NULL);
-    pthread_mutex_init(&p->mutex, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&p->room, &attributes);
-    pthread_cond_init(&p->ready, &attributes);
-    pthread_condattr_destroy(&attributes);
-    loader->prefetch = p;
-    p->threads = (pthread_t *)dtrain__alloc(&loader->allocator, loader->desc.workers,
-                                            sizeof *p->threads, "a loader's threads");
-    if (!p->threads) return DTRAIN_ERROR_MEMORY;
-    int error = 0;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (p->thread_count < loader->desc.workers && error == 0) {
-        error = pthread_create(&p->threads[p->thread_count], NULL, dtrain__prefetch_worker, loader);
-        if (error == 0) p->thread_count++;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
-                       "dtrain_loader_create: worker %u of %u could not be started: %s",
-                       p->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
-}
-
-/* End the workers, each after the read that it is in. A forked child has their memory and no
- * threads. */
-DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
-{
-    dtrain__prefetch *p = loader->prefetch;
-    if (!p) return;
-    if (p->process == getpid()) {
-        pthread_mutex_lock(&p->mutex);
-        p->ending = true;
-        pthread_cond_broadcast(&p->room);
-        pthread_mutex_unlock(&p->mutex);
-        for (uint32_t i = 0; i < p->thread_count; i++) pthread_join(p->threads[i], NULL);
-        pthread_cond_destroy(&p->ready);
-        pthread_cond_destroy(&p->room);
-        pthread_mutex_destroy(&p->mutex);
-        pthread_mutex_destroy(&p->deal);
-    }
-    dtrain__free(&loader->allocator, p->threads, loader->desc.workers, sizeof *p->threads);
-    dtrain__free(&loader->allocator, p, 1, sizeof *p);
-    loader->prefetch = NULL;
-}
-
-/* ==== src/train/tokens.c ====================================================================== */
-
-/* Token files
- *
- *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
- *     .bin     | magic | version | count | 0 ... | t | t | ...
- *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
- *     u16, u32 | t | t | t | ...                                      2 or 4 bytes, little endian
- *
- * The tokens of all files are one stream: a window may begin in one file and end in the next. */
-
-#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
-#define DTRAIN__BIN_MAGIC_U16 20240520u
-#define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__TOKEN_BYTES 4096 /* read at once, into the stack, which can be of 64 KiB */
-
-/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
- * file counts as no .bin: the read that follows reports the error. */
-DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
-{
-    unsigned char head[4];
-    if (file->opened.st_size < 4 || dtrain__data_file_read(file, 0, head, sizeof head) != DTRAIN_OK)
-        return false;
-    const uint32_t magic = dtrain__le(head, 4);
-    return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
-}
-
-/* Return what the first bytes of a file say that it is, if that is neither text nor tokens. */
-static const char *dtrain__known_file(const unsigned char *head, size_t bytes)
-{
-    static const char packed[] = "compressed data: decompress it first",
-                      utf16[] = "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
-    static const struct {
-        const char *magic, *what;
-    } known[] = {{"\xc6\xd7\x34\x01", "a model of llm.c, by its magic 20240326"},
-                 {"\xc7\xd7\x34\x01", "a debugging state of llm.c, by its magic 20240327"},
-                 {"\xc8\xd7\x34\x01", "a tokenizer of llm.c, by its magic 20240328"},
-                 {"\x8a\xd8\x34\x01", "an evaluation of llm.c, by its magic 20240522"},
-                 {"\x93NUMPY", "a .npy file: array.tofile(PATH) writes numbers only"},
-                 {"PAR1\x15", "a Parquet file: write its text to a file"},
-                 {"\x1f\x8b\x08", packed}, /* gzip, zstd, xz, bzip2, zip */
-                 {"\x28\xb5\x2f\xfd", packed},
-                 {"\xfd\x37zXZ", packed},
-                 {"BZh91AY&SY", packed},
-                 {"PK\x03\x04", packed},
-                 {"\xff\xfe", utf16},
-                 {"\xfe\xff", utf16}};
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        const size_t length = strlen(known[i].magic);
-        if (bytes >= length && memcmp(head, known[i].magic, length) == 0) return known[i].what;
-    }
-    return NULL;
-}
-
-/* Bytes of a sample of a file, by their place in a group of four. */
-typedef struct dtrain__byte_counts {
-    int64_t all, control;                   /* control: bytes that no text has */
-    int64_t zero[4], printable[4], high[4]; /* high: above 0xc4, the high byte of 50256 */
-} dtrain__byte_counts;
-
-static void dtrain__count_bytes(dtrain__byte_counts *c, const unsigned char *bytes, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++) {
-        c->control += bytes[i] < 9 || (bytes[i] > 13 && bytes[i] < 27);
-        c->zero[i % 4] += bytes[i] == 0;
-        c->printable[i % 4] += bytes[i] >= 32 ? bytes[i] < 127 : bytes[i] >= 9 && bytes[i] <= 13;
-        c->high[i % 4] += bytes[i] > 0xc4;
-    }
-    c->all += count;
-}
-
-/* Tell integers of 2, 4 or 8 bytes, little endian, from bytes: their high bytes are zero, or of
- * GPT-2's tokens never above 0xc4 where low bytes are. In programs, pictures, sound and compressed
- * data no place in a group of bytes is so unlike its neighbour, and text has no control characters.
- * NULL: bytes, or too few to tell. */
-static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t size)
-{
-    const int64_t n = c->all / 4, even = c->zero[0] + c->zero[2], odd = c->zero[1] + c->zero[3];
-    const int64_t letters[2] = {c->printable[0] + c->printable[2],
-                                c->printable[1] + c->printable[3]};
-    if (n < 32 || c->control * 50 < c->all) return NULL;
-    if (size % 4 == 0 && c->zero[3] >= n && 2 * c->zero[2] >= n && 10 * c->zero[0] < 9 * n)
-        return 2 * c->zero[0] < n ? "uint32 tokens" : "integers of 64 bits, which no format has";
-    if (size % 2) return NULL;
-    if ((10 * odd > 18 * n && 10 * letters[0] > 18 * n) ||
-        (10 * even > 18 * n && 10 * letters[1] > 18 * n))
-        return "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
-    const bool low = odd >= 2 * n && even < n;
-    const bool words = c->high[1] + c->high[3] == 0 && 10 * (c->high[0] + c->high[2]) > n;
-    return low || words ? "uint16 tokens, as nanoGPT's .bin" : NULL;
-}
-
-/* Refuse a file that was taken for bytes because desc names no format, and that is something else.
- * Four pages of it are looked at. */
-DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
-                                                    const dtrain__data_file *file)
-{
-    const int64_t size = (int64_t)file->opened.st_size;
-    unsigned char page[4096];
-    const char *what = NULL;
-    bool text = true;
-    dtrain__byte_counts counts;
-    memset(&counts, 0, sizeof counts);
-    for (int64_t part = 0; part < 4 && !what; part++) {
-        const int64_t at = size / 4 * part / 4 * 4;
-        const int64_t bytes = dtrain__min(size - at, (int64_t)sizeof page);
-        DTRAIN__TRY(dtrain__data_file_read(file, at, page, (size_t)bytes));
-        dtrain__count_bytes(&counts, page, bytes);
-        if (part == 0) what = dtrain__known_file(page, (size_t)bytes);
-        if (part == 0) text = counts.control == 0 || dataset->vocab_count <= 256;
-    }
-    if (!what) what = dtrain__wide_tokens(&counts, size);
-    if (!what && !text) what = "no text, and the vocabulary is larger than 256";
-    if (!what) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s seems to be %s; a desc without a `format` reads it "
-                       "as bytes: name DTRAIN_DATA_BYTES if these are meant, and for tokens "
-                       "DTRAIN_DATA_U16 (nanoGPT's .bin) or DTRAIN_DATA_U32",
-                       file->path, what);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file)
-{
-    dataset->token_bytes = 1;
-    file->item_count = (int64_t)file->opened.st_size;
-    return DTRAIN_OK;
-}
-
-/* Require that the count in the header is exactly the number of tokens, as llm.c does: a longer
- * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
-DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
-{
-    unsigned char head[DTRAIN__BIN_HEADER] = {0};
-    const int64_t size = (int64_t)file->opened.st_size;
-    const int64_t have = dtrain__min(size, DTRAIN__BIN_HEADER);
-    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
-    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
-    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
-    if ((!narrow && magic != DTRAIN__BIN_MAGIC_U32) || have < DTRAIN__BIN_HEADER ||
-        version != (narrow ? 1 : 7))
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
-                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
-                           "bytes, %u and %u; nanoGPT's .bin files lack the header: they are "
-                           "`format` DTRAIN_DATA_U16, and text is DTRAIN_DATA_BYTES",
-                           file->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
-                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
-    const uint32_t token_bytes = narrow ? 2 : 4;
-    if (dataset->token_bytes && dataset->token_bytes != token_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has tokens of %u bytes and %s of %u: files of "
-                           "one dataset have one size of token",
-                           file->path, token_bytes, dataset->data.files->path,
-                           dataset->token_bytes);
-    dataset->token_bytes = token_bytes;
-    file->header_bytes = DTRAIN__BIN_HEADER;
-    file->item_count = dtrain__le(head + 8, 4);
-    const int64_t bytes = DTRAIN__BIN_HEADER + file->item_count * token_bytes;
-    if (file->item_count > 0 && bytes == size) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
-                       "has %lld: is it cut off?",
-                       file->path, (long long)file->item_count, (long long)bytes, (long long)size);
-}
-
-/* Take a file of tokens without a header; its format says how many bytes a token has. */
-DTRAIN__PRIVATE dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
-{
-    const int64_t size = (int64_t)file->opened.st_size;
-    unsigned char head[6] = {0};
-    dataset->token_bytes = dataset->format->item_bytes;
-    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)dtrain__min(size, sizeof head)));
-    if (dtrain__is_bin(file) || memcmp(head, "\x93NUMPY", sizeof head) == 0)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s begins with the header of %s, and %s have none",
-                           file->path,
-                           head[0] != 0x93 ? "an llm.c token file (DTRAIN_DATA_BIN)"
-                                           : "a .npy file (array.tofile(PATH) writes none)",
-                           dataset->format->name);
-    if (size % dataset->token_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
-                           "cut off?",
-                           file->path, (long long)size, dataset->format->name);
-    file->item_count = size / dataset->token_bytes;
-    return DTRAIN_OK;
-}
-
-/* Write tokens of 1, 2 or 4 bytes as int32. */
-static void dtrain__widen(const unsigned char *raw, uint32_t width, int64_t count, int32_t *tokens)
-{
-    if (width == 1)
-        for (int64_t i = 0; i < count; i++) tokens[i] = raw[i];
-    else if (width == 2)
-        for (int64_t i = 0; i < count; i++) tokens[i] = raw[2 * i] | raw[2 * i + 1] << 8;
-    else
-        for (int64_t i = 0; i < count; i++) tokens[i] = (int32_t)dtrain__le(raw + 4 * i, 4);
-}
-
-/* Read tokens through a small buffer, file after file. */
-DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count,
-                                                  void *items, int32_t *labels)
-{
-    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const uint32_t width = dataset->token_bytes;
-    unsigned char raw[DTRAIN__TOKEN_BYTES];
-    (void)labels; /* tokens have none */
-    for (int64_t done = 0; done < count;) {
-        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);
-        const int64_t at = first + done - file->first_item;
-        const int64_t some = dtrain__min(dtrain__min(count - done, file->item_count - at),
-                                         (int64_t)(sizeof raw / width));
-        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * width, raw,
-                                           (size_t)some * width));
-        dtrain__widen(raw, width, some, (int32_t *)items + done);
-        done += some;
-    }
-    return DTRAIN_OK;
-}
-
-/* ==== src/train/images.c ====================================================================== */
-
-/* Image files
- *
- *     CIFAR-10    | label | 3072 pixels | label | 3072 pixels | ...    planes of red, green, blue,
- *     CIFAR-100   | coarse | fine | 3072 pixels | ...                  32 rows of 32 each
- *     IDX         | 0 | 0 | 8 | axes | length of axis 1, 2, ... | bytes ...       in two files:
- *                 |<- 4 bytes ------>|<- 4 bytes each, big endian         images, and their labels
- */
-
-#define DTRAIN__CIFAR_PIXELS 3072
-#define DTRAIN__IDX_AXES 4
-#define DTRAIN__IDX_BYTES 8u /* the type: unsigned bytes */
-
-/* ---- CIFAR ------------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file)
-{
-    const dtrain__format *format = dataset->format;
-    dataset->item_bytes = DTRAIN__CIFAR_PIXELS;
-    dataset->shape[0] = 3;
-    dataset->shape[1] = dataset->shape[2] = 32;
-    file->item_count = (int64_t)file->opened.st_size / format->item_bytes;
-    if (file->opened.st_size % format->item_bytes == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s has %lld bytes, no whole number of records of %u: "
-                       "is it the binary version of %s, and not cut off?",
-                       file->path, (long long)file->opened.st_size, format->item_bytes,
-                       format->name);
-}
-
-/* Read records one by one: a label or two, then pixels. */
-DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count,
-                                                 void *items, int32_t *labels)
-{
-    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const uint32_t record_bytes = dataset->format->item_bytes,
-                   label_bytes = dataset->format->label_bytes;
-    unsigned char record[2 + DTRAIN__CIFAR_PIXELS];
-    for (int64_t i = 0; i < count; i++) {
-        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
-        const int64_t at = first + i - file->first_item;
-        DTRAIN__TRY(dtrain__data_file_read(file, at * record_bytes, record, record_bytes));
-        memcpy((unsigned char *)items + i * DTRAIN__CIFAR_PIXELS, record + label_bytes,
-               DTRAIN__CIFAR_PIXELS);
-        if (labels) labels[i] = record[label_bytes - 1]; /* the last one is the fine one */
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- IDX --------------------------------------------------------------------------------------*/
-
-/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
- * lengths must be exactly the bytes that follow. */
-static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
-                                        int64_t lengths[DTRAIN__IDX_AXES])
-{
-    unsigned char head[4 + 4 * DTRAIN__IDX_AXES] = {0};
-    const int64_t size = (int64_t)file->opened.st_size;
-    const int64_t have = dtrain__min(size, (int64_t)sizeof head);
-    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
-    const uint32_t axes = head[3];
-    if (have < 8 || head[0] || head[1] || head[2] != DTRAIN__IDX_BYTES || axes < least ||
-        axes > most || have < 4 + 4 * (int64_t)axes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is no IDX file of %s: expected bytes 0 0 8 and "
-                           "%u%s axes at its beginning, found %u %u %u %u in %lld bytes%s",
-                           file->path, most > 1 ? "images" : "labels", least,
-                           most > least ? " to 4" : "", head[0], head[1], head[2], head[3],
-                           (long long)size,
-                           head[0] == 0x1f && head[1] == 0x8b ? ": gunzip it first" : "");
-    int64_t bytes = 1; /* of the data: no more than size, which bounds every product below */
-    bool fits = true;
-    for (uint32_t i = 0; i < axes; i++) {
-        const unsigned char *big = head + 4 + 4 * i;
-        lengths[i] = (int64_t)big[0] << 24 | big[1] << 16 | big[2] << 8 | big[3];
-        fits = fits && lengths[i] > 0 && lengths[i] <= size / bytes;
-        if (fits) bytes *= lengths[i];
-    }
-    file->header_bytes = 4 + 4 * (int64_t)axes;
-    file->item_count = lengths[0];
-    if (fits && file->header_bytes + bytes == size) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld items in %u axes, which does not "
-                       "make its %lld bytes: is it cut off?",
-                       file->path, (long long)lengths[0], axes, (long long)size);
-}
-
-/* Learn a file of images, and the file of labels with the same number in the other list. Axes are
- * (images, columns), (images, rows, columns) or (images, channels, rows, columns). */
-DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file)
-{
-    const size_t at = (size_t)(file - dataset->data.files);
-    int64_t lengths[DTRAIN__IDX_AXES], shape[3] = {1, 1, 1}, label_count[DTRAIN__IDX_AXES];
-    if (dataset->labels.count != dataset->data.count)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_dataset_open: %zu IDX files of images and %zu of labels; expected "
-            "as many in desc->labels as in desc->path",
-            dataset->data.count, dataset->labels.count);
-    dtrain__data_file *beside = &dataset->labels.files[at];
-    DTRAIN__TRY(dtrain__idx_header(file, 2, DTRAIN__IDX_AXES, lengths));
-    DTRAIN__TRY(dtrain__idx_header(beside, 1, 1, label_count));
-    beside->first_item = file->first_item;
-    if (file->item_count != beside->item_count)
-        return dtrain_fail(
-            DTRAIN_ERROR_DATA, "dtrain_dataset_open: %s has %lld images and %s %lld labels",
-            file->path, (long long)file->item_count, beside->path, (long long)beside->item_count);
-    const int64_t axes = (file->header_bytes - 4) / 4;
-    for (int64_t i = 1; i < axes; i++) shape[3 - axes + i] = lengths[i];
-    if (at > 0 && memcmp(shape, dataset->shape, sizeof shape) != 0)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: images of %s are (%lld, %lld, %lld), those of %s "
-                           "(%lld, %lld, %lld)",
-                           file->path, (long long)shape[0], (long long)shape[1],
-                           (long long)shape[2], dataset->data.files->path,
-                           (long long)dataset->shape[0], (long long)dataset->shape[1],
-                           (long long)dataset->shape[2]);
-    memcpy(dataset->shape, shape, sizeof shape);
-    dataset->item_bytes = (size_t)(shape[0] * shape[1] * shape[2]);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count,
-                                               void *items, int32_t *labels)
-{
-    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const size_t bytes = dataset->item_bytes;
-    for (int64_t i = 0; i < count; i++) {
-        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
-        const int64_t at = first + i - file->first_item;
-        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * (int64_t)bytes,
-                                           (unsigned char *)items + (size_t)i * bytes, bytes));
-        if (!labels) continue;
-        const dtrain__data_file *beside = dtrain__data_file_of(&dataset->labels, first + i);
-        unsigned char label;
-        DTRAIN__TRY(dtrain__data_file_read(beside, beside->header_bytes + at, &label, 1));
-        labels[i] = label;
-    }
-    return DTRAIN_OK;
-}
-
-/* ==== src/train/files.c ======================================================================= */
-
-/* Files of a dataset
- *
- * Files are read with pread into the caller's memory, never mapped. A mapping of a file that
- * another process cuts off ends this one with SIGBUS, which only a signal handler could stop, and
- * what that process writes into the file shows up in the middle of an item. A read is short
- * instead, and after each one the file must still have the size and the time of its last change
- * that it was opened with: else it is an error that names it. The page cache serves both ways
- * alike; bench_data has what a read costs. */
-
-#include <fnmatch.h>
-
-#define DTRAIN__OPEN_FILES \
-    64 /* that many stay open; others are opened for each read, because descriptors are few */
-
-/* A search for files: what it has found so far, and the part of `paths` it is at. */
-typedef struct dtrain__data_search {
-    const dtrain_allocator *allocator;
-    dtrain__data_files *files;
-    char path[PATH_MAX];
-} dtrain__data_search;
-
-static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths);
-static dtrain_result dtrain__data_file_open(dtrain__data_file *file, bool stays);
-
-/* Find the files that `paths` names, and open each. After a failure files_close frees what is
- * there. */
-DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
-                                                      const char *paths, dtrain__data_files *files)
-{
-    dtrain__data_search search;
-    memset(&search, 0, sizeof search);
-    search.allocator = allocator;
-    search.files = files;
-    DTRAIN__TRY(dtrain__data_files_find(&search, paths));
-    for (size_t i = 0; i < files->count; i++)
-        DTRAIN__TRY(dtrain__data_file_open(&files->files[i], i < DTRAIN__OPEN_FILES));
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
-                                              dtrain__data_files *files)
-{
-    for (size_t i = 0; i < files->count; i++) {
-        dtrain__data_file *file = &files->files[i];
-        if (file->file >= 0) close(file->file);
-        dtrain__free(allocator, file->path, strlen(file->path) + 1, 1);
-    }
-    dtrain__free(allocator, files->files, files->room, sizeof *files->files);
-    memset(files, 0, sizeof *files);
-}
-
-/* Return the file that holds an item of the dataset. */
-DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
-                                                              int64_t item)
-{
-    size_t low = 0, high = files->count; /* it is one of [low, high) */
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        if (files->files[middle].first_item <= item) low = middle;
-        else high = middle;
-    }
-    return &files->files[low];
-}
-
-/* Return the little-endian number of `width` bytes, whatever the host's order. */
-DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
-{
-    uint32_t value = 0;
-    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
-    return value;
-}
-
-/* ---- reading ----------------------------------------------------------------------------------*/
-
-/* Open a file. Without O_NONBLOCK a pipe would wait for its writer here. */
-static int dtrain__data_open(const char *path)
-{
-    int file;
-    do file = dtrain__open(path, O_RDONLY | O_NONBLOCK);
-    while (file < 0 && errno == EINTR);
-    return file;
-}
-
-/* Check that the file is the one that was opened, unchanged. Two changes within one tick of the
- * kernel's clock, a few ms, that leave the size alone look like one. */
-static dtrain_result dtrain__data_file_check(const dtrain__data_file *file, int descriptor)
-{
-    const struct stat *then = &file->opened;
-    struct stat now;
-    if (fstat(descriptor, &now) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be looked at: %s", file->path,
-                           strerror(errno));
-    if (now.st_size == then->st_size && now.st_mtim.tv_sec == then->st_mtim.tv_sec &&
-        now.st_mtim.tv_nsec == then->st_mtim.tv_nsec && now.st_ino == then->st_ino &&
-        now.st_dev == then->st_dev)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "%s changed while it was in use: it had %lld bytes when it was opened and "
-                       "has %lld now, %s; open the dataset again when nobody writes to its files",
-                       file->path, (long long)then->st_size, (long long)now.st_size,
-                       now.st_ino != then->st_ino    ? "being another file"
-                       : now.st_size < then->st_size ? "having been cut"
-                                                     : "having been written to");
-}
-
-static dtrain_result dtrain__data_file_pread(const dtrain__data_file *file, int descriptor,
-                                             int64_t offset, void *buffer, size_t bytes)
-{
-    for (size_t done = 0; done < bytes;) {
-        const ssize_t got = pread(descriptor, (unsigned char *)buffer + done, bytes - done,
-                                  (off_t)(offset + (int64_t)done));
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s", file->path,
-                               (long long)offset + (long long)done, strerror(errno));
-        if (got == 0) { /* the file is shorter now: offsets lie inside its size at open */
-            DTRAIN__TRY(dtrain__data_file_check(file, descriptor));
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
-                               (long long)offset + (long long)done,
-                               (long long)file->opened.st_size);
-        }
-        done += (size_t)got;
-    }
-    return dtrain__data_file_check(file, descriptor);
-}
-
-/* Read all `bytes` at `offset`; fail if the file has changed since it was opened. */
-DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
-                                                     void *buffer, size_t bytes)
-{
-    if (file->file >= 0) return dtrain__data_file_pread(file, file->file, offset, buffer, bytes);
-    const int descriptor = dtrain__data_open(file->path);
-    if (descriptor < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened again: %s", file->path,
-                           strerror(errno));
-    const dtrain_result result = dtrain__data_file_pread(file, descriptor, offset, buffer, bytes);
-    close(descriptor);
-    return result;
-}
-
-/* Open a file to learn its size, and keep it open if it `stays`. */
-static dtrain_result dtrain__data_file_open(dtrain__data_file *file, bool stays)
-{
-    file->file = dtrain__data_open(file->path);
-    if (file->file < 0 || fstat(file->file, &file->opened) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           file->path, strerror(errno));
-    if (!S_ISREG(file->opened.st_mode) || file->opened.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a file of data", file->path,
-                           S_ISREG(file->opened.st_mode) ? "empty" : "no regular file");
-    if (stays) return DTRAIN_OK;
-    close(file->file);
-    file->file = -1;
-    return DTRAIN_OK;
-}
-
-/* ---- finding ----------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__data_files_add(dtrain__data_search *search, const char *path)
-{
-    dtrain__data_files *files = search->files;
-    void *array = files->files;
-    const size_t bytes = strlen(path) + 1;
-    const bool room = dtrain__grow(search->allocator, &array, files->count, &files->room,
-                                   sizeof *files->files, "a dataset's files");
-    files->files = (dtrain__data_file *)array;
-    char *copy = room ? (char *)dtrain__alloc(search->allocator, bytes, 1, "a path") : NULL;
-    if (!copy) return DTRAIN_ERROR_MEMORY;
-    dtrain__data_file *file = &files->files[files->count++];
-    memset(file, 0, sizeof *file);
-    file->path = (char *)memcpy(copy, path, bytes);
-    file->file = -1;
-    return DTRAIN_OK;
-}
-
-static int dtrain__compare_data_files(const void *a, const void *b)
-{
-    return strcmp(((const dtrain__data_file *)a)->path, ((const dtrain__data_file *)b)->path);
-}
-
-/* Add the regular files of a folder whose names fit the pattern, in the order of their names. */
-static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const char *folder,
-                                             const char *pattern)
-{
-    const size_t before = search->files->count;
-    dtrain_result result = DTRAIN_OK;
-    DIR *directory = dtrain__open_directory(*folder ? folder : ".");
-    if (!directory)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           *folder ? folder : ".", strerror(errno));
-    const size_t length = strlen(folder);
-    const char *slash = length && folder[length - 1] != '/' ? "/" : "";
-    for (const struct dirent *entry; result == DTRAIN_OK && (entry = readdir(directory));) {
-        char path[PATH_MAX + 1 + NAME_MAX + 1];
-        struct stat info;
-        if (fnmatch(pattern, entry->d_name, FNM_PERIOD) != 0) continue;
-        snprintf(path, sizeof path, "%s%s%s", folder, slash, entry->d_name);
-        if (stat(path, &info) == 0 && S_ISREG(info.st_mode))
-            result = dtrain__data_files_add(search, path);
-    }
-    closedir(directory);
-    DTRAIN__TRY(result);
-    if (search->files->count == before)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: the folder %s has no file whose name fits \"%s\"",
-                           *folder ? folder : ".", pattern);
-    qsort(search->files->files + before, search->files->count - before,
-          sizeof *search->files->files, dtrain__compare_data_files);
-    return DTRAIN_OK;
-}
-
-/* Add the files that search->path names: the file itself, the files of a folder, or those that fit
- * a pattern. A path that exists is no pattern, whatever characters are in it. */
-static dtrain_result dtrain__data_files_find_one(dtrain__data_search *search)
-{
-    struct stat info;
-    char *path = search->path;
-    const bool exists = stat(path, &info) == 0;
-    if (exists && S_ISDIR(info.st_mode)) return dtrain__data_files_list(search, path, "*");
-    if (exists || !strpbrk(path, "*?[")) return dtrain__data_files_add(search, path);
-    char *slash = strrchr(path, '/');
-    if (!slash) return dtrain__data_files_list(search, "", path);
-    char pattern[NAME_MAX + 1];
-    snprintf(pattern, sizeof pattern, "%s", slash + 1);
-    slash[slash == path] = 0; /* the root keeps its slash */
-    return dtrain__data_files_list(search, path, pattern);
-}
-
-/* Find all files: `paths` is one that exists, or several with commas between. */
-static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths)
-{
-    struct stat info;
-    const bool whole = stat(paths, &info) == 0;
-    for (const char *at = paths;;) {
-        const size_t length = whole ? strlen(at) : strcspn(at, ",");
-        if (length == 0 || length >= sizeof search->path)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_dataset_open: a path in \"%.200s\" is %s", paths,
-                               length ? "too long" : "empty");
-        memcpy(search->path, at, length);
-        search->path[length] = 0;
-        DTRAIN__TRY(dtrain__data_files_find_one(search));
-        if (!at[length]) return DTRAIN_OK;
-        at += length + 1;
-    }
 }
 
 /* ==== src/train/micro_batch.c ================================================================= */
@@ -33215,9 +32454,10 @@ enum {
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
     DTRAIN__WORD_INPUTS, /* with the next two: the hash of its inputs, 22 bits each */
-    DTRAIN__WORD_INPUTS_END = DTRAIN__WORD_INPUTS + 2,
-    DTRAIN__WORD_COUNT
+    DTRAIN__WORD_COUNT = DTRAIN__WORD_INPUTS + 3
 };
+
+typedef float dtrain__rank_words[DTRAIN__WORD_COUNT];
 
 /* The numbers that a rank sends the others after each batch of an evaluation. */
 enum {
@@ -33264,7 +32504,7 @@ struct dtrain_trainer {
     bool ended;            /* this rank's data has ended */
     double saving;         /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
-    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
+    dtrain__rank_words *words; /* (ranks), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
     int slow_rank;   /* the slowest of the last step ... */
     int slow_steps;  /* ... and for how many steps it has been a straggler */
@@ -33274,7 +32514,6 @@ struct dtrain_trainer {
 };
 
 typedef struct dtrain__queue {
-    dtrain_device *device;
     dtrain_step_scalars *scalars; /* device memory: a step's numbers, then the norm (1) */
     dtrain_step_scalars *now;     /* page-locked: the next step's numbers */
     float *results;               /* behind `now` (micro_batches + 2): losses, norm, weights */
@@ -33483,7 +32722,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
+    dtrain_device *device = trainer->tape->device;
     dtrain_tape *tape = trainer->tape;
     float *norm = queue->results + desc->micro_batches;
     bool empty;
@@ -33519,7 +32758,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
  * one. */
 static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 {
-    dtrain_device *device = trainer->queue->device;
+    dtrain_device *device = trainer->tape->device;
     dtrain_graph *unfinished;
     char text[DTRAIN__ERROR_BYTES];
     const double flops = trainer->tape->flops;
@@ -33546,7 +32785,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
+    dtrain_device *device = trainer->tape->device;
     const float *norm = queue->results + desc->micro_batches;
     *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
@@ -33585,7 +32824,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const uint32_t micro_batches = trainer->desc.micro_batches;
-    dtrain_device *device = dtrain_world_device(trainer->world);
+    dtrain_device *device = trainer->tape->device;
     const char *missing = NULL;
     dtrain_comm_info comm;
     void *memory;
@@ -33614,7 +32853,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue =
         (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
     if (!queue) return DTRAIN_ERROR_MEMORY;
-    queue->device = device;
     queue->feeds = (dtrain__feed *)dtrain__alloc(&trainer->allocator, micro_batches,
                                                  sizeof *queue->feeds, "a queued step's inputs");
     if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
@@ -33633,7 +32871,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue;
     const uint32_t micro_batches = trainer->desc.micro_batches;
     if (!queue) return;
-    dtrain_device *device = queue->device;
+    dtrain_device *device = trainer->tape->device;
     device->ops->synchronize(device);
     if (queue->graph) device->ops->graph_destroy(device, queue->graph);
     for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
@@ -34370,7 +33608,6 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  * other in the record's own all-gather is in no figure. Waiting for data counts as compute time, so
  * that a rank with a slow disk is found, and is a figure of its own as well. */
 
-#define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 #define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
 /* ---- The words of this rank -------------------------------------------------------------------*/
@@ -34459,39 +33696,17 @@ static void dtrain__put_loss(const dtrain_trainer *trainer, double *own)
     own[DTRAIN__WORD_ENDED] = joined / (double)count;
 }
 
-/* Move the hash of the inputs since the last exchange into this rank's words. */
-static void dtrain__put_inputs(const dtrain_trainer *trainer, double *own)
-{
-    for (int i = 0; i < 3; i++)
-        own[DTRAIN__WORD_INPUTS + i] = (double)(trainer->tape->inputs_hash >> 22 * i & 0x3fffff);
-    trainer->tape->inputs_hash = 0;
-}
-
 /* ---- The record -------------------------------------------------------------------------------*/
 
-/* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
- * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
- * rank's is. Nothing is allocated per step. */
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
-                                              double *mean)
+/* Gather the words of all ranks in place, with the hash of the inputs since the last time. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer)
 {
-    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) slot[word] = (float)own[word];
-    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
-                                  DTRAIN_DTYPE_F32, NULL));
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
-        double weights = 0;
-        mean[word] = 0;
-        for (int r = 0; r < trainer->ranks; r++) {
-            const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-            const double weight =
-                word == DTRAIN__WORD_LOSS ? (double)words[DTRAIN__WORD_WEIGHT] : 1;
-            mean[word] += (double)words[word] * weight;
-            weights += weight;
-        }
-        if (weights > 0) mean[word] /= weights;
-    }
-    return DTRAIN_OK;
+    uint64_t *hash = &trainer->tape->inputs_hash;
+    float *own = trainer->words[trainer->rank];
+    for (int i = 0; i < 3; i++) own[DTRAIN__WORD_INPUTS + i] = (float)(*hash >> 22 * i & 0x3fffff);
+    *hash = 0;
+    return dtrain_all_gather(trainer->groups.all, own, trainer->words, DTRAIN__WORD_COUNT,
+                             DTRAIN_DTYPE_F32, NULL);
 }
 
 /* Compare the data of ranks that have parts of one model: where it ended, and the hash of what it
@@ -34504,8 +33719,7 @@ static dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const cha
     const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
     for (int r = 0; r < trainer->ranks; r++) {
         const int first = r % replicas / tensor * tensor; /* of the same model */
-        const float *own = &trainer->words[r * DTRAIN__WORD_COUNT],
-                    *other = &trainer->words[first * DTRAIN__WORD_COUNT];
+        const float *own = trainer->words[r], *other = trainer->words[first];
         const int ranks[2] = {dtrain__world_rank(trainer->groups.all, r),
                               dtrain__world_rank(trainer->groups.all, first)};
         if (own[DTRAIN__WORD_ENDED] != other[DTRAIN__WORD_ENDED])
@@ -34545,7 +33759,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
         return DTRAIN_OK;
     }
     for (int r = 0; r < trainer->ranks; r++) {
-        const float loss = trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_LOSS];
+        const float loss = trainer->words[r][DTRAIN__WORD_LOSS];
         if (!dtrain__is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
@@ -34559,28 +33773,26 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)record->step, record->grad_norm, advice);
 }
 
-/* Reduce a figure over the ranks that know it, in rank order. */
-static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int figure)
+/* Reduce a word over the ranks that know it, in rank order: the same bits everywhere. */
+static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int word)
 {
     dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1};
     double sum = 0;
-    int known = 0;
+    int known = 0, least = 0, most = 0;
     for (int r = 0; r < trainer->ranks; r++) {
-        const float word = trainer->words[r * DTRAIN__WORD_COUNT + figure];
-        const double value = (double)word;
-        if (!dtrain__is_finite(word)) continue;
-        if (known == 0 || value < all.min) {
-            all.min = value;
-            all.min_rank = dtrain__world_rank(trainer->groups.all, r);
-        }
-        if (known == 0 || value > all.max) {
-            all.max = value;
-            all.max_rank = dtrain__world_rank(trainer->groups.all, r);
-        }
-        sum += value;
+        const float value = trainer->words[r][word];
+        if (!dtrain__is_finite(value)) continue;
+        if (known == 0 || value < trainer->words[least][word]) least = r;
+        if (known == 0 || value > trainer->words[most][word]) most = r;
+        sum += (double)value;
         known++;
     }
-    if (known) all.mean = sum / known;
+    if (known == 0) return all;
+    all.min = (double)trainer->words[least][word];
+    all.mean = sum / known;
+    all.max = (double)trainer->words[most][word];
+    all.min_rank = dtrain__world_rank(trainer->groups.all, least);
+    all.max_rank = dtrain__world_rank(trainer->groups.all, most);
     return all;
 }
 
@@ -34590,10 +33802,10 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
  * ever. */
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    const float *words = trainer->words;
     double *sorted = trainer->compute, most = -1;
     int slowest = 0;
-    for (int r = 0; r < trainer->ranks; r++, words += DTRAIN__WORD_COUNT) {
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float *words = trainer->words[r];
         const double seconds =
             (double)words[DTRAIN_FIGURE_STEP] - (double)words[DTRAIN_FIGURE_EXPOSED_COMM];
         if (r == 0 || seconds > most) {
@@ -34622,25 +33834,31 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* Complete the record from the words of all ranks. All of them read the same words, so they decide
  * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
- * moves. */
+ * moves. Without any weight the mean loss is 0, or not finite as a rank's is. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
                                             dtrain_step_record *record)
 {
     const bool overflow = !dtrain__is_finite((float)record->grad_norm);
+    dtrain_strategy *strategy = trainer->desc.strategy;
     dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT];
+    const uint32_t micro_batches = trainer->desc.micro_batches;
+    double loss = 0, weights = 0;
     char where[64];
     snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
-    for (int r = 1; r < trainer->ranks; r++)
-        if (trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_SAME] !=
-            trainer->words[DTRAIN__WORD_SAME])
-            return dtrain__strategy_keep(
-                trainer->desc.strategy,
-                dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
-    record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
-    DTRAIN__TRY(dtrain__strategy_keep(
-        trainer->desc.strategy, dtrain__check_data(trainer, where, trainer->desc.micro_batches)));
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++)
+        trainer->words[trainer->rank][word] = (float)own[word];
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer));
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float *words = trainer->words[r];
+        if (words[DTRAIN__WORD_SAME] != trainer->words[0][DTRAIN__WORD_SAME])
+            return dtrain__strategy_keep(strategy,
+                                         dtrain__compare_now(strategy, "dtrain_trainer_step"));
+        loss += (double)words[DTRAIN__WORD_LOSS] * (double)words[DTRAIN__WORD_WEIGHT];
+        weights += (double)words[DTRAIN__WORD_WEIGHT];
+    }
+    const double ended = dtrain__trainer_spread(trainer, DTRAIN__WORD_ENDED).mean;
+    record->ended = !(ended < 1);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__check_data(trainer, where, micro_batches)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
     for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
@@ -34659,18 +33877,18 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
         DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
         record->skipped_steps = scaler->skipped_steps;
     }
-    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
-                          trainer->desc.micro_batches; /* that had data, of all ranks */
+    const double micros =
+        (1 - ended) * trainer->data_ranks * micro_batches; /* that had data, of all ranks */
     const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
-    record->loss = mean[DTRAIN__WORD_LOSS];
+    record->loss = weights > 0 ? loss / weights : loss;
     record->val_loss = record->val_accuracy = DTRAIN__NAN;
     record->tokens = trainer->tokens + tokens;
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
-    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
+    record->comm_ms = 1e3 * dtrain__trainer_spread(trainer, DTRAIN__WORD_COMM).mean;
+    record->exposed_comm_ms = 1e3 * record->figures[DTRAIN_FIGURE_EXPOSED_COMM].mean;
     record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
-    record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
+    record->stop_requested = dtrain__trainer_spread(trainer, DTRAIN__WORD_STOP).max > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;
 }
@@ -34730,16 +33948,14 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
             DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale));
     }
     dtrain__trainer_counters(trainer, own);
-    const double saving = own[DTRAIN_FIGURE_CHECKPOINT];
+    trainer->saving = own[DTRAIN_FIGURE_CHECKPOINT];
     dtrain__put_figures(trainer, before, own);
     dtrain__put_loss(trainer, own);
-    dtrain__put_inputs(trainer, own);
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
     const dtrain_result recorded = dtrain__trainer_record(trainer, own, record);
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(recorded);
-    trainer->saving = saving;
     if (record->ended) {
         trainer->ended = false; /* the next step begins another epoch */
         record->step = trainer->step;
@@ -34856,7 +34072,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "%s: batches is %lld; expected 1 or more, or DTRAIN_UNTIL_END with a "
                            "next_batch",
                            call, (long long)batches);
-    double sums[DTRAIN__ROUND_COUNT] = {0}, own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
+    double sums[DTRAIN__ROUND_COUNT] = {0};
     double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
     int64_t rounds = 0;
     DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));
@@ -34870,11 +34086,8 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         rounds++;
     }
     dtrain__expect_evaluation(trainer->desc.strategy, false);
-    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
-        own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];
-    own[DTRAIN__WORD_ENDED] = ended / (double)rounds;
-    dtrain__put_inputs(trainer, own);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    trainer->words[trainer->rank][DTRAIN__WORD_ENDED] = (float)(ended / (double)rounds);
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer)); /* with the last step's figures */
     const double total = sums[DTRAIN__ROUND_WEIGHT];
     *loss = total > 0 ? sums[DTRAIN__ROUND_LOSS] / total : sums[DTRAIN__ROUND_LOSS];
     if (sums[DTRAIN__ROUND_STOP] > 0) *loss = DTRAIN__NAN; /* not of all samples */
@@ -34898,7 +34111,7 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
     return dtrain__pipeline_forward(trainer, forward, user, values, count, NULL);
 }
 
-/* ---- creation ---------------------------------------------------------------------------------*/
+/* ---- Creation ---------------------------------------------------------------------------------*/
 
 /* A step that a load has interrupted begins anew. */
 static void dtrain__trainer_resume(dtrain__state_source *source, char *note, size_t room)
@@ -34983,8 +34196,8 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
         memcmp(&desc->loss_scaling, &none, offsetof(dtrain_loss_scaler, good_steps)) != 0;
     trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
     const size_t ranks = (size_t)trainer->ranks;
-    trainer->words =
-        (float *)dtrain__alloc(allocator, ranks, DTRAIN__WORDS_BYTES, "a trainer's words");
+    trainer->words = (dtrain__rank_words *)dtrain__alloc(allocator, ranks, sizeof *trainer->words,
+                                                         "a trainer's words");
     trainer->compute =
         (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
@@ -35005,24 +34218,24 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
-    const dtrain__trainer_view view = {{{{"trainer.step", &trainer->step, 8},
-                                         {"trainer.tokens", &trainer->tokens, 8},
-                                         {"trainer.seed", &trainer->desc.seed, 8},
-                                         {"trainer.skipped", &trainer->skipped, 8},
-                                         {NULL, NULL, 0}},
-                                        dtrain__trainer_resume,
-                                        desc->strategy,
-                                        desc->optimizer,
-                                        trainer->scaling ? &trainer->scaler : NULL,
-                                        &trainer->micro},
-                                       &trainer->groups,
-                                       trainer->rank,
-                                       trainer->ranks,
-                                       trainer->words,
-                                       DTRAIN__WORD_COUNT,
-                                       trainer->gpu,
-                                       dtrain__trainer_memory};
-    trainer->view = view;
+    const dtrain__scalar scalars[] = {{"trainer.step", &trainer->step, 8},
+                                      {"trainer.tokens", &trainer->tokens, 8},
+                                      {"trainer.seed", &trainer->desc.seed, 8},
+                                      {"trainer.skipped", &trainer->skipped, 8}};
+    dtrain__trainer_view *view = &trainer->view;
+    memcpy(view->state.scalars, scalars, sizeof scalars);
+    view->state.resume = dtrain__trainer_resume;
+    view->state.strategy = desc->strategy;
+    view->state.optimizer = desc->optimizer;
+    view->state.scaler = trainer->scaling ? &trainer->scaler : NULL;
+    view->state.micro = &trainer->micro;
+    view->groups = &trainer->groups;
+    view->rank = trainer->rank;
+    view->ranks = trainer->ranks;
+    view->words = (const float *)trainer->words;
+    view->word_count = DTRAIN__WORD_COUNT;
+    view->gpu = trainer->gpu;
+    view->memory = dtrain__trainer_memory;
     if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
         result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
                                          dtrain__settings_of(desc->strategy)->pipeline);
@@ -35040,7 +34253,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain__queue_destroy(trainer);
     dtrain_tape_destroy(trainer->tape);
     dtrain__pipeline_destroy(trainer);
-    dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
+    dtrain__free(&allocator, trainer->words, ranks, sizeof *trainer->words);
     dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer->micros, trainer->desc.micro_batches, sizeof *trainer->micros);
@@ -40960,14 +40173,15 @@ DTRAIN__VECTOR void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 }
 #endif
 
+/* Scalars have no tails: n is 1 or more. */
 DTRAIN__VECTOR dtrain__v dtrain__vload_n(const float *p, int64_t n)
 {
-    return n >= DTRAIN__W ? dtrain__vload(p) : DTRAIN__K(vpart_load)(p, n);
+    return n >= DTRAIN__W || DTRAIN__W == 1 ? dtrain__vload(p) : DTRAIN__K(vpart_load)(p, n);
 }
 
 DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
 {
-    if (n >= DTRAIN__W) dtrain__vstore(p, v);
+    if (n >= DTRAIN__W || DTRAIN__W == 1) dtrain__vstore(p, v);
     else DTRAIN__K(vpart_store)(p, v, n);
 }
 
@@ -41210,15 +40424,45 @@ DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, d
     else DTRAIN__K(vstore_half)(half, DTRAIN_DTYPE_BF16, v, n);
 }
 
-/* `count` elements from `at` on as fp32: in place, or widened into `buffer`, which has room for
- * whole vectors. */
-DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype, int64_t at,
-                                               int64_t count, float *buffer)
+/* ---- Blocks -------------------------------------------------------------------------------------
+ *
+ * Kernels on single elements take blocks that stay in L1: halves are widened into a buffer, the
+ * arithmetic is a loop over fp32, whose results are rounded from another buffer. Arrays of fp32 are
+ * read and written in place. */
+
+#define DTRAIN__KERNEL_BLOCK 512 /* elements */
+
+/* Return `count` elements from `at` on as fp32: in place, or widened into `buffer`. */
+DTRAIN__ROUTINE const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype, int64_t at,
+                                                int64_t count, float *buffer)
 {
+    const uint16_t *half = (const uint16_t *)p + at;
+    int64_t i = 0;
     if (dtype <= DTRAIN_DTYPE_F32) return (const float *)p + at;
-    for (int64_t i = 0; i < count; i += DTRAIN__W)
-        dtrain__vstore(buffer + i, dtrain__vload_as(p, dtype, at + i, count - i));
+    for (; dtype == DTRAIN_DTYPE_BF16 && i + DTRAIN__W <= count; i += DTRAIN__W)
+        dtrain__vstore(buffer + i, DTRAIN__K(from_bf16)(half + i));
+    for (; i < count; i += DTRAIN__W)
+        dtrain__vstore_n(buffer + i, DTRAIN__K(vload_half)(half + i, dtype, count - i), count - i);
     return buffer;
+}
+
+/* Return where a kernel writes elements from `at` on: in place, or into `buffer` for rounded. */
+DTRAIN__HELPER float *DTRAIN__K(written)(void *p, dtrain_dtype dtype, int64_t at, float *buffer)
+{
+    return dtype <= DTRAIN_DTYPE_F32 ? (float *)p + at : buffer;
+}
+
+/* Round `count` results from `buffer` to elements from `at` on; fp32 is in place already. */
+DTRAIN__ROUTINE void DTRAIN__K(rounded)(void *p, dtrain_dtype dtype, int64_t at, int64_t count,
+                                        const float *buffer)
+{
+    uint16_t *half = (uint16_t *)p + at;
+    int64_t i = 0;
+    if (dtype <= DTRAIN_DTYPE_F32) return;
+    for (; dtype == DTRAIN_DTYPE_BF16 && i + DTRAIN__W <= count; i += DTRAIN__W)
+        DTRAIN__K(to_bf16)(half + i, dtrain__vload(buffer + i));
+    for (; i < count; i += DTRAIN__W)
+        DTRAIN__K(vstore_half)(half + i, dtype, dtrain__vload_n(buffer + i, count - i), count - i);
 }
 
 /* ==== src/device/cpu/kernels/activation.h ===================================================== */
@@ -41264,19 +40508,27 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
 DTRAIN__KERNEL(activation_backward)
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    const dtrain_dtype dtype = a->dtype;
-    const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
+    const bool apply = a->activation != DTRAIN_ACTIVATION_NONE;
+    const bool store = apply || a->d_in != a->d_out;
+    float buffers[3][DTRAIN__KERNEL_BLOCK];
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
     for (int64_t row = 0; row < a->rows; row++)
-        for (int64_t j = begin; j < end; j += DTRAIN__W) {
-            const int64_t at = row * a->n + j, n = end - j;
-            dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
-            if (a->activation != DTRAIN_ACTIVATION_NONE)
-                d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
-            if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
-            if (a->d_bias)
-                dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
+        for (int64_t j = begin; j < end; j += DTRAIN__KERNEL_BLOCK) {
+            const int64_t at = row * a->n + j, count = dtrain__min(end - j, DTRAIN__KERNEL_BLOCK);
+            const float *d_out = DTRAIN__K(widened)(a->d_out, a->dtype, at, count, buffers[0]);
+            const float *x =
+                apply ? DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[1]) : d_out;
+            float *d_in = DTRAIN__K(written)(a->d_in, a->dtype, at, buffers[2]);
+            float *sums = a->d_bias ? a->d_bias + j : NULL;
+            for (int64_t i = 0; i < count; i += DTRAIN__W) {
+                const int64_t n = count - i;
+                dtrain__v d = dtrain__vload_n(d_out + i, n);
+                if (apply) d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_n(x + i, n), d);
+                if (store) dtrain__vstore_n(d_in + i, d, n);
+                if (sums) dtrain__vstore_n(sums + i, dtrain__vload_n(sums + i, n) + d, n);
+            }
+            if (store) DTRAIN__K(rounded)(a->d_in, a->dtype, at, count, d_in);
         }
 }
 
@@ -41285,13 +40537,24 @@ DTRAIN__KERNEL(activation_backward)
 DTRAIN__KERNEL(activate)
 {
     const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
     for (int64_t row = begin; row < end; row++)
-        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
-            const int64_t at = row * a->ldc + j, n = a->n - j;
-            dtrain__v x = dtrain__vload_as(a->c, a->c_dtype, at, n);
-            if (a->bias) x += dtrain__vload_n(a->bias + j, n);
-            if (a->aux) dtrain__vstore_as(a->aux, a->c_dtype, at, x, n);
-            dtrain__vstore_as(a->c, a->c_dtype, at, DTRAIN__K(vactivate)(a->activation, x), n);
+        for (int64_t j = 0; j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+            const int64_t at = row * a->ldc + j,
+                          count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK);
+            const float *bias = a->bias ? a->bias + j : NULL;
+            float *aux = a->aux ? DTRAIN__K(written)(a->aux, a->c_dtype, at, buffers[0]) : NULL;
+            float *c = DTRAIN__K(written)(a->c, a->c_dtype, at, buffers[1]);
+            DTRAIN__K(widened)(a->c, a->c_dtype, at, count, c);
+            for (int64_t i = 0; i < count; i += DTRAIN__W) {
+                const int64_t n = count - i;
+                dtrain__v x = dtrain__vload_n(c + i, n);
+                if (bias) x += dtrain__vload_n(bias + i, n);
+                if (aux) dtrain__vstore_n(aux + i, x, n);
+                dtrain__vstore_n(c + i, DTRAIN__K(vactivate)(a->activation, x), n);
+            }
+            if (aux) DTRAIN__K(rounded)(a->aux, a->c_dtype, at, count, aux);
+            DTRAIN__K(rounded)(a->c, a->c_dtype, at, count, c);
         }
 }
 
@@ -41302,13 +40565,19 @@ DTRAIN__KERNEL(activate)
  * Matrix multiplication: the parts of gemm.c that depend on the instruction set. */
 
 #define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
-#define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#if DTRAIN__W == 1                /* scalars: half the text, at half the speed */
+#define DTRAIN__SHORT_MR 2
+#define DTRAIN__SHORT(DO) DO(0) DO(1)
+#else
+#define DTRAIN__SHORT_MR 6 /* rows of a tile of attention */
+#define DTRAIN__SHORT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#endif
 #if DTRAIN__W == 16
 #define DTRAIN__MR 12 /* rows of a tile of GEMM */
-#define DTRAIN__ROWS(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#define DTRAIN__ROWS(DO) DTRAIN__SHORT(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #else
-#define DTRAIN__MR 6
-#define DTRAIN__ROWS(DO) DTRAIN__SIX(DO)
+#define DTRAIN__MR DTRAIN__SHORT_MR
+#define DTRAIN__ROWS DTRAIN__SHORT
 #endif
 
 /* The register tile, C (rows, two vectors) = alpha A B + beta C: the only place of this library
@@ -41361,7 +40630,7 @@ DTRAIN__ROUTINE void DTRAIN__K(tile)(int rows, int64_t k, const float *a, int64_
                                      float *c, int64_t c_row)
 {
     const float alpha = 1;
-    DTRAIN__TILE(DTRAIN__SIX, DTRAIN__ROW_STEP)
+    DTRAIN__TILE(DTRAIN__SHORT, DTRAIN__ROW_STEP)
 }
 
 /* A packed: element (i,p) is a[p * MR + i]. */
@@ -41810,15 +41079,18 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
  * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as
  * many rows, for layers with few output channels. */
 
-#define DTRAIN__TWELVE(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#define DTRAIN__TWELVE(DO) DTRAIN__SHORT(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #if DTRAIN__W == 16
 #define DTRAIN__NARROW_MR 24
 #define DTRAIN__NARROW_ROWS(DO) \
     DTRAIN__TWELVE(DO)          \
     DO(12) DO(13) DO(14) DO(15) DO(16) DO(17) DO(18) DO(19) DO(20) DO(21) DO(22) DO(23)
+#elif DTRAIN__W == 1
+#define DTRAIN__NARROW_MR DTRAIN__MR
+#define DTRAIN__NARROW_ROWS DTRAIN__ROWS
 #else
 #define DTRAIN__NARROW_MR 12
-#define DTRAIN__NARROW_ROWS(DO) DTRAIN__TWELVE(DO)
+#define DTRAIN__NARROW_ROWS DTRAIN__TWELVE
 #endif
 
 #define DTRAIN__NARROW_BEGIN(r)         \
@@ -42404,7 +41676,7 @@ DTRAIN__KERNEL(winograd)
 #if DTRAIN__W == 16
 #define DTRAIN__LANES(DO) DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15)
 #elif DTRAIN__W == 8
-#define DTRAIN__LANES(DO) DTRAIN__SIX(DO) DO(6) DO(7)
+#define DTRAIN__LANES(DO) DTRAIN__SHORT(DO) DO(6) DO(7)
 #else
 #define DTRAIN__LANES(DO) DO(0) DO(1) DO(2) DO(3)
 #endif
@@ -42554,8 +41826,8 @@ DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k,
                                      int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
                                      float *c, int64_t c_row, bool accumulate)
 {
-    for (int64_t i = 0; i < m; i += 6) {
-        const int rows = m - i < 6 ? (int)(m - i) : 6;
+    for (int64_t i = 0; i < m; i += DTRAIN__SHORT_MR) {
+        const int rows = (int)dtrain__min(m - i, DTRAIN__SHORT_MR);
         const int64_t j0 = shape == DTRAIN__C_UPPER ? i / DTRAIN__N * DTRAIN__N : 0;
         const int64_t p0 = shape == DTRAIN__A_UPPER ? i : 0;
         const int64_t p1 = shape == DTRAIN__A_LOWER && i + rows < k ? i + rows : k;
@@ -42950,35 +42222,48 @@ DTRAIN__KERNEL(attention_backward)
  *
  * Bandwidth is the limit: 8 to 28 bytes an element. */
 
-DTRAIN__KERNEL_AS(add)
+DTRAIN__KERNEL(add)
 {
     const dtrain_add_args *a = (const dtrain_add_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        dtrain__vstore_as(a->out, x_dtype, i, x + dtrain__vload_as(a->y, y_dtype, i, n), n);
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]);
+        const float *y = DTRAIN__K(widened)(a->y, a->y_dtype, at, count, buffers[1]);
+        float *out = DTRAIN__K(written)(a->out, a->x_dtype, at, buffers[0]);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            dtrain__vstore_n(out + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(y + i, n), n);
+        }
+        DTRAIN__K(rounded)(a->out, a->x_dtype, at, count, out);
     }
 }
 
-DTRAIN__KERNEL_AS(axpby)
+DTRAIN__KERNEL(axpby)
 {
     const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
+    const dtrain_dtype dtype = args->dtype;
     const bool constant = args->broadcast || !args->x;
-    float value = (float)args->a;
+    float value = (float)args->a, buffers[2][DTRAIN__KERNEL_BLOCK];
     if (constant && args->x) value *= dtrain__element(args->x, dtype, 0);
     const dtrain__v a = dtrain__vset(value), b = dtrain__vset((float)args->b);
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        dtrain__v y = a;
-        if (args->accumulate) {
-            const dtrain__v old = dtrain__vload_as(args->y, dtype, i, n);
-            y = constant ? dtrain__vfma(b, old, a)
-                         : dtrain__vfma(a, dtrain__vload_as(args->x, dtype, i, n), b * old);
-        } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
-        dtrain__vstore_as(args->y, dtype, i, y, n);
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = NULL, *old = NULL;
+        float *y = DTRAIN__K(written)(args->y, dtype, at, buffers[0]);
+        if (!constant) x = DTRAIN__K(widened)(args->x, dtype, at, count, buffers[1]);
+        if (args->accumulate) old = DTRAIN__K(widened)(args->y, dtype, at, count, y);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            dtrain__v sum = a;
+            if (old) {
+                const dtrain__v last = dtrain__vload_n(old + i, n);
+                sum = constant ? dtrain__vfma(b, last, a)
+                               : dtrain__vfma(a, dtrain__vload_n(x + i, n), b * last);
+            } else if (!constant) sum = a * dtrain__vload_n(x + i, n);
+            dtrain__vstore_n(y + i, sum, n);
+        }
+        DTRAIN__K(rounded)(args->y, dtype, at, count, y);
     }
 }
 
@@ -43092,68 +42377,55 @@ DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p)
     return __builtin_convertvector(*(const DTRAIN__K(vhalf) *)p, DTRAIN__K(vd));
 }
 
-DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
-                                           dtrain_dtype dtype, bool squares)
-{
-    DTRAIN__K(vd) even = {0}, odd = {0};
-    double total = 0;
-    float buffer[2 * DTRAIN__H];
-    int64_t i = begin;
-    for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
-        const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
-        const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
-        even += squares ? low * low : low;
-        odd += squares ? high * high : high;
-    }
-    even += odd;
-    for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
-    for (; i < end; i++) {
-        const double x = (double)dtrain__element(a->x, dtype, i);
-        total += squares ? x * x : x;
-    }
-    return total;
-}
-
-DTRAIN__KERNEL_AS(sum)
+DTRAIN__KERNEL(sum)
 {
     const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const bool squares = a->squares;
+    const int64_t step = 2 * DTRAIN__H;
+    float buffer[DTRAIN__KERNEL_BLOCK];
     for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->count ? past : a->count;
-        job->sums[chunk] = a->squares ? DTRAIN__K(sum_chunk)(a, first, last, dtype, true)
-                                      : DTRAIN__K(sum_chunk)(a, first, last, dtype, false);
+        const int64_t first = chunk * job->chunk, past = dtrain__min(first + job->chunk, a->count);
+        const int64_t last = past - (past - first) % step;
+        DTRAIN__K(vd) even = {0}, odd = {0};
+        double total = 0;
+        for (int64_t at = first; at < last; at += DTRAIN__KERNEL_BLOCK) {
+            const int64_t count = dtrain__min(last - at, DTRAIN__KERNEL_BLOCK);
+            const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffer);
+            for (int64_t i = 0; squares && i < count; i += step) {
+                const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x + i);
+                const DTRAIN__K(vd) high = DTRAIN__K(vwiden)(x + i + DTRAIN__H);
+                even += low * low;
+                odd += high * high;
+            }
+            for (int64_t i = 0; !squares && i < count; i += step) {
+                even += DTRAIN__K(vwiden)(x + i);
+                odd += DTRAIN__K(vwiden)(x + i + DTRAIN__H);
+            }
+        }
+        even += odd;
+        for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
+        for (int64_t i = last; i < past; i++) {
+            const double x = (double)dtrain__element(a->x, a->dtype, i);
+            total += squares ? x * x : x;
+        }
+        job->sums[chunk] = total;
     }
-}
-
-/* One vector at a time, through fp32. */
-DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
-                                          dtrain_dtype from, dtrain_dtype to)
-{
-    int64_t i = begin;
-    for (; i + DTRAIN__W <= end; i += DTRAIN__W) {
-        const uint16_t *half = (const uint16_t *)a->x + i;
-        const dtrain__v x = from <= DTRAIN_DTYPE_F32    ? dtrain__vload((const float *)a->x + i)
-                            : from == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half)
-                                                        : DTRAIN__K(from_f16)(half);
-        if (to <= DTRAIN_DTYPE_F32) dtrain__vstore((float *)a->y + i, x);
-        else if (to == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)((uint16_t *)a->y + i, x);
-        else DTRAIN__K(to_f16)((uint16_t *)a->y + i, x);
-    }
-    if (i < end) dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
 }
 
 DTRAIN__KERNEL(convert)
 {
     const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
     const dtrain_dtype from = a->x_dtype, to = a->y_dtype;
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    if (from == to) {
-        const size_t bytes = dtrain_dtype_bytes(from), at = (size_t)begin * bytes;
-        memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
-    } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
-    else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
-    else DTRAIN__K(convert_as)(a, begin, end, from, to);
+    float buffer[DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        float *y = DTRAIN__K(written)(a->y, to, at, buffer);
+        if (from == to) {
+            const size_t bytes = dtrain_dtype_bytes(from), first = (size_t)at * bytes;
+            memmove((char *)a->y + first, (const char *)a->x + first, (size_t)count * bytes);
+        } else DTRAIN__K(rounded)
+        (a->y, to, at, count, DTRAIN__K(widened)(a->x, from, at, count, y));
+    }
 }
 
 /* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
@@ -43223,22 +42495,30 @@ DTRAIN__KERNEL(dropout)
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
     const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
+    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
     uint32_t words[4 * DTRAIN__H];
-    for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
-        if (whole_blocks)
-            DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + i) / 4, words);
-        else dtrain__part_words(&a->part, seed, a->stream, i, 4 * DTRAIN__H, words);
-        for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
-            const int64_t n = end - i - j;
-            dtrain__vi u;
-            memcpy(&u, words + j, sizeof u);
-            u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
-            const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
-            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_as(a->x, a->dtype, i + j, n);
-            kept = dtrain__vkeep(kept, ~dropped);
-            if (a->accumulate) kept += dtrain__vload_as(a->y, a->dtype, i + j, n);
-            dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
+        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
+        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
+        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
+            if (whole_blocks)
+                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
+            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
+            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
+                const int64_t n = count - j;
+                dtrain__vi u;
+                memcpy(&u, words + j - i, sizeof u);
+                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
+                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
+                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
+                if (old) sum += dtrain__vload_n(old + j, n);
+                dtrain__vstore_n(y + j, sum, n);
+            }
         }
+        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
     }
 }
 
@@ -43393,34 +42673,46 @@ DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a,
                                                  float *buffer)
 {
     const int64_t first = row * a->n;
-    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t at = first + i, n = a->n - i;
-        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
-                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
-        dtrain__vstore(buffer + i, sum);
-        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
+    float other[DTRAIN__KERNEL_BLOCK];
+    const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
+    for (int64_t j = 0; a->residual && j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK), at = first + j;
+        const float *residual = DTRAIN__K(widened)(a->residual, a->y_dtype, at, count, other);
+        float *sum = DTRAIN__K(written)(a->sum, a->x_dtype, at, buffer + j);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            dtrain__vstore_n(sum + i,
+                             dtrain__vload_n(x + j + i, n) + dtrain__vload_n(residual + i, n), n);
+        }
+        DTRAIN__K(rounded)(a->sum, a->x_dtype, at, count, sum);
     }
-    return buffer;
+    return a->residual ? DTRAIN__K(written)(a->sum, a->x_dtype, first, buffer) : x;
 }
 
 DTRAIN__KERNEL(layernorm)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    const dtrain_dtype y_dtype = a->y_dtype;
+    float buffer[DTRAIN__KERNEL_BLOCK];
     for (int64_t row = begin; row < end; row++) {
         const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
         const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
         const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
         const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
-            __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
-            const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
-                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
+        for (int64_t j = 0; j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+            const int64_t count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK);
+            const float *weight = a->weight + j, *bias = a->bias ? a->bias + j : NULL;
+            float *y = DTRAIN__K(written)(a->y, a->y_dtype, row * a->n + j, buffer);
+            for (int64_t i = 0; i < count; i += DTRAIN__W) {
+                const int64_t n = count - i;
+                const dtrain__v normal = (dtrain__vload_n(x + j + i, n) - m) * r;
+                const dtrain__v shift = bias ? dtrain__vload_n(bias + i, n) : dtrain__vset(0);
+                __builtin_prefetch(x + a->n + j +
+                                   i); /* the next row: this one keeps the core busy */
+                dtrain__vstore_n(y + i, dtrain__vfma(normal, dtrain__vload_n(weight + i, n), shift),
+                                 n);
+            }
+            DTRAIN__K(rounded)(a->y, a->y_dtype, row * a->n + j, count, y);
         }
         if (a->mean) a->mean[row] = mean;
         a->rstd[row] = rstd;
@@ -43432,67 +42724,75 @@ DTRAIN__KERNEL(layernorm)
  * Where the mean is no function of x, mean(g) drops out.
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
-DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
-                                              float *weight_sum, float means[2])
+DTRAIN__ROUTINE void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               float *weight_sum, float means[2])
 {
-    const int64_t first = row * a->n;
-    const void *x = a->x, *d_y = a->d_y;
     const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
     const dtrain__v r = dtrain__vset(a->rstd[row]);
-    float *bias_sum = weight_sum + a->n;
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
-        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
-        const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
-        g_sum += g;
-        gh_sum = dtrain__vfma(g, h, gh_sum);
-        dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
-        dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
+    for (int64_t j = 0; j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK), at = row * a->n + j;
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]);
+        const float *d_y = DTRAIN__K(widened)(a->d_y, a->y_dtype, at, count, buffers[1]);
+        float *weights = weight_sum + j, *biases = weights + a->n;
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            const dtrain__v d = dtrain__vload_n(d_y + i, n);
+            const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+            const dtrain__v g = d * dtrain__vload_n(a->weight + j + i, n);
+            g_sum += g;
+            gh_sum = dtrain__vfma(g, h, gh_sum);
+            dtrain__vstore_n(weights + i, dtrain__vfma(d, h, dtrain__vload_n(weights + i, n)), n);
+            dtrain__vstore_n(biases + i, dtrain__vload_n(biases + i, n) + d, n);
+        }
     }
     means[0] = a->mean ? dtrain__vsum(g_sum) / (float)a->n : 0;
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
-DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
-                                               const float means[2])
+DTRAIN__ROUTINE void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a,
+                                                int64_t row, const float means[2])
 {
-    const int64_t first = row * a->n;
-    const void *x = a->x, *d_y = a->d_y;
-    void *d_x = a->d_x, *d_residual = a->d_residual;
     const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
     const dtrain__v r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
-        const dtrain__v g =
-            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
-        dtrain__v slope = r * (g - g_mean - h * gh_mean);
-        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
-        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
-        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
+    float buffers[3][DTRAIN__KERNEL_BLOCK];
+    for (int64_t j = 0; j < a->n; j += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(a->n - j, DTRAIN__KERNEL_BLOCK), at = row * a->n + j;
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]), *old = NULL;
+        const float *d_y = DTRAIN__K(widened)(a->d_y, a->y_dtype, at, count, buffers[1]);
+        float *d_x = DTRAIN__K(written)(a->d_x, a->x_dtype, at, buffers[2]);
+        if (a->accumulate_x) old = DTRAIN__K(widened)(a->d_x, a->x_dtype, at, count, d_x);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+            const dtrain__v g = dtrain__vload_n(d_y + i, n) * dtrain__vload_n(a->weight + j + i, n);
+            dtrain__v slope = r * (g - g_mean - h * gh_mean);
+            if (old) slope += dtrain__vload_n(old + i, n);
+            dtrain__vstore_n(d_x + i, slope, n);
+        }
+        DTRAIN__K(rounded)(a->d_x, a->x_dtype, at, count, d_x);
+        if (!a->d_residual) continue;
+        float *copy = DTRAIN__K(written)(a->d_residual, a->y_dtype, at, d_x);
+        if (copy != d_x) memcpy(copy, d_x, (size_t)count * sizeof *copy);
+        DTRAIN__K(rounded)(a->d_residual, a->y_dtype, at, count, d_x);
     }
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-DTRAIN__KERNEL_AS(layernorm_backward)
+DTRAIN__KERNEL(layernorm_backward)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     float means[2];
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk;
-        const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
+        const int64_t last = dtrain__min(first + job->chunk, a->rows);
         float *sums = job->scratch + chunk * 2 * a->n;
         memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
         for (int64_t row = first; row < last; row++) {
-            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
-            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
+            DTRAIN__K(layernorm_sums)(a, row, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, means);
         }
     }
 }
@@ -43573,40 +42873,58 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtr
 DTRAIN__KERNEL(pointwise)
 {
     const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
-    const dtrain_dtype x_dtype = a->x_dtype;
-    const dtrain_dtype other_dtype = a->other_dtype;
-    const dtrain_dtype y_dtype = a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        dtrain__v other = x;
-        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
-        dtrain__vstore_as(a->y, y_dtype, i, DTRAIN__K(vpointwise)(a->kind, x, other), n);
+    float buffers[3][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]), *other = x;
+        float *y = DTRAIN__K(written)(a->y, a->y_dtype, at, buffers[2]);
+        if (a->other) other = DTRAIN__K(widened)(a->other, a->other_dtype, at, count, buffers[1]);
+        for (int64_t i = 0; i < count; i += DTRAIN__W) {
+            const int64_t n = count - i;
+            dtrain__vstore_n(y + i,
+                             DTRAIN__K(vpointwise)(a->kind, dtrain__vload_n(x + i, n),
+                                                   dtrain__vload_n(other + i, n)),
+                             n);
+        }
+        DTRAIN__K(rounded)(a->y, a->y_dtype, at, count, y);
     }
 }
 
-DTRAIN__KERNEL_AS(pointwise_backward)
+/* Compute the gradient of one argument of a block. */
+DTRAIN__ROUTINE void DTRAIN__K(pointwise_slope)(const dtrain_pointwise_backward_args *a, bool of_x,
+                                                const float *x, const float *other,
+                                                const float *d_y, int64_t at, int64_t count)
+{
+    const dtrain_dtype dtype = of_x ? a->x_dtype : a->other_dtype;
+    void *to = of_x ? a->d_x : a->d_other;
+    float buffer[DTRAIN__KERNEL_BLOCK], *d = DTRAIN__K(written)(to, dtype, at, buffer);
+    const float *old = NULL;
+    if (!to) return;
+    if (of_x ? a->accumulate_x : a->accumulate_other)
+        old = DTRAIN__K(widened)(to, dtype, at, count, d);
+    for (int64_t i = 0; i < count; i += DTRAIN__W) {
+        const int64_t n = count - i;
+        const dtrain__v u = dtrain__vload_n(x + i, n), v = dtrain__vload_n(other + i, n);
+        const dtrain__v slope = dtrain__vload_n(d_y + i, n);
+        dtrain__v sum = of_x ? DTRAIN__K(vslope_x)(a->kind, u, v, slope)
+                             : DTRAIN__K(vslope_other)(a->kind, u, v, slope);
+        if (old) sum += dtrain__vload_n(old + i, n);
+        dtrain__vstore_n(d + i, sum, n);
+    }
+    DTRAIN__K(rounded)(to, dtype, at, count, d);
+}
+
+DTRAIN__KERNEL(pointwise_backward)
 {
     const dtrain_pointwise_backward_args *a = (const dtrain_pointwise_backward_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        const dtrain__v d_y = dtrain__vload_as(a->d_y, y_dtype, i, n);
-        dtrain__v other = x;
-        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
-        if (a->d_x) {
-            dtrain__v d = DTRAIN__K(vslope_x)(a->kind, x, other, d_y);
-            if (a->accumulate_x) d += dtrain__vload_as(a->d_x, x_dtype, i, n);
-            dtrain__vstore_as(a->d_x, x_dtype, i, d, n);
-        }
-        if (a->d_other) {
-            dtrain__v d = DTRAIN__K(vslope_other)(a->kind, x, other, d_y);
-            if (a->accumulate_other) d += dtrain__vload_as(a->d_other, other_dtype, i, n);
-            dtrain__vstore_as(a->d_other, other_dtype, i, d, n);
-        }
+    float buffers[3][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->x_dtype, at, count, buffers[0]), *other = x;
+        const float *d_y = DTRAIN__K(widened)(a->d_y, a->y_dtype, at, count, buffers[1]);
+        if (a->other) other = DTRAIN__K(widened)(a->other, a->other_dtype, at, count, buffers[2]);
+        DTRAIN__K(pointwise_slope)(a, true, x, other, d_y, at, count);
+        DTRAIN__K(pointwise_slope)(a, false, x, other, d_y, at, count);
     }
 }
 
@@ -43722,32 +43040,34 @@ DTRAIN__KERNEL(cross_entropy_backward)
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
     const dtrain_dtype dtype = a->dtype;
+    const size_t bytes = dtype <= DTRAIN_DTYPE_F32 ? 4 : 2;
+    float buffer[DTRAIN__KERNEL_BLOCK];
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const int64_t classes = dtrain__classes_here(a);
     const dtrain__v scale = dtrain__vset(factor);
-    const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
+    const float one_hot = factor * (1 - a->smoothing);
     const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__classes_whole(a));
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         const dtrain__v rest = dtrain__vset(a->lse_rest ? a->lse_rest[row] : 0);
         const int64_t first = row * a->n, column = dtrain__target_column(a, row);
-        const int64_t target = first + column;
         const bool ignored = a->targets[row] == -1;
-        for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
-            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
-        if (ignored) continue;
-        /* The target's element is read before d_logits, which may be logits, is written. */
-        const dtrain__v wanted =
-            column >= 0 ? dtrain__vload_as(a->logits, dtype, target, 1) : dtrain__vset(0);
-        for (int64_t i = 0; i < classes; i += DTRAIN__W) {
-            const int64_t n = classes - i;
-            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
-            dtrain__vstore_as(a->d_logits, dtype, first + i,
-                              dtrain__vexp(x - lse - rest) * scale - uniform, n);
+        const int64_t padding = ignored ? 0 : classes;
+        memset((char *)a->d_logits + (size_t)(first + padding) * bytes, 0,
+               (size_t)(a->n - padding) * bytes);
+        for (int64_t j = 0; j < classes && !ignored; j += DTRAIN__KERNEL_BLOCK) {
+            const int64_t count = dtrain__min(classes - j, DTRAIN__KERNEL_BLOCK), at = first + j;
+            const int64_t target = column - j;
+            float *d = DTRAIN__K(written)(a->d_logits, dtype, at, buffer);
+            const float *x = DTRAIN__K(widened)(a->logits, dtype, at, count, d);
+            for (int64_t i = 0; i < count; i += DTRAIN__W) {
+                const dtrain__v share =
+                    dtrain__vexp(dtrain__vload_n(x + i, count - i) - lse - rest);
+                dtrain__vstore_n(d + i, share * scale - uniform, count - i);
+            }
+            if (target >= 0 && target < count) d[target] -= one_hot;
+            DTRAIN__K(rounded)(a->d_logits, dtype, at, count, d);
         }
-        if (column >= 0)
-            dtrain__vstore_as(a->d_logits, dtype, target,
-                              dtrain__vexp(wanted - lse - rest) * scale - uniform - one_hot, 1);
     }
 }
 
@@ -43767,11 +43087,12 @@ DTRAIN__KERNEL(softmax)
         const float top = DTRAIN__K(row_top)(x, a->n, -FLT_MAX);
         const dtrain__v t = dtrain__vset(top);
         const dtrain__v inverse = dtrain__vset(1 / DTRAIN__K(row_exp_sum)(x, a->n, top));
+        float *y = DTRAIN__K(written)(a->y, a->dtype, row * a->n, buffer);
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
             const int64_t n = a->n - i;
-            dtrain__vstore_as(a->y, a->dtype, row * a->n + i,
-                              dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
+            dtrain__vstore_n(y + i, dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
         }
+        DTRAIN__K(rounded)(a->y, a->dtype, row * a->n, a->n, y);
     }
 }
 
@@ -44167,6 +43488,8 @@ DTRAIN__UNUSED static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING
 #undef DTRAIN__W
 #undef DTRAIN__ON
 #undef DTRAIN__HELPER
+#undef DTRAIN__SHORT_MR
+#undef DTRAIN__SHORT
 #undef DTRAIN__MR
 #undef DTRAIN__ROWS
 #undef DTRAIN__NARROW_MR

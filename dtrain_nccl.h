@@ -675,34 +675,25 @@ static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__
 }
 
 /* Append to `text`, for each communicator, the oldest operation that has not finished and the
- * number of collectives this rank has started. */
-static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t room)
+ * number of collectives this rank has started. With NULL log all operations that it remembers. */
+static void dtrain_nccl__report(dtrain_nccl__hub *hub, char *text, size_t room)
 {
-    size_t used = strlen(text);
+    size_t used = text ? strlen(text) : 0;
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
              record = record->next) {
             const char *state = dtrain_nccl__state(hub, record);
             char what[200];
-            if (strncmp(state, "not ", 4) != 0 || used >= room) continue;
+            if (text && (strncmp(state, "not ", 4) != 0 || used >= room)) continue;
             dtrain_nccl__describe(comm, record, what, sizeof what);
+            if (!text) {
+                dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what, state);
+                continue;
+            }
             snprintf(text + used, room - used, "; %s: %s, %llu collectives started", what, state,
                      (unsigned long long)comm->collectives);
             used = strlen(text);
             break;
-        }
-    }
-}
-
-static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
-{
-    for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
-             record = record->next) {
-            char what[200];
-            dtrain_nccl__describe(comm, record, what, sizeof what);
-            dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what,
-                       dtrain_nccl__state(hub, record));
         }
     }
 }
@@ -762,14 +753,14 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     snprintf(hub->text, sizeof hub->text, "%s", text);
-    dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
+    dtrain_nccl__report(hub, hub->text, sizeof hub->text);
     hub->code = code; /* from here on dtrain_nccl__watch ends every wait for the device */
     if (!hub->closing) {
         dtrain_world_abort(hub->world, code, hub->text);
         dtrain_nccl__compare(hub); /* with the first report, which may be another rank's */
     }
     if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
-        dtrain_nccl__log_rings(hub);
+        dtrain_nccl__report(hub, NULL, 0);
     dtrain_nccl__abort_all(hub);
     return dtrain_nccl__hub_error(hub);
 }
@@ -836,35 +827,30 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, cons
     return DTRAIN_OK;
 }
 
-/* Check a stream's mark: record it again if it has been passed, else count the time. */
-static dtrain_result dtrain_nccl__check_mark(dtrain_nccl__hub *hub, dtrain_nccl__stream_mark *mark,
-                                             double gap)
-{
-    const dtrain_device_ops *ops = hub->device->ops;
-    bool passed = true;
-    if (mark->recorded) DTRAIN_NCCL_TRY(ops->event_query(hub->device, mark->event, &passed));
-    if (!passed) {
-        mark->waited += gap < 1 ? gap : 1;
-        return mark->waited < hub->deadline ? DTRAIN_OK : DTRAIN_ERROR_TIMEOUT;
-    }
-    mark->waited = 0;
-    mark->recorded = true;
-    return ops->event_record(hub->device, mark->event, mark->stream);
-}
-
 /* Watch for failures while the device waits (dtrain_device.while_waiting). Cheap when called often:
  * it polls once a millisecond. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
 {
     dtrain_nccl__hub *hub = (dtrain_nccl__hub *)user;
+    const dtrain_device_ops *ops = hub->device->ops;
     const double now = dtrain_seconds(), gap = now - hub->last_watch;
     if (hub->code != DTRAIN_OK) return dtrain_nccl__hub_error(hub);
     if (gap < 1e-3) return DTRAIN_OK;
     hub->last_watch = now;
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "waiting for the device"));
     for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) {
-        if (!hub->marks[i].event) continue;
-        const dtrain_result result = dtrain_nccl__check_mark(hub, &hub->marks[i], gap);
+        /* Record the stream's mark again if it has been passed, else count the time. */
+        dtrain_nccl__stream_mark *mark = &hub->marks[i];
+        dtrain_result result = DTRAIN_OK;
+        bool passed = true;
+        if (!mark->event) continue;
+        if (mark->recorded) result = ops->event_query(hub->device, mark->event, &passed);
+        mark->waited = passed ? 0 : mark->waited + (gap < 1 ? gap : 1);
+        if (!passed && mark->waited >= hub->deadline) result = DTRAIN_ERROR_TIMEOUT;
+        if (result == DTRAIN_OK && passed) {
+            mark->recorded = true;
+            result = ops->event_record(hub->device, mark->event, mark->stream);
+        }
         if (result == DTRAIN_ERROR_TIMEOUT)
             return dtrain_nccl__fail(hub, result,
                                      "the %s stream of the device has not moved for %.1f s",
@@ -1138,7 +1124,7 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
     case DTRAIN_REDUCE_MIN: return ncclMin;
     case DTRAIN_REDUCE_MAX: return ncclMax;
     case DTRAIN_REDUCE_PROD: return ncclProd;
-    default: return ncclSum; /* DTRAIN_REDUCE_MEAN too: see dtrain_nccl__scale */
+    default: return ncclSum; /* DTRAIN_REDUCE_MEAN too: see dtrain_nccl__wait_steps */
     }
 }
 
@@ -1359,15 +1345,23 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
 
 /* ---- Ending -----------------------------------------------------------------------------------*/
 
-/* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
- * host. */
-static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
+static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
+    dtrain_nccl__hub *hub = comm->hub;
     const dtrain_collective *what = &work->what;
+    const size_t recv_bytes = dtrain_nccl__recv_bytes(comm, what);
+    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    if (work->block)
+        DTRAIN_NCCL_TRY(dtrain_nccl__await_event(hub, work->record,
+                                                 dtrain_nccl__call_name(work->record->what.kind)));
+    else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
+    if (work->host_recv)
+        memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work), recv_bytes);
+    if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1 || recv_bytes == 0) return DTRAIN_OK;
+
+    /* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
+     * host. */
     const double scale = 1.0 / comm->base.size;
-    dtrain_axpby_args args;
-    if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1) return DTRAIN_OK;
-    if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
     for (size_t i = 0; i < what->count && work->host_recv; i++) {
         float *wide = (float *)what->recv + i;
         uint16_t *half = (uint16_t *)what->recv + i;
@@ -1378,27 +1372,14 @@ static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nc
                                          dtrain_half_to_f32(what->dtype, *half) * (float)scale);
     }
     if (work->host_recv) return DTRAIN_OK;
+    dtrain_axpby_args args;
     memset(&args, 0, sizeof args);
     args.count = (int64_t)what->count;
     args.a = scale;
     args.x = what->recv;
     args.y = what->recv;
     args.dtype = what->dtype;
-    return comm->hub->device->ops->axpby(comm->hub->device, &args);
-}
-
-static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
-{
-    dtrain_nccl__hub *hub = comm->hub;
-    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    if (work->block)
-        DTRAIN_NCCL_TRY(dtrain_nccl__await_event(hub, work->record,
-                                                 dtrain_nccl__call_name(work->record->what.kind)));
-    else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
-    if (work->host_recv)
-        memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work),
-               dtrain_nccl__recv_bytes(comm, &work->what));
-    return dtrain_nccl__scale(comm, work);
+    return hub->device->ops->axpby(hub->device, &args);
 }
 
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__wait(dtrain_work *base)
@@ -1810,45 +1791,17 @@ static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine
 }
 #endif
 
-static dtrain_result dtrain_nccl__check_hellos(const dtrain_nccl__hello *all, int count)
-{
-    char first[24], other[24];
-    for (int i = 0; i < count; i++) {
-        if (all[i].magic != DTRAIN_NCCL_HELLO)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "rank %d of %d was built with another version of dtrain_nccl.h", i,
-                               count);
-        if (all[i].status != DTRAIN_OK)
-            return dtrain_fail((dtrain_result)all[i].status, "on rank %d: %.*s", all[i].world_rank,
-                               (int)sizeof all[i].error, all[i].error);
-    }
-    for (int i = 1; i < count; i++)
-        if (all[i].version != all[0].version)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "rank %d runs NCCL %s and rank %d NCCL %s: they do not talk to each "
-                               "other; install the same version everywhere",
-                               all[0].world_rank, dtrain_nccl__version_text(all[0].version, first),
-                               all[i].world_rank, dtrain_nccl__version_text(all[i].version, other));
-    for (int i = 1; i < count; i++)
-        for (int j = 0; j < i; j++)
-            if (strncmp(all[i].device, all[j].device, sizeof all[i].device) == 0)
-                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                                   "ranks %d and %d sit on the same device (%.48s), which NCCL "
-                                   "refuses; start as many ranks as there are GPUs, or leave "
-                                   "comm_ops NULL for the local communicator",
-                                   all[j].world_rank, all[i].world_rank, all[i].device);
-    return DTRAIN_OK;
-}
-
 /* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
  * so far, whose sentence goes to all. */
-static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain_result prepared,
-                                                   void *all, ncclUniqueId *id)
+static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
+                                             void *all, ncclUniqueId *id)
 {
     dtrain_world *world = hub->world;
     dtrain_nccl__hello hello;
     dtrain_nccl__id_record id_record;
     dtrain_device_info info;
+    const int size = dtrain_world_size(world);
+    char first[24], other[24];
     memset(&hello, 0, sizeof hello);
     memset(&id_record, 0, sizeof id_record);
     memset(&info, 0, sizeof info);
@@ -1862,8 +1815,32 @@ static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &hello, sizeof hello, all));
-    DTRAIN_NCCL_TRY(
-        dtrain_nccl__check_hellos((const dtrain_nccl__hello *)all, dtrain_world_size(world)));
+    const dtrain_nccl__hello *hellos = (const dtrain_nccl__hello *)all;
+    for (int i = 0; i < size; i++) {
+        if (hellos[i].magic != DTRAIN_NCCL_HELLO)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "rank %d of %d was built with another version of dtrain_nccl.h", i,
+                               size);
+        if (hellos[i].status != DTRAIN_OK)
+            return dtrain_fail((dtrain_result)hellos[i].status, "on rank %d: %.*s",
+                               hellos[i].world_rank, (int)sizeof hellos[i].error, hellos[i].error);
+    }
+    for (int i = 1; i < size; i++)
+        if (hellos[i].version != hellos[0].version)
+            return dtrain_fail(
+                DTRAIN_ERROR_MISMATCH,
+                "rank %d runs NCCL %s and rank %d NCCL %s: they do not talk to each other; install "
+                "the same version everywhere",
+                hellos[0].world_rank, dtrain_nccl__version_text(hellos[0].version, first),
+                hellos[i].world_rank, dtrain_nccl__version_text(hellos[i].version, other));
+    for (int i = 1; i < size; i++)
+        for (int j = 0; j < i; j++)
+            if (strncmp(hellos[i].device, hellos[j].device, sizeof hellos[i].device) == 0)
+                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                   "ranks %d and %d sit on the same device (%.48s), which NCCL "
+                                   "refuses; start as many ranks as there are GPUs, or leave "
+                                   "comm_ops NULL for the local communicator",
+                                   hellos[j].world_rank, hellos[i].world_rank, hellos[i].device);
     if (dtrain_world_rank(world) == 0) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
         id_record.status = dtrain_nccl__code(made);
@@ -1878,20 +1855,6 @@ static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub, dtrain
                        "ncclGetUniqueId failed on rank 0: %.320s; is the network interface for "
                        "NCCL up (NCCL_SOCKET_IFNAME)?",
                        id_record.error);
-}
-
-static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
-                                             ncclUniqueId *id)
-{
-    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
-                           ? sizeof(dtrain_nccl__hello)
-                           : sizeof(dtrain_nccl__id_record);
-    const size_t bytes = one * (size_t)dtrain_world_size(hub->world);
-    void *all = dtrain_nccl__alloc(hub, bytes);
-    if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_nccl__rendezvous_steps(hub, prepared, all, id);
-    dtrain_nccl__free(hub, all, bytes);
-    return result;
 }
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
@@ -1986,7 +1949,13 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     if (result == DTRAIN_OK)
         result = dtrain_nccl__comm_make(hub, dtrain_world_size(world), dtrain_world_rank(world),
                                         NULL, "world", &comm);
-    result = dtrain_nccl__rendezvous(hub, result, &id);
+    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
+                           ? sizeof(dtrain_nccl__hello)
+                           : sizeof(dtrain_nccl__id_record);
+    const size_t bytes = one * (size_t)dtrain_world_size(world);
+    void *all = dtrain_nccl__alloc(hub, bytes);
+    result = all ? dtrain_nccl__rendezvous(hub, result, all, &id) : DTRAIN_ERROR_MEMORY;
+    dtrain_nccl__free(hub, all, bytes);
     if (result == DTRAIN_OK) {
         hub->device->while_waiting = dtrain_nccl__watch;
         hub->device->waiting_user = hub;
