@@ -97,9 +97,10 @@ static void dtrain__trace_close(dtrain_world *world)
                    trace->path, strerror(out->error));
 }
 
-/* Write an event; the file may end after it. The arrow of a bucket's collective begins in the track
- * of the rank. A call has the first lane that is free since it began. Calls of the tensor axis, for
- * which a layer waits, have separate lanes. */
+/* Write an event that a flush has passed: it was a call in flight then. The file may end after it.
+ * The arrow of a bucket's collective begins in the track of the rank. A call has the first lane
+ * that is free since it began. Calls of the tensor axis, for which a layer waits, have separate
+ * lanes. */
 static void dtrain__trace_put(dtrain_world *world, uint64_t number)
 {
     static const char *const kinds[] = {"other", "data",      "forward",   "backward",
@@ -110,6 +111,7 @@ static void dtrain__trace_put(dtrain_world *world, uint64_t number)
     const bool call = event->call.kind != NULL;
     const char *of = event->name + strlen(event->name) + 1;
     uint32_t track = event->track;
+    if (number >= trace->next) return;
     if (call) {
         const uint32_t tensor = DTRAIN__TRACK_TENSOR - DTRAIN__TRACK_CALL;
         const bool separate = event->call.axis && strcmp(event->call.axis, "tensor") == 0;
@@ -179,12 +181,6 @@ static void dtrain__trace_room(dtrain_world *world)
     if (oldest->call.kind && !oldest->end_ns) trace->lost++;
 }
 
-/* Write a call that was in flight when the events around it were written. */
-static void dtrain__trace_late(dtrain_world *world, uint64_t number)
-{
-    if (number < world->timeline.trace->next) dtrain__trace_put(world, number);
-}
-
 /* Write, if it is time to: the rank is between two spans. */
 static void dtrain__trace_pause(dtrain_world *world, uint64_t now)
 {
@@ -221,7 +217,7 @@ static void dtrain__trace_end(dtrain_world *world)
 DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
                                                    const dtrain_trace_desc *desc)
 {
-    static const dtrain__event_reader reader = {dtrain__trace_room, dtrain__trace_late,
+    static const dtrain__event_reader reader = {dtrain__trace_room, dtrain__trace_put,
                                                 dtrain__trace_pause, dtrain__trace_step,
                                                 dtrain__trace_end};
     const char *const path = desc->path, *slash = strrchr(path, '/'), *dot = strrchr(path, '.');

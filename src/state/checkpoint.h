@@ -21,9 +21,9 @@
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
  * the checkpoints before it as they were.
  *
- * Loading reads the manifest, the headers of all files and those pieces that this rank needs. Number
- * of ranks, axes of the mesh, strategy, node size, precision and offload may be others than those
- * of the run that saved. What is carried over:
+ * Loading reads the manifest, all headers, and those pieces that this rank needs. Number of ranks,
+ * axes of the mesh, strategy, node size, precision and offload may be others than those of the run
+ * that saved. What is carried over:
  *
  *     values, moments, momentum, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise

@@ -8,7 +8,7 @@
  *
  *     every rank       wait for the save before | snapshot |         agree
  *     its thread                                           | write |
- *     rank 0's thread                                      | write | headers of all files, manifest,
+ *     rank 0's thread                                      | write | headers of all, manifest,
  *                                                                    rename, old ones go
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
