@@ -112,10 +112,8 @@ static void dtrain__watch(dtrain__launch *launch)
     const int count = (int)launch->desc.rank_count;
     const uint64_t most_ns = (uint64_t)launch->desc.timeout_ms * 1000000u;
     uint64_t before = dtrain__now_ns(), stopped_ns = 0;
-    struct timespec nap;
+    const struct timespec nap = {0, 50000000};
     char text[96];
-    nap.tv_sec = 0;
-    nap.tv_nsec = 50000000;
     memset(launch->stops, 0, sizeof launch->stops);
     while (launch->live > 0) {
         siginfo_t what;
@@ -307,8 +305,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
     const uint64_t now = dtrain__now_ns(); /* a clock of another time namespace may be elsewhere */
     const bool known = end->ended_ns > launch->attempt_ns && end->ended_ns < now;
-    const uint64_t ended_ns = known ? end->ended_ns : now;
-    const double when = 1e-9 * (double)(ended_ns - launch->attempt_ns);
+    const double when = 1e-9 * (double)((known ? end->ended_ns : now) - launch->attempt_ns);
     const dtrain__exit_record *own = &control->exits[launch->is_rank ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;

@@ -67,9 +67,8 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
                            strerror(errno));
     world->mine = (uint32_t *)page;
     *world->mine = 1;
-#ifdef MADV_WIPEONFORK
-    madvise(page, dtrain__page_bytes(),
-            MADV_WIPEONFORK); /* an old kernel: the check is then idle */
+#ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
+    madvise(page, dtrain__page_bytes(), MADV_WIPEONFORK);
 #endif
     return DTRAIN_OK;
 }

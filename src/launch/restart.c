@@ -94,10 +94,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     sigdelset(&stops, SIGCHLD);
     int number = 0;
     for (uint64_t now = dtrain__now_ns(), end = now + wait_ns; now < end && number <= 0;) {
-        struct timespec nap = {0, 0};
-        siginfo_t what_came;
-        nap.tv_nsec = (long)dtrain__min((int64_t)(end - now), 50000000);
-        number = sigtimedwait(&stops, &what_came, &nap);
+        const struct timespec nap = {0, (long)dtrain__min((int64_t)(end - now), 50000000)};
+        number = sigtimedwait(&stops, NULL, &nap);
         if (number == SIGUSR2 || (number == SIGUSR1 && !catches)) number = 0;
         if (!launch->launcher && catches && dtrain__signal_caught())
             number = dtrain__signal_caught();

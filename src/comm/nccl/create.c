@@ -105,15 +105,8 @@ static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind, const void *mine,
                                          void *all, size_t ints)
 {
-    dtrain_collective what;
+    const dtrain_collective what = {kind, DTRAIN_DTYPE_I32, 0, -1, ints, mine, all};
     dtrain_work *work;
-    memset(&what, 0, sizeof what);
-    what.kind = kind;
-    what.dtype = DTRAIN_DTYPE_I32;
-    what.root = -1;
-    what.count = ints;
-    what.send = mine;
-    what.recv = all;
     DTRAIN_NCCL_TRY(dtrain_nccl__start(&comm->base, &what, &work));
     return dtrain_nccl__wait(work);
 }

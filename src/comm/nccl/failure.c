@@ -38,8 +38,7 @@ static bool dtrain_nccl__aborting(const dtrain_nccl__comm *comm)
 
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds)
 {
-    struct timespec span = {0, 0};
-    span.tv_nsec = microseconds * 1000;
+    const struct timespec span = {0, microseconds * 1000};
     nanosleep(&span, NULL);
 }
 
