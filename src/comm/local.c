@@ -408,11 +408,10 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         else comm->info.staged_bytes += length;
         if (sends && !cell->lies && length)
             memcpy(cell->data, (const char *)what->send + work->moved, length);
-        char *to = (char *)what->recv + work->moved;
         if (!sends && cell->path != DTRAIN__READ && length)
-            memcpy(to, cell->lies ? cell->lies : cell->data, length);
+            memcpy((char *)what->recv + work->moved, cell->lies ? cell->lies : cell->data, length);
         if (!sends && cell->path == DTRAIN__READ &&
-            !dtrain__fetch(comm, what->root, cell->lies, to, length))
+            !dtrain__fetch(comm, what->root, cell->lies, (char *)what->recv, length))
             return false;
         work->moved += length;
         dtrain__store(mine, *mine + 1);

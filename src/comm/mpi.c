@@ -403,36 +403,14 @@ static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
     dtrain__unpromise(comm->world, bytes);
 }
 
-/* Take whole cache lines of the communicator's memory; before it is mapped, only count them. */
-static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
-{
-    char *at = comm->memory ? comm->memory + comm->memory_bytes : NULL;
-    comm->memory_bytes += dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
-    return at;
-}
-
-/* Lay out the arrays. With each rank there can be in flight: for every operation of the window a
- * record each way, the four requests of one round, and one of a send and of a receive. */
-static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
-{
-    const size_t size = (size_t)comm->base.size, room = size * (2 * DTRAIN_WINDOW + 4 + 2);
-    comm->memory_bytes = 0;
-    comm->requests = (MPI_Request *)dtrain__mpi_take(comm, room * sizeof *comm->requests);
-    comm->tokens = (dtrain__mpi_token *)dtrain__mpi_take(comm, room * sizeof *comm->tokens);
-    comm->statuses = (MPI_Status *)dtrain__mpi_take(comm, room * sizeof *comm->statuses);
-    comm->indices = (int *)dtrain__mpi_take(comm, room * sizeof *comm->indices);
-    comm->heard =
-        (uint64_t *)dtrain__mpi_take(comm, (DTRAIN_WINDOW + 1) * size * sizeof *comm->heard);
-    comm->temporary = (char *)dtrain__mpi_take(comm, size * comm->chunk_bytes);
-    comm->records =
-        (char *)dtrain__mpi_take(comm, (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes);
-}
-
-/* Start MPI if this is the world's communicator; all others share its hub. */
+/* Start MPI if this is the world's communicator; all others share its hub. With each rank there can
+ * be in flight: for every operation of the window a record each way, the four requests of one
+ * round, and one of a send and of a receive. */
 static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
+    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2), lines = DTRAIN_WINDOW + 1;
     size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
     void *memory;
     comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
@@ -445,10 +423,25 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
     comm->chunk_bytes = chunk / line * line;
     comm->record_bytes = dtrain__round_up(sizeof(dtrain_call) + data, line);
-    dtrain__mpi_tables(comm);
+
+    const size_t bytes[] = {room * sizeof *comm->requests,        room * sizeof *comm->tokens,
+                            room * sizeof *comm->statuses,        room * sizeof *comm->indices,
+                            lines * size * sizeof *comm->heard,   size * comm->chunk_bytes,
+                            lines * 2 * size * comm->record_bytes};
+    size_t at[sizeof bytes / sizeof *bytes];
+    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
+        at[i] = comm->memory_bytes;
+        comm->memory_bytes += dtrain__round_up(bytes[i], line);
+    }
     DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
     comm->memory = (char *)memory;
-    dtrain__mpi_tables(comm);
+    comm->requests = (MPI_Request *)(void *)(comm->memory + at[0]);
+    comm->tokens = (dtrain__mpi_token *)(void *)(comm->memory + at[1]);
+    comm->statuses = (MPI_Status *)(void *)(comm->memory + at[2]);
+    comm->indices = (int *)(void *)(comm->memory + at[3]);
+    comm->heard = (uint64_t *)(void *)(comm->memory + at[4]);
+    comm->temporary = comm->memory + at[5];
+    comm->records = comm->memory + at[6];
     *address = 1;
     return DTRAIN_OK;
 }
