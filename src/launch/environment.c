@@ -34,8 +34,8 @@ enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
 /* The variables by which launchers of one kind say which rank a process is. */
 typedef struct dtrain__family {
     const char *name;
-    /* Reads rank and size into *out, which is zeroed, and leaves a size of 0 if it does not apply. A
-     * family without a reader has two plain numbers. */
+    /* Reads rank and size into *out, which is zeroed, and leaves a size of 0 if it does not apply.
+     * A family without a reader has two plain numbers. */
     dtrain_result (*read)(dtrain__lookup_fn env, dtrain__placement *out);
     const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
 } dtrain__family;
@@ -73,8 +73,9 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; a size of 0 says that they are not set. Half a family is
- * an error, except that a world size without a rank may belong to an Indexed Job (size_alone). */
+/* Read the plain rank and size of a family; a size of 0 says that they are not set. Half a family
+ * is an error, except that a world size without a rank may belong to an Indexed Job
+ * (size_alone). */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
                                        const char *size_name, bool size_alone,
                                        dtrain__placement *out)
