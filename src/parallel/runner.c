@@ -95,8 +95,8 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
     return dtrain_work_test(message->works[message->count - 1], &done);
 }
 
-/* Wait for what a computation needs, and for what it would overwrite; then do it, in a span: a trace
- * shows passes as a drawing of the schedule does. */
+/* Wait for what a computation needs, and for what it would overwrite; then do it, in a span: a
+ * trace shows passes as a drawing of the schedule does. */
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {

@@ -292,7 +292,8 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     float *grad = target->grad;
     /* Under sequence parallelism the gradients of whole parameters are sums over the rows of all
      * ranks. Of an operation on whole tensors each rank has all of that sum, and the first one
-     * counts it: others get memory that does not count, and their gradient is zero or what it was. */
+     * counts it: others get memory that does not count, and their gradient stays zero or what it
+     * was. */
     const dtrain__groups *groups = &op->tape->groups;
     if (groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
         op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE) {
