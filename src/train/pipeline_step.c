@@ -78,8 +78,8 @@ static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_loss_fn f
     return dtrain__check_made(trainer, function, *made, count);
 }
 
-/* Run it with all stages remote, to find what crosses, and check that the last stage makes what it
- * returns. Local. */
+/* Run the function with all stages remote, to find which tensors cross, and check that the last
+ * stage makes the tensor that it returns. Local. */
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
                                          void *user, uint32_t flags, int64_t count,
                                          dtrain_tensor **made)
@@ -100,7 +100,8 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
                        stage, last);
 }
 
-/* Run it in the slot of a FORWARD. The slot of a micro-batch's first pass here has its inputs. */
+/* Run the function in the slot of a FORWARD. The slot of a micro-batch's first pass on this rank
+ * keeps the inputs. */
 static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
                                        uint32_t flags, int64_t count,
                                        const dtrain_pipeline_action *action, dtrain_tensor **made)
@@ -299,7 +300,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
-/* Receive or send what crosses to the stage of another rank, and wait. */
+/* Receive or send the tensors that cross from or to a stage of another rank, and wait. */
 static dtrain_result dtrain__line_carry(dtrain_trainer *trainer,
                                         const dtrain_pipeline_action *action, int stage)
 {
@@ -350,10 +351,10 @@ static dtrain_result dtrain__line_stages(dtrain_trainer *trainer, dtrain_loss_fn
     return DTRAIN_OK;
 }
 
-/* Run a forward pass, of an evaluation (samples: what the loss is a mean over) or of the host's own
- * (NULL), which all ranks get the values of. What crosses is found anew for each call, whose shapes
- * may be others than those before; what is refused then, on all ranks before anything is sent, does
- * not stand. */
+/* Run a forward pass: of an evaluation (samples: what the loss is a mean over), or of the host's own
+ * (samples NULL), whose values all ranks get. What crosses is found anew for each call: shapes can
+ * differ from those of the call before. A refusal of the host's own pass, on all ranks before
+ * anything is sent, does not stand. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        dtrain_loss_fn function, void *user,
                                                        float *values, int64_t count,

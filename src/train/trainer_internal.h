@@ -1,7 +1,7 @@
 /* The trainer's structure
  *
- * Its files call each other in one direction: trainer.c the three kinds of steps and the plan,
- * these (queued_step.c, pipeline_step.c, plan.c) what is in micro_batch.c. */
+ * Its files call in one direction: trainer.c calls plan.c, pipeline_step.c and queued_step.c, and
+ * these three call micro_batch.c. */
 
 #pragma once
 
