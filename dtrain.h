@@ -37708,16 +37708,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                args->count, wide ? DTRAIN_DTYPE_F32 : args->dtype);
 }
 
-static uint64_t dtrain__part_number(const dtrain_part *part, int64_t i)
-{
-    uint32_t s = 0;
-    if (!part->segments) return (uint64_t)(part->first + i);
-    int64_t column = i % part->n;
-    while (s + 1 < part->segments && column >= part->segment[s].length)
-        column -= part->segment[s++].length;
-    return (uint64_t)(part->first + i / part->n * part->whole_n + part->segment[s].column + column);
-}
-
 /* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
  * block of four serves neighbours. */
 DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
@@ -37725,11 +37715,19 @@ DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, 
 {
     uint32_t block[4] = {0};
     uint64_t drawn = UINT64_MAX;
-    for (int64_t j = 0; j < count; j++) {
-        const uint64_t number = dtrain__part_number(part, i + j);
+    for (const int64_t end = i + count; i < end; i++) {
+        int64_t at = i;
+        if (part->segments) {
+            uint32_t s = 0;
+            int64_t column = i % part->n;
+            while (s + 1 < part->segments && column >= part->segment[s].length)
+                column -= part->segment[s++].length;
+            at = i / part->n * part->whole_n + part->segment[s].column + column;
+        }
+        const uint64_t number = (uint64_t)(part->first + at);
         if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
         drawn = number / 4;
-        words[j] = block[number % 4];
+        *words++ = block[number % 4];
     }
 }
 
@@ -37875,16 +37873,6 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
     return dtrain__gemm(cpu, args);
 }
 
-static void dtrain__row_sums(const dtrain_gemm_args *args)
-{
-    for (int64_t i = 0; i < args->m; i++) {
-        float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
-        for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
-            sum += dtrain__element(args->a, args->a_dtype, at);
-        args->bias_grad[i] = sum;
-    }
-}
-
 static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
@@ -37901,34 +37889,6 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
                            "gemm: lda is %lld; a bias gradient needs lda == m (%lld)",
                            (long long)args->lda, (long long)args->m);
     return DTRAIN_OK;
-}
-
-/* A second pass over C: slopes (z, or NULL: none) and column sums. */
-static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm_args *args,
-                                        uint32_t activation, const void *z, float *bias_grad)
-{
-    dtrain_activation_backward_args after;
-    memset(&after, 0, sizeof after);
-    after.activation = z ? activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
-    after.accumulate = args->accumulate_bias_grad;
-    after.rows = args->m;
-    after.n = args->n;
-    after.x = z;
-    after.d_out = after.d_in = args->c;
-    after.d_bias = bias_grad;
-    after.dtype = args->c_dtype;
-    return dtrain__cpu_activation_backward(device, &after);
-}
-
-/* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
-static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
-{
-    if (!(args->flags & DTRAIN_GEMM_TRANS_A)) {
-        dtrain__row_sums(args);
-        return DTRAIN_OK;
-    }
-    return dtrain__column_sums(device, args->k, args->m, args->a, args->a_dtype,
-                               args->accumulate_bias_grad, args->bias_grad);
 }
 
 /* The product by dtrain__cpu_product; what needs a second pass over C or A follows. A C in half
@@ -37948,10 +37908,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
         plain.aux = NULL;
     }
     DTRAIN__TRY(dtrain__cpu_product(device, &plain));
-    if (z || of_c)
-        DTRAIN__TRY(
-            dtrain__gemm_after(device, args, args->activation, z, of_c ? args->bias_grad : NULL));
-    return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
+    if (z || of_c) {
+        dtrain_activation_backward_args after;
+        memset(&after, 0, sizeof after);
+        after.activation = z ? args->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+        after.accumulate = args->accumulate_bias_grad;
+        after.rows = args->m;
+        after.n = args->n;
+        after.x = z;
+        after.d_out = after.d_in = args->c;
+        after.d_bias = of_c ? args->bias_grad : NULL;
+        after.dtype = args->c_dtype;
+        DTRAIN__TRY(dtrain__cpu_activation_backward(device, &after));
+    }
+    if (!args->bias_grad || of_c) return DTRAIN_OK;
+    /* Row sums of op(A): column sums of what is stored, where it is transposed. */
+    if (args->flags & DTRAIN_GEMM_TRANS_A)
+        return dtrain__column_sums(device, args->k, args->m, args->a, args->a_dtype,
+                                   args->accumulate_bias_grad, args->bias_grad);
+    for (int64_t i = 0; i < args->m; i++) {
+        float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
+        for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
+            sum += dtrain__element(args->a, args->a_dtype, at);
+        args->bias_grad[i] = sum;
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtrain_bias_args *args)
@@ -38354,9 +38335,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_statistics(
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm(dtrain_device *device,
                                                     const dtrain_batchnorm_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->batchnorm, args, args->rows, 1,
+                              args->rows * args->n, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
@@ -38378,9 +38358,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm_backward, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->batchnorm_backward, args,
+                              args->rows, 1, args->rows * args->n, args->dtype);
 }
 
 /* ==== src/device/cpu/launch_convolution.c ===================================================== */
@@ -38816,23 +38795,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d(dtrain_device *device,
                                                  const dtrain_pool2d_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const dtrain_windows2d *w = &args->windows;
     DTRAIN__TRY(dtrain__check_windows("pool2d", w, args->dtype));
-    dtrain__job job = dtrain__job_make(args, w->batch * w->out_height, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->pool2d,
-                           w->batch * w->height * w->width * w->channels);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->pool2d, args,
+                              w->batch * w->out_height, 1,
+                              w->batch * w->height * w->width * w->channels, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
                                                           const dtrain_pool2d_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const dtrain_windows2d *w = &args->windows;
     DTRAIN__TRY(dtrain__check_windows("pool2d_backward", w, args->dtype));
-    dtrain__job job = dtrain__job_make(args, w->batch * w->height, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->pool2d_backward,
-                           w->batch * w->height * w->width * w->channels);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->pool2d_backward, args,
+                              w->batch * w->height, 1,
+                              w->batch * w->height * w->width * w->channels, args->dtype);
 }
 
 /* ==== src/device/cpu/launch_winograd.c ======================================================== */
@@ -38937,27 +38914,6 @@ static void dtrain__patches_describe(dtrain__windows *w, int side, const int64_t
     }
 }
 
-/* Describe the images that patches read and make; input: of the input gradient, which
- * reads images like y and makes images like x. */
-static void dtrain__conv_images(const dtrain__conv *conv, bool input, dtrain__patches *from,
-                                dtrain__patches *to)
-{
-    const dtrain_windows2d *w = &conv->windows;
-    dtrain__windows *x = input ? &to->windows : &from->windows;
-    dtrain__windows *y = input ? &from->windows : &to->windows;
-    x->height = w->height;
-    x->width = w->width;
-    x->channels = conv->in_all;
-    x->depth = conv->in;
-    y->height = w->out_height;
-    y->width = w->out_width;
-    y->channels = conv->out_all;
-    y->depth = conv->out;
-    from->data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
-    to->data = (void *)(uintptr_t)conv->d_y;
-    from->dtype = to->dtype = conv->dtype;
-}
-
 /* Describe what forward and weight gradient have in common; input: the input gradient, which reads
  * images like y and makes images like x. */
 static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool input)
@@ -38967,7 +38923,19 @@ static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool inp
     int64_t first[2];
     dtrain__winograd a;
     memset(&a, 0, sizeof a);
-    dtrain__conv_images(conv, input, &a.from, &a.to);
+    dtrain__windows *x = input ? &a.to.windows : &a.from.windows;
+    dtrain__windows *y = input ? &a.from.windows : &a.to.windows;
+    x->height = w->height;
+    x->width = w->width;
+    x->channels = conv->in_all;
+    x->depth = conv->in;
+    y->height = w->out_height;
+    y->width = w->out_width;
+    y->channels = conv->out_all;
+    y->depth = conv->out;
+    a.from.data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
+    a.to.data = (void *)(uintptr_t)conv->d_y;
+    a.from.dtype = a.to.dtype = conv->dtype;
     for (int axis = 0; axis < 2; axis++)
         first[axis] = input ? w->padding[axis] - 2 : -w->padding[axis];
     const int64_t rows = a.to.windows.height, columns = a.to.windows.width;
@@ -39143,32 +39111,6 @@ static void dtrain__topk_take(const dtrain_topk_args *args, const float *x, cons
         for (int64_t i = 0; i < args->k; i++) args->velocity[args->indices[i]] = 0;
 }
 
-/* Joins the lists at the first one's; the number of candidates, -1 if a list was too short. */
-static int64_t dtrain__topk_join(const dtrain__topk_pass *pass, int lists)
-{
-    int64_t total = pass->found[0];
-    for (int i = 1; i < lists && total >= 0; i++) {
-        const int64_t found = pass->found[i];
-        if (found < 0) return -1;
-        const size_t bytes = (size_t)found * sizeof(float);
-        memmove(pass->values + total, pass->values + i * pass->room, bytes);
-        memmove(pass->indices + total, pass->indices + i * pass->room, bytes);
-        total += found;
-    }
-    return total;
-}
-
-static dtrain_result dtrain__topk_check(const dtrain_topk_args *args)
-{
-    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
-                           (long long)args->k, (long long)args->count);
-    if (args->velocity && !args->residual)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
-    return DTRAIN_OK;
-}
-
 /* Scratch: histogram, threshold's sample or what each thread found, lists of values, of indices. */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
 {
@@ -39177,9 +39119,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     const int lists = few ? 1 : cpu->thread_count;
     const int64_t head = DTRAIN__TOPK_BINS + DTRAIN__TOPK_SAMPLE;
     dtrain__topk_pass pass;
-    DTRAIN__TRY(dtrain__topk_check(args));
-    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE, DTRAIN_DTYPE_F32);
+    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
+                           (long long)args->k, (long long)args->count);
+    if (args->velocity && !args->residual)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
     memset(&pass, 0, sizeof pass);
+    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE, DTRAIN_DTYPE_F32);
     pass.args = args;
     pass.below = -1;
     pass.room = args->count + DTRAIN__TOPK_BLOCK;
@@ -39198,7 +39145,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     memset(pass.found, 0, (size_t)lists * sizeof *pass.found);
     if (few) cpu->kernels->topk(&job, 0, args->count, 0);
     else dtrain__job_run(cpu, &job, cpu->kernels->topk, args->count);
-    const int64_t found = dtrain__topk_join(&pass, lists);
+    /* The lists follow the first one; found -1: one was too short. */
+    int64_t found = pass.found[0];
+    for (int i = 1; i < lists && found >= 0; i++) {
+        const int64_t more = pass.found[i];
+        if (more > 0) {
+            const size_t bytes = (size_t)more * sizeof(float);
+            memmove(pass.values + found, pass.values + i * pass.room, bytes);
+            memmove(pass.indices + found, pass.indices + i * pass.room, bytes);
+        }
+        found = more < 0 ? more : found + more;
+    }
     if (found >= args->k) dtrain__topk_take(args, pass.values, pass.indices, found, bins);
     else
         dtrain__topk_take(args, args->residual ? args->residual : args->x, NULL, args->count, bins);
@@ -39273,15 +39230,6 @@ static void dtrain__pool_publish_job(dtrain__pool *pool)
     pthread_mutex_unlock(&pool->lock);
 }
 
-static void dtrain__pool_finish_share(dtrain__pool *pool)
-{
-    if (__atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST) != 0) return;
-    if (!__atomic_load_n(&pool->caller_asleep, __ATOMIC_SEQ_CST)) return;
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_signal(&pool->done);
-    pthread_mutex_unlock(&pool->lock);
-}
-
 static void dtrain__pool_await_workers(dtrain__pool *pool)
 {
     for (int i = 0; i < pool->spins; i++) {
@@ -39305,7 +39253,11 @@ static void *dtrain__pool_worker(void *arg)
         seen = dtrain__pool_await_job(pool, seen);
         if (pool->stop) return NULL;
         pool->task(pool->ctx, self->index, pool->thread_count);
-        dtrain__pool_finish_share(pool);
+        if (__atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST) != 0) continue;
+        if (!__atomic_load_n(&pool->caller_asleep, __ATOMIC_SEQ_CST)) continue;
+        pthread_mutex_lock(&pool->lock);
+        pthread_cond_signal(&pool->done);
+        pthread_mutex_unlock(&pool->lock);
     }
 }
 
@@ -39442,26 +39394,12 @@ typedef struct dtrain__gemm_pass {
     float *a_block, *b_panel, *partial;
 } dtrain__gemm_pass;
 
-static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
+static void *dtrain__gemm_at(void *data, dtrain_dtype dtype, int64_t index)
 {
-    return (const char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
+    return (char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
 }
 
-static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
-
-static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
-                                              int cols)
-{
-    dtrain__rectangle x;
-    x.data = data;
-    x.dtype = dtype;
-    x.ld = ld;
-    x.rows = rows;
-    x.cols = cols;
-    return x;
-}
 
 /* Rows of C that are equally far apart: where the first begins, what is between two, in elements,
  * and how many there are. */
@@ -39491,9 +39429,9 @@ static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain_gemm_args *x = job->args;
     while (count > 0) {
         const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
-        const int now = (int)dtrain__gemm_min(rows.count, count);
-        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
-        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
+        const int now = (int)dtrain__min(rows.count, count);
+        void *at = dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
+        const dtrain__rectangle c = {at, x->c_dtype, rows.ld, now, cols};
         if (load) job->isa->tile->load(tile, job->isa->nr, &c);
         else job->isa->tile->store(&c, tile, job->isa->nr);
         tile += now * job->isa->nr;
@@ -39527,14 +39465,13 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
     const dtrain__isa *isa = job->isa;
-    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
-    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
+    const int rows = (int)dtrain__min(isa->mr, pass->i1 - i);
+    const int cols = (int)dtrain__min(isa->nr, pass->j1 - j);
     const float beta = pass->first ? x->beta : 1;
     float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
 
-    const dtrain__rectangle partial =
-        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
-                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
+    float *sums = pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0);
+    const dtrain__rectangle partial = {sums, DTRAIN_DTYPE_F32, job->n_step, rows, cols};
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
@@ -39543,9 +39480,8 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     }
     isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
     if (pass->last) {
-        void *at = x->aux;
-        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
-        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+        void *at = x->aux ? dtrain__gemm_at(x->aux, x->c_dtype, i * x->ldc + j) : NULL;
+        const dtrain__rectangle aux = {at, x->c_dtype, x->ldc, rows, cols};
         dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
     if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile, isa->nr);
@@ -39590,8 +39526,8 @@ static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
         int steps = pass->k - p < chunk ? pass->k - p : chunk;
         float *panel = pass->a_block + p / job->isa->pair * mr;
         for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += dtrain__gemm_panel(pass))
-            job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
-                             pass->p + p, steps);
+            job->isa->pack_a(panel, &job->a, i, (int)dtrain__min(mr, pass->i1 - i), pass->p + p,
+                             steps);
     }
 }
 
@@ -39612,7 +39548,7 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
             b = (const float *)job->b.data + pass->p * job->b.ld + j;
             ldb = job->b.ld;
         } else {
-            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
+            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__min(nr, pass->j1 - j), pass->p,
                         pass->k);
         }
         for (int64_t i = pass->i0; i < pass->i1; i += mr, a += dtrain__gemm_panel(pass))
@@ -39640,15 +39576,15 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
         at %= job->rows * job->cols;
         pass.i0 = at % job->rows * job->m_step;
         pass.j0 = at / job->rows * job->n_step;
-        pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
-        pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
+        pass.i1 = dtrain__min(pass.i0 + job->m_step, x->m);
+        pass.j1 = dtrain__min(pass.j0 + job->n_step, x->n);
         pass.p = part * job->part_k;
-        pass.end = dtrain__gemm_min(pass.p + job->part_k, job->k);
+        pass.end = dtrain__min(pass.p + job->part_k, job->k);
         pass.c_at = part * x->m * x->ldc;
         pass.first = 1;
         do { /* once even for k == 0: beta, bias and activation remain */
-            pass.k = (int)dtrain__gemm_min(job->k_step, pass.end - pass.p);
-            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
+            pass.k = (int)dtrain__min(job->k_step, pass.end - pass.p);
+            pass.cells = (int)dtrain__multiple(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
             pass.last = pass.p + pass.k == pass.end;
             dtrain__gemm_block(&pass);
             pass.p += pass.k;
@@ -39665,7 +39601,7 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
     const int64_t whole = job->isa->pair * job->isa->unit;
     const int64_t k = job->part_k;
     job->k_step = dtrain__gemm_ceil(k, dtrain__gemm_ceil(k, most) + (k == 0));
-    job->k_step = dtrain__gemm_round(job->k_step, whole);
+    job->k_step = dtrain__multiple(job->k_step, whole);
     job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
     job->m_most = DTRAIN__MC / mr * mr;
     if (job->isa->pair == 1 || job->isa->pitch || job->needs_partial || k == 0) return;
@@ -39681,11 +39617,11 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
     int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
     int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
     for (int64_t extra = 0; extra < threads; extra++) {
-        int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
+        int64_t m_step = dtrain__multiple(dtrain__gemm_ceil(m, fewest + extra), mr);
         int64_t rows = dtrain__gemm_ceil(m, m_step);
         int64_t cols = dtrain__gemm_ceil(n, DTRAIN__NC);
         while (rows * cols % threads && rows * cols < 8 * threads) cols++;
-        int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
+        int64_t n_step = dtrain__multiple(dtrain__gemm_ceil(n, cols), nr);
         cols = dtrain__gemm_ceil(n, n_step);
         int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
         int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));
@@ -39868,15 +39804,7 @@ static bool dtrain__is_nan(double x)
     return (bits & INT64_MAX) > 0x7ff0000000000000u;
 }
 
-/* As mix_step of kernels/mix.h, one element at a time. */
-static double dtrain__mix_step_f64(double sum, double x, uint32_t op)
-{
-    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN) return sum + x;
-    if (op == DTRAIN_REDUCE_PROD) return sum * x;
-    if (dtrain__is_nan(sum)) return sum;
-    return dtrain__is_nan(x) || (op == DTRAIN_REDUCE_MIN ? x < sum : sum < x) ? x : sum;
-}
-
+/* As kernels/mix.h, one element at a time. */
 static void dtrain__mix_f64(const dtrain__mix_job *job)
 {
     const double scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0 / job->in_count : 1;
@@ -39885,7 +39813,11 @@ static void dtrain__mix_f64(const dtrain__mix_job *job)
         memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);
         for (int i = 1; i < job->in_count; i++) {
             memcpy(&x, job->in[i] + at * sizeof x, sizeof x);
-            sum = dtrain__mix_step_f64(sum, x, job->op);
+            if (job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN) sum += x;
+            else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;
+            else if (dtrain__is_nan(sum)) continue;
+            else if (dtrain__is_nan(x) || (job->op == DTRAIN_REDUCE_MIN ? x < sum : sum < x))
+                sum = x;
         }
         x = sum * scale;
         for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * sizeof x, &x, sizeof x);

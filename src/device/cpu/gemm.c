@@ -61,26 +61,12 @@ typedef struct dtrain__gemm_pass {
     float *a_block, *b_panel, *partial;
 } dtrain__gemm_pass;
 
-static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
+static void *dtrain__gemm_at(void *data, dtrain_dtype dtype, int64_t index)
 {
-    return (const char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
+    return (char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
 }
 
-static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
-
-static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
-                                              int cols)
-{
-    dtrain__rectangle x;
-    x.data = data;
-    x.dtype = dtype;
-    x.ld = ld;
-    x.rows = rows;
-    x.cols = cols;
-    return x;
-}
 
 /* Rows of C that are equally far apart: where the first begins, what is between two, in elements,
  * and how many there are. */
@@ -110,9 +96,9 @@ static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain_gemm_args *x = job->args;
     while (count > 0) {
         const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
-        const int now = (int)dtrain__gemm_min(rows.count, count);
-        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
-        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
+        const int now = (int)dtrain__min(rows.count, count);
+        void *at = dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
+        const dtrain__rectangle c = {at, x->c_dtype, rows.ld, now, cols};
         if (load) job->isa->tile->load(tile, job->isa->nr, &c);
         else job->isa->tile->store(&c, tile, job->isa->nr);
         tile += now * job->isa->nr;
@@ -146,14 +132,13 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
     const dtrain__isa *isa = job->isa;
-    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
-    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
+    const int rows = (int)dtrain__min(isa->mr, pass->i1 - i);
+    const int cols = (int)dtrain__min(isa->nr, pass->j1 - j);
     const float beta = pass->first ? x->beta : 1;
     float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
 
-    const dtrain__rectangle partial =
-        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
-                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
+    float *sums = pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0);
+    const dtrain__rectangle partial = {sums, DTRAIN_DTYPE_F32, job->n_step, rows, cols};
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
@@ -162,9 +147,8 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     }
     isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
     if (pass->last) {
-        void *at = x->aux;
-        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
-        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+        void *at = x->aux ? dtrain__gemm_at(x->aux, x->c_dtype, i * x->ldc + j) : NULL;
+        const dtrain__rectangle aux = {at, x->c_dtype, x->ldc, rows, cols};
         dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
     if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile, isa->nr);
@@ -209,8 +193,8 @@ static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
         int steps = pass->k - p < chunk ? pass->k - p : chunk;
         float *panel = pass->a_block + p / job->isa->pair * mr;
         for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += dtrain__gemm_panel(pass))
-            job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
-                             pass->p + p, steps);
+            job->isa->pack_a(panel, &job->a, i, (int)dtrain__min(mr, pass->i1 - i), pass->p + p,
+                             steps);
     }
 }
 
@@ -231,7 +215,7 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
             b = (const float *)job->b.data + pass->p * job->b.ld + j;
             ldb = job->b.ld;
         } else {
-            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
+            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__min(nr, pass->j1 - j), pass->p,
                         pass->k);
         }
         for (int64_t i = pass->i0; i < pass->i1; i += mr, a += dtrain__gemm_panel(pass))
@@ -259,15 +243,15 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
         at %= job->rows * job->cols;
         pass.i0 = at % job->rows * job->m_step;
         pass.j0 = at / job->rows * job->n_step;
-        pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
-        pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
+        pass.i1 = dtrain__min(pass.i0 + job->m_step, x->m);
+        pass.j1 = dtrain__min(pass.j0 + job->n_step, x->n);
         pass.p = part * job->part_k;
-        pass.end = dtrain__gemm_min(pass.p + job->part_k, job->k);
+        pass.end = dtrain__min(pass.p + job->part_k, job->k);
         pass.c_at = part * x->m * x->ldc;
         pass.first = 1;
         do { /* once even for k == 0: beta, bias and activation remain */
-            pass.k = (int)dtrain__gemm_min(job->k_step, pass.end - pass.p);
-            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
+            pass.k = (int)dtrain__min(job->k_step, pass.end - pass.p);
+            pass.cells = (int)dtrain__multiple(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
             pass.last = pass.p + pass.k == pass.end;
             dtrain__gemm_block(&pass);
             pass.p += pass.k;
@@ -284,7 +268,7 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
     const int64_t whole = job->isa->pair * job->isa->unit;
     const int64_t k = job->part_k;
     job->k_step = dtrain__gemm_ceil(k, dtrain__gemm_ceil(k, most) + (k == 0));
-    job->k_step = dtrain__gemm_round(job->k_step, whole);
+    job->k_step = dtrain__multiple(job->k_step, whole);
     job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
     job->m_most = DTRAIN__MC / mr * mr;
     if (job->isa->pair == 1 || job->isa->pitch || job->needs_partial || k == 0) return;
@@ -300,11 +284,11 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
     int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
     int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
     for (int64_t extra = 0; extra < threads; extra++) {
-        int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
+        int64_t m_step = dtrain__multiple(dtrain__gemm_ceil(m, fewest + extra), mr);
         int64_t rows = dtrain__gemm_ceil(m, m_step);
         int64_t cols = dtrain__gemm_ceil(n, DTRAIN__NC);
         while (rows * cols % threads && rows * cols < 8 * threads) cols++;
-        int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
+        int64_t n_step = dtrain__multiple(dtrain__gemm_ceil(n, cols), nr);
         cols = dtrain__gemm_ceil(n, n_step);
         int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
         int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));

@@ -120,15 +120,7 @@ static bool dtrain__is_nan(double x)
     return (bits & INT64_MAX) > 0x7ff0000000000000u;
 }
 
-/* As mix_step of kernels/mix.h, one element at a time. */
-static double dtrain__mix_step_f64(double sum, double x, uint32_t op)
-{
-    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN) return sum + x;
-    if (op == DTRAIN_REDUCE_PROD) return sum * x;
-    if (dtrain__is_nan(sum)) return sum;
-    return dtrain__is_nan(x) || (op == DTRAIN_REDUCE_MIN ? x < sum : sum < x) ? x : sum;
-}
-
+/* As kernels/mix.h, one element at a time. */
 static void dtrain__mix_f64(const dtrain__mix_job *job)
 {
     const double scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0 / job->in_count : 1;
@@ -137,7 +129,11 @@ static void dtrain__mix_f64(const dtrain__mix_job *job)
         memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);
         for (int i = 1; i < job->in_count; i++) {
             memcpy(&x, job->in[i] + at * sizeof x, sizeof x);
-            sum = dtrain__mix_step_f64(sum, x, job->op);
+            if (job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN) sum += x;
+            else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;
+            else if (dtrain__is_nan(sum)) continue;
+            else if (dtrain__is_nan(x) || (job->op == DTRAIN_REDUCE_MIN ? x < sum : sum < x))
+                sum = x;
         }
         x = sum * scale;
         for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * sizeof x, &x, sizeof x);

@@ -160,16 +160,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                args->count, wide ? DTRAIN_DTYPE_F32 : args->dtype);
 }
 
-static uint64_t dtrain__part_number(const dtrain_part *part, int64_t i)
-{
-    uint32_t s = 0;
-    if (!part->segments) return (uint64_t)(part->first + i);
-    int64_t column = i % part->n;
-    while (s + 1 < part->segments && column >= part->segment[s].length)
-        column -= part->segment[s++].length;
-    return (uint64_t)(part->first + i / part->n * part->whole_n + part->segment[s].column + column);
-}
-
 /* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
  * block of four serves neighbours. */
 DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
@@ -177,11 +167,19 @@ DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, 
 {
     uint32_t block[4] = {0};
     uint64_t drawn = UINT64_MAX;
-    for (int64_t j = 0; j < count; j++) {
-        const uint64_t number = dtrain__part_number(part, i + j);
+    for (const int64_t end = i + count; i < end; i++) {
+        int64_t at = i;
+        if (part->segments) {
+            uint32_t s = 0;
+            int64_t column = i % part->n;
+            while (s + 1 < part->segments && column >= part->segment[s].length)
+                column -= part->segment[s++].length;
+            at = i / part->n * part->whole_n + part->segment[s].column + column;
+        }
+        const uint64_t number = (uint64_t)(part->first + at);
         if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
         drawn = number / 4;
-        words[j] = block[number % 4];
+        *words++ = block[number % 4];
     }
 }
 

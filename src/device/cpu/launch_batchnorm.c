@@ -99,9 +99,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_statistics(
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm(dtrain_device *device,
                                                     const dtrain_batchnorm_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->batchnorm, args, args->rows, 1,
+                              args->rows * args->n, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
@@ -123,7 +122,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm_backward, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->batchnorm_backward, args,
+                              args->rows, 1, args->rows * args->n, args->dtype);
 }

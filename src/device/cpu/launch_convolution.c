@@ -409,21 +409,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d(dtrain_device *device,
                                                  const dtrain_pool2d_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const dtrain_windows2d *w = &args->windows;
     DTRAIN__TRY(dtrain__check_windows("pool2d", w, args->dtype));
-    dtrain__job job = dtrain__job_make(args, w->batch * w->out_height, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->pool2d,
-                           w->batch * w->height * w->width * w->channels);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->pool2d, args,
+                              w->batch * w->out_height, 1,
+                              w->batch * w->height * w->width * w->channels, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
                                                           const dtrain_pool2d_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const dtrain_windows2d *w = &args->windows;
     DTRAIN__TRY(dtrain__check_windows("pool2d_backward", w, args->dtype));
-    dtrain__job job = dtrain__job_make(args, w->batch * w->height, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->pool2d_backward,
-                           w->batch * w->height * w->width * w->channels);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->pool2d_backward, args,
+                              w->batch * w->height, 1,
+                              w->batch * w->height * w->width * w->channels, args->dtype);
 }

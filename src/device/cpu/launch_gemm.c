@@ -36,16 +36,6 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
     return dtrain__gemm(cpu, args);
 }
 
-static void dtrain__row_sums(const dtrain_gemm_args *args)
-{
-    for (int64_t i = 0; i < args->m; i++) {
-        float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
-        for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
-            sum += dtrain__element(args->a, args->a_dtype, at);
-        args->bias_grad[i] = sum;
-    }
-}
-
 static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
@@ -62,34 +52,6 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
                            "gemm: lda is %lld; a bias gradient needs lda == m (%lld)",
                            (long long)args->lda, (long long)args->m);
     return DTRAIN_OK;
-}
-
-/* A second pass over C: slopes (z, or NULL: none) and column sums. */
-static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm_args *args,
-                                        uint32_t activation, const void *z, float *bias_grad)
-{
-    dtrain_activation_backward_args after;
-    memset(&after, 0, sizeof after);
-    after.activation = z ? activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
-    after.accumulate = args->accumulate_bias_grad;
-    after.rows = args->m;
-    after.n = args->n;
-    after.x = z;
-    after.d_out = after.d_in = args->c;
-    after.d_bias = bias_grad;
-    after.dtype = args->c_dtype;
-    return dtrain__cpu_activation_backward(device, &after);
-}
-
-/* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
-static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
-{
-    if (!(args->flags & DTRAIN_GEMM_TRANS_A)) {
-        dtrain__row_sums(args);
-        return DTRAIN_OK;
-    }
-    return dtrain__column_sums(device, args->k, args->m, args->a, args->a_dtype,
-                               args->accumulate_bias_grad, args->bias_grad);
 }
 
 /* The product by dtrain__cpu_product; what needs a second pass over C or A follows. A C in half
@@ -109,10 +71,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
         plain.aux = NULL;
     }
     DTRAIN__TRY(dtrain__cpu_product(device, &plain));
-    if (z || of_c)
-        DTRAIN__TRY(
-            dtrain__gemm_after(device, args, args->activation, z, of_c ? args->bias_grad : NULL));
-    return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
+    if (z || of_c) {
+        dtrain_activation_backward_args after;
+        memset(&after, 0, sizeof after);
+        after.activation = z ? args->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+        after.accumulate = args->accumulate_bias_grad;
+        after.rows = args->m;
+        after.n = args->n;
+        after.x = z;
+        after.d_out = after.d_in = args->c;
+        after.d_bias = of_c ? args->bias_grad : NULL;
+        after.dtype = args->c_dtype;
+        DTRAIN__TRY(dtrain__cpu_activation_backward(device, &after));
+    }
+    if (!args->bias_grad || of_c) return DTRAIN_OK;
+    /* Row sums of op(A): column sums of what is stored, where it is transposed. */
+    if (args->flags & DTRAIN_GEMM_TRANS_A)
+        return dtrain__column_sums(device, args->k, args->m, args->a, args->a_dtype,
+                                   args->accumulate_bias_grad, args->bias_grad);
+    for (int64_t i = 0; i < args->m; i++) {
+        float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
+        for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
+            sum += dtrain__element(args->a, args->a_dtype, at);
+        args->bias_grad[i] = sum;
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtrain_bias_args *args)

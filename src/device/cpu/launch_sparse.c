@@ -106,32 +106,6 @@ static void dtrain__topk_take(const dtrain_topk_args *args, const float *x, cons
         for (int64_t i = 0; i < args->k; i++) args->velocity[args->indices[i]] = 0;
 }
 
-/* Joins the lists at the first one's; the number of candidates, -1 if a list was too short. */
-static int64_t dtrain__topk_join(const dtrain__topk_pass *pass, int lists)
-{
-    int64_t total = pass->found[0];
-    for (int i = 1; i < lists && total >= 0; i++) {
-        const int64_t found = pass->found[i];
-        if (found < 0) return -1;
-        const size_t bytes = (size_t)found * sizeof(float);
-        memmove(pass->values + total, pass->values + i * pass->room, bytes);
-        memmove(pass->indices + total, pass->indices + i * pass->room, bytes);
-        total += found;
-    }
-    return total;
-}
-
-static dtrain_result dtrain__topk_check(const dtrain_topk_args *args)
-{
-    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
-                           (long long)args->k, (long long)args->count);
-    if (args->velocity && !args->residual)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
-    return DTRAIN_OK;
-}
-
 /* Scratch: histogram, threshold's sample or what each thread found, lists of values, of indices. */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
 {
@@ -140,9 +114,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     const int lists = few ? 1 : cpu->thread_count;
     const int64_t head = DTRAIN__TOPK_BINS + DTRAIN__TOPK_SAMPLE;
     dtrain__topk_pass pass;
-    DTRAIN__TRY(dtrain__topk_check(args));
-    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE, DTRAIN_DTYPE_F32);
+    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
+                           (long long)args->k, (long long)args->count);
+    if (args->velocity && !args->residual)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
     memset(&pass, 0, sizeof pass);
+    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE, DTRAIN_DTYPE_F32);
     pass.args = args;
     pass.below = -1;
     pass.room = args->count + DTRAIN__TOPK_BLOCK;
@@ -161,7 +140,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     memset(pass.found, 0, (size_t)lists * sizeof *pass.found);
     if (few) cpu->kernels->topk(&job, 0, args->count, 0);
     else dtrain__job_run(cpu, &job, cpu->kernels->topk, args->count);
-    const int64_t found = dtrain__topk_join(&pass, lists);
+    /* The lists follow the first one; found -1: one was too short. */
+    int64_t found = pass.found[0];
+    for (int i = 1; i < lists && found >= 0; i++) {
+        const int64_t more = pass.found[i];
+        if (more > 0) {
+            const size_t bytes = (size_t)more * sizeof(float);
+            memmove(pass.values + found, pass.values + i * pass.room, bytes);
+            memmove(pass.indices + found, pass.indices + i * pass.room, bytes);
+        }
+        found = more < 0 ? more : found + more;
+    }
     if (found >= args->k) dtrain__topk_take(args, pass.values, pass.indices, found, bins);
     else
         dtrain__topk_take(args, args->residual ? args->residual : args->x, NULL, args->count, bins);

@@ -108,27 +108,6 @@ static void dtrain__patches_describe(dtrain__windows *w, int side, const int64_t
     }
 }
 
-/* Describe the images that patches read and make; input: of the input gradient, which
- * reads images like y and makes images like x. */
-static void dtrain__conv_images(const dtrain__conv *conv, bool input, dtrain__patches *from,
-                                dtrain__patches *to)
-{
-    const dtrain_windows2d *w = &conv->windows;
-    dtrain__windows *x = input ? &to->windows : &from->windows;
-    dtrain__windows *y = input ? &from->windows : &to->windows;
-    x->height = w->height;
-    x->width = w->width;
-    x->channels = conv->in_all;
-    x->depth = conv->in;
-    y->height = w->out_height;
-    y->width = w->out_width;
-    y->channels = conv->out_all;
-    y->depth = conv->out;
-    from->data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
-    to->data = (void *)(uintptr_t)conv->d_y;
-    from->dtype = to->dtype = conv->dtype;
-}
-
 /* Describe what forward and weight gradient have in common; input: the input gradient, which reads
  * images like y and makes images like x. */
 static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool input)
@@ -138,7 +117,19 @@ static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool inp
     int64_t first[2];
     dtrain__winograd a;
     memset(&a, 0, sizeof a);
-    dtrain__conv_images(conv, input, &a.from, &a.to);
+    dtrain__windows *x = input ? &a.to.windows : &a.from.windows;
+    dtrain__windows *y = input ? &a.from.windows : &a.to.windows;
+    x->height = w->height;
+    x->width = w->width;
+    x->channels = conv->in_all;
+    x->depth = conv->in;
+    y->height = w->out_height;
+    y->width = w->out_width;
+    y->channels = conv->out_all;
+    y->depth = conv->out;
+    a.from.data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
+    a.to.data = (void *)(uintptr_t)conv->d_y;
+    a.from.dtype = a.to.dtype = conv->dtype;
     for (int axis = 0; axis < 2; axis++)
         first[axis] = input ? w->padding[axis] - 2 : -w->padding[axis];
     const int64_t rows = a.to.windows.height, columns = a.to.windows.width;

@@ -53,15 +53,6 @@ static void dtrain__pool_publish_job(dtrain__pool *pool)
     pthread_mutex_unlock(&pool->lock);
 }
 
-static void dtrain__pool_finish_share(dtrain__pool *pool)
-{
-    if (__atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST) != 0) return;
-    if (!__atomic_load_n(&pool->caller_asleep, __ATOMIC_SEQ_CST)) return;
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_signal(&pool->done);
-    pthread_mutex_unlock(&pool->lock);
-}
-
 static void dtrain__pool_await_workers(dtrain__pool *pool)
 {
     for (int i = 0; i < pool->spins; i++) {
@@ -85,7 +76,11 @@ static void *dtrain__pool_worker(void *arg)
         seen = dtrain__pool_await_job(pool, seen);
         if (pool->stop) return NULL;
         pool->task(pool->ctx, self->index, pool->thread_count);
-        dtrain__pool_finish_share(pool);
+        if (__atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST) != 0) continue;
+        if (!__atomic_load_n(&pool->caller_asleep, __ATOMIC_SEQ_CST)) continue;
+        pthread_mutex_lock(&pool->lock);
+        pthread_cond_signal(&pool->done);
+        pthread_mutex_unlock(&pool->lock);
     }
 }
 
