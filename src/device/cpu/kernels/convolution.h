@@ -245,18 +245,13 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operan
     DTRAIN__K(pack_steps)(panel, DTRAIN__W, x, index, count, p, k);
 }
 
-/* packing: copying runs as rows takes half of the time of spreading them over columns. */
-#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                 \
-    {                                                                                    \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
-    }
+/* Copying runs as rows takes half of the time of spreading them over columns. */
 static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
+    DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b),
+    DTRAIN__FP32_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
                      pack_window_rows, pack_narrow_b),
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile, pack_columns, pack_b),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 4, 0, narrow_tile, pack_narrow_columns,
+    DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile, pack_columns, pack_b),
+    DTRAIN__FP32_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 4, 0, narrow_tile, pack_narrow_columns,
                      pack_narrow_b)};
 
 /* ---- Weights */
