@@ -2240,9 +2240,9 @@ typedef struct dtrain_storage {
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
  * the checkpoints before it as they were.
  *
- * Loading reads the manifest, the headers of all files and those pieces that this rank needs. Number
- * of ranks, axes of the mesh, strategy, node size, precision and offload may be others than those
- * of the run that saved. What is carried over:
+ * Loading reads the manifest, all headers, and those pieces that this rank needs. Number of ranks,
+ * axes of the mesh, strategy, node size, precision and offload may be others than those of the run
+ * that saved. What is carried over:
  *
  *     values, moments, momentum, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
@@ -10226,11 +10226,10 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         else comm->info.staged_bytes += length;
         if (sends && !cell->lies && length)
             memcpy(cell->data, (const char *)what->send + work->moved, length);
-        char *to = (char *)what->recv + work->moved;
         if (!sends && cell->path != DTRAIN__READ && length)
-            memcpy(to, cell->lies ? cell->lies : cell->data, length);
+            memcpy((char *)what->recv + work->moved, cell->lies ? cell->lies : cell->data, length);
         if (!sends && cell->path == DTRAIN__READ &&
-            !dtrain__fetch(comm, what->root, cell->lies, to, length))
+            !dtrain__fetch(comm, what->root, cell->lies, (char *)what->recv, length))
             return false;
         work->moved += length;
         dtrain__store(mine, *mine + 1);
@@ -11131,36 +11130,14 @@ static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
     dtrain__unpromise(comm->world, bytes);
 }
 
-/* Take whole cache lines of the communicator's memory; before it is mapped, only count them. */
-static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
-{
-    char *at = comm->memory ? comm->memory + comm->memory_bytes : NULL;
-    comm->memory_bytes += dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
-    return at;
-}
-
-/* Lay out the arrays. With each rank there can be in flight: for every operation of the window a
- * record each way, the four requests of one round, and one of a send and of a receive. */
-static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
-{
-    const size_t size = (size_t)comm->base.size, room = size * (2 * DTRAIN_WINDOW + 4 + 2);
-    comm->memory_bytes = 0;
-    comm->requests = (MPI_Request *)dtrain__mpi_take(comm, room * sizeof *comm->requests);
-    comm->tokens = (dtrain__mpi_token *)dtrain__mpi_take(comm, room * sizeof *comm->tokens);
-    comm->statuses = (MPI_Status *)dtrain__mpi_take(comm, room * sizeof *comm->statuses);
-    comm->indices = (int *)dtrain__mpi_take(comm, room * sizeof *comm->indices);
-    comm->heard =
-        (uint64_t *)dtrain__mpi_take(comm, (DTRAIN_WINDOW + 1) * size * sizeof *comm->heard);
-    comm->temporary = (char *)dtrain__mpi_take(comm, size * comm->chunk_bytes);
-    comm->records =
-        (char *)dtrain__mpi_take(comm, (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes);
-}
-
-/* Start MPI if this is the world's communicator; all others share its hub. */
+/* Start MPI if this is the world's communicator; all others share its hub. With each rank there can
+ * be in flight: for every operation of the window a record each way, the four requests of one
+ * round, and one of a send and of a receive. */
 static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
+    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2), lines = DTRAIN_WINDOW + 1;
     size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
     void *memory;
     comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
@@ -11173,10 +11150,25 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
     comm->chunk_bytes = chunk / line * line;
     comm->record_bytes = dtrain__round_up(sizeof(dtrain_call) + data, line);
-    dtrain__mpi_tables(comm);
+
+    const size_t bytes[] = {room * sizeof *comm->requests,        room * sizeof *comm->tokens,
+                            room * sizeof *comm->statuses,        room * sizeof *comm->indices,
+                            lines * size * sizeof *comm->heard,   size * comm->chunk_bytes,
+                            lines * 2 * size * comm->record_bytes};
+    size_t at[sizeof bytes / sizeof *bytes];
+    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
+        at[i] = comm->memory_bytes;
+        comm->memory_bytes += dtrain__round_up(bytes[i], line);
+    }
     DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
     comm->memory = (char *)memory;
-    dtrain__mpi_tables(comm);
+    comm->requests = (MPI_Request *)(void *)(comm->memory + at[0]);
+    comm->tokens = (dtrain__mpi_token *)(void *)(comm->memory + at[1]);
+    comm->statuses = (MPI_Status *)(void *)(comm->memory + at[2]);
+    comm->indices = (int *)(void *)(comm->memory + at[3]);
+    comm->heard = (uint64_t *)(void *)(comm->memory + at[4]);
+    comm->temporary = comm->memory + at[5];
+    comm->records = comm->memory + at[6];
     *address = 1;
     return DTRAIN_OK;
 }
@@ -11702,10 +11694,8 @@ static void dtrain__watch(dtrain__launch *launch)
     const int count = (int)launch->desc.rank_count;
     const uint64_t most_ns = (uint64_t)launch->desc.timeout_ms * 1000000u;
     uint64_t before = dtrain__now_ns(), stopped_ns = 0;
-    struct timespec nap;
+    const struct timespec nap = {0, 50000000};
     char text[96];
-    nap.tv_sec = 0;
-    nap.tv_nsec = 50000000;
     memset(launch->stops, 0, sizeof launch->stops);
     while (launch->live > 0) {
         siginfo_t what;
@@ -11897,8 +11887,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
     const uint64_t now = dtrain__now_ns(); /* a clock of another time namespace may be elsewhere */
     const bool known = end->ended_ns > launch->attempt_ns && end->ended_ns < now;
-    const uint64_t ended_ns = known ? end->ended_ns : now;
-    const double when = 1e-9 * (double)(ended_ns - launch->attempt_ns);
+    const double when = 1e-9 * (double)((known ? end->ended_ns : now) - launch->attempt_ns);
     const dtrain__exit_record *own = &control->exits[launch->is_rank ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
@@ -12116,9 +12105,8 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
                            strerror(errno));
     world->mine = (uint32_t *)page;
     *world->mine = 1;
-#ifdef MADV_WIPEONFORK
-    madvise(page, dtrain__page_bytes(),
-            MADV_WIPEONFORK); /* an old kernel: the check is then idle */
+#ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
+    madvise(page, dtrain__page_bytes(), MADV_WIPEONFORK);
 #endif
     return DTRAIN_OK;
 }
@@ -12284,8 +12272,8 @@ enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
 /* The variables by which launchers of one kind say which rank a process is. */
 typedef struct dtrain__family {
     const char *name;
-    /* Reads rank and size into *out, which is zeroed, and leaves a size of 0 if it does not apply. A
-     * family without a reader has two plain numbers. */
+    /* Reads rank and size into *out, which is zeroed, and leaves a size of 0 if it does not apply.
+     * A family without a reader has two plain numbers. */
     dtrain_result (*read)(dtrain__lookup_fn env, dtrain__placement *out);
     const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
 } dtrain__family;
@@ -12323,8 +12311,9 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; a size of 0 says that they are not set. Half a family is
- * an error, except that a world size without a rank may belong to an Indexed Job (size_alone). */
+/* Read the plain rank and size of a family; a size of 0 says that they are not set. Half a family
+ * is an error, except that a world size without a rank may belong to an Indexed Job
+ * (size_alone). */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
                                        const char *size_name, bool size_alone,
                                        dtrain__placement *out)
@@ -12680,10 +12669,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     sigdelset(&stops, SIGCHLD);
     int number = 0;
     for (uint64_t now = dtrain__now_ns(), end = now + wait_ns; now < end && number <= 0;) {
-        struct timespec nap = {0, 0};
-        siginfo_t what_came;
-        nap.tv_nsec = (long)dtrain__min((int64_t)(end - now), 50000000);
-        number = sigtimedwait(&stops, &what_came, &nap);
+        const struct timespec nap = {0, (long)dtrain__min((int64_t)(end - now), 50000000)};
+        number = sigtimedwait(&stops, NULL, &nap);
         if (number == SIGUSR2 || (number == SIGUSR1 && !catches)) number = 0;
         if (!launch->launcher && catches && dtrain__signal_caught())
             number = dtrain__signal_caught();
@@ -21942,7 +21929,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  *
  *     every rank       wait for the save before | snapshot |         agree
  *     its thread                                           | write |
- *     rank 0's thread                                      | write | headers of all files, manifest,
+ *     rank 0's thread                                      | write | headers of all, manifest,
  *                                                                    rename, old ones go
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
@@ -23063,8 +23050,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const bool value = tensor->kind == DTRAIN_STATE_VALUE; /* others belong to a training */
-        if (!value &&
-            (load->desc.values_only || tensor->own || tensor->kind == DTRAIN_STATE_STEPS))
+        if (!value && (load->desc.values_only || tensor->own || tensor->kind == DTRAIN_STATE_STEPS))
             continue;
         if (dtrain__saved_for(load, tensor)) continue;
         const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
@@ -25730,8 +25716,8 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
     return dtrain_work_test(message->works[message->count - 1], &done);
 }
 
-/* Wait for what a computation needs, and for what it would overwrite; then do it, in a span: a trace
- * shows passes as a drawing of the schedule does. */
+/* Wait for what a computation needs, and for what it would overwrite; then do it, in a span: a
+ * trace shows passes as a drawing of the schedule does. */
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {
@@ -26550,9 +26536,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs
  *
- * On a device with memory of its own an input has a page-locked place, from where the device fetches
- * it in the order of its work. The host goes on at once and may fill its arrays with the next batch:
- * it waits neither for what the device does before, nor for the upload.
+ * On a device with its own memory an input has a page-locked place, from where the device fetches
+ * it in the order of its work. The host goes on at once and may fill its arrays with the next
+ * batch: it waits neither for what the device does before, nor for the upload.
  *
  *     host     batch -> places | forward is queued ...         next pass: is it uploaded?
  *     device   ... the step before | places -> inputs | forward ... */
@@ -27618,7 +27604,8 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     float *grad = target->grad;
     /* Under sequence parallelism the gradients of whole parameters are sums over the rows of all
      * ranks. Of an operation on whole tensors each rank has all of that sum, and the first one
-     * counts it: others get memory that does not count, and their gradient is zero or what it was. */
+     * counts it: others get memory that does not count, and their gradient stays zero or what it
+     * was. */
     const dtrain__groups *groups = &op->tape->groups;
     if (groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
         op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE) {
@@ -32442,8 +32429,8 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 
 /* The trainer's structure
  *
- * Its files call each other in one direction: trainer.c the three kinds of steps and the plan,
- * these (queued_step.c, pipeline_step.c, plan.c) what is in micro_batch.c. */
+ * Its files call in one direction: trainer.c calls plan.c, pipeline_step.c and queued_step.c, and
+ * these three call micro_batch.c. */
 
 /* The words that a rank sends the others each step: its figures, and behind them */
 enum {
@@ -32948,8 +32935,8 @@ static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_loss_fn f
     return dtrain__check_made(trainer, function, *made, count);
 }
 
-/* Run it with all stages remote, to find what crosses, and check that the last stage makes what it
- * returns. Local. */
+/* Run the function with all stages remote, to find which tensors cross, and check that the last
+ * stage makes the tensor that it returns. Local. */
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
                                          void *user, uint32_t flags, int64_t count,
                                          dtrain_tensor **made)
@@ -32970,7 +32957,8 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
                        stage, last);
 }
 
-/* Run it in the slot of a FORWARD. The slot of a micro-batch's first pass here has its inputs. */
+/* Run the function in the slot of a FORWARD. The slot of a micro-batch's first pass on this rank
+ * keeps the inputs. */
 static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
                                        uint32_t flags, int64_t count,
                                        const dtrain_pipeline_action *action, dtrain_tensor **made)
@@ -33169,7 +33157,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
-/* Receive or send what crosses to the stage of another rank, and wait. */
+/* Receive or send the tensors that cross from or to a stage of another rank, and wait. */
 static dtrain_result dtrain__line_carry(dtrain_trainer *trainer,
                                         const dtrain_pipeline_action *action, int stage)
 {
@@ -33220,10 +33208,10 @@ static dtrain_result dtrain__line_stages(dtrain_trainer *trainer, dtrain_loss_fn
     return DTRAIN_OK;
 }
 
-/* Run a forward pass, of an evaluation (samples: what the loss is a mean over) or of the host's own
- * (NULL), which all ranks get the values of. What crosses is found anew for each call, whose shapes
- * may be others than those before; what is refused then, on all ranks before anything is sent, does
- * not stand. */
+/* Run a forward pass: of an evaluation (samples: what the loss is a mean over), or of the host's
+ * own (samples NULL), whose values all ranks get. What crosses is found anew for each call:
+ * shapes can differ from those of the call before. A refusal of the host's own pass, on all
+ * ranks before anything is sent, does not stand. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        dtrain_loss_fn function, void *user,
                                                        float *values, int64_t count,
@@ -36401,9 +36389,10 @@ static void dtrain__trace_close(dtrain_world *world)
                    trace->path, strerror(out->error));
 }
 
-/* Write an event; the file may end after it. The arrow of a bucket's collective begins in the track
- * of the rank. A call has the first lane that is free since it began. Calls of the tensor axis, for
- * which a layer waits, have separate lanes. */
+/* Write an event that a flush has passed: it was a call in flight then. The file may end after it.
+ * The arrow of a bucket's collective begins in the track of the rank. A call has the first lane
+ * that is free since it began. Calls of the tensor axis, for which a layer waits, have separate
+ * lanes. */
 static void dtrain__trace_put(dtrain_world *world, uint64_t number)
 {
     static const char *const kinds[] = {"other", "data",      "forward",   "backward",
@@ -36414,6 +36403,7 @@ static void dtrain__trace_put(dtrain_world *world, uint64_t number)
     const bool call = event->call.kind != NULL;
     const char *of = event->name + strlen(event->name) + 1;
     uint32_t track = event->track;
+    if (number >= trace->next) return;
     if (call) {
         const uint32_t tensor = DTRAIN__TRACK_TENSOR - DTRAIN__TRACK_CALL;
         const bool separate = event->call.axis && strcmp(event->call.axis, "tensor") == 0;
@@ -36483,12 +36473,6 @@ static void dtrain__trace_room(dtrain_world *world)
     if (oldest->call.kind && !oldest->end_ns) trace->lost++;
 }
 
-/* Write a call that was in flight when the events around it were written. */
-static void dtrain__trace_late(dtrain_world *world, uint64_t number)
-{
-    if (number < world->timeline.trace->next) dtrain__trace_put(world, number);
-}
-
 /* Write, if it is time to: the rank is between two spans. */
 static void dtrain__trace_pause(dtrain_world *world, uint64_t now)
 {
@@ -36525,7 +36509,7 @@ static void dtrain__trace_end(dtrain_world *world)
 DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
                                                    const dtrain_trace_desc *desc)
 {
-    static const dtrain__event_reader reader = {dtrain__trace_room, dtrain__trace_late,
+    static const dtrain__event_reader reader = {dtrain__trace_room, dtrain__trace_put,
                                                 dtrain__trace_pause, dtrain__trace_step,
                                                 dtrain__trace_end};
     const char *const path = desc->path, *slash = strrchr(path, '/'), *dot = strrchr(path, '.');
@@ -40725,19 +40709,13 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
 
 static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
                                                      DTRAIN__K(load_tile), DTRAIN__K(store_tile)};
-static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
-                                           DTRAIN__MR,
-                                           DTRAIN__N,
-                                           1,
-                                           1,
-                                           4,
-                                           0,
-                                           DTRAIN__K(gemm_tile),
-                                           DTRAIN__K(pack_a),
-                                           DTRAIN__K(pack_b),
-                                           &DTRAIN__K(tile_ops),
-                                           NULL,
-                                           NULL};
+#define DTRAIN__FP32_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                 \
+    {                                                                                    \
+        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
+            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
+    }
+static const dtrain__isa DTRAIN__K(isa) = DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile,
+                                                           pack_a, pack_b);
 
 /* ==== src/device/cpu/kernels/pairs.h ========================================================== */
 
@@ -41244,18 +41222,13 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operan
     DTRAIN__K(pack_steps)(panel, DTRAIN__W, x, index, count, p, k);
 }
 
-/* packing: copying runs as rows takes half of the time of spreading them over columns. */
-#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                 \
-    {                                                                                    \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
-    }
+/* Copying runs as rows takes half of the time of spreading them over columns. */
 static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
+    DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b),
+    DTRAIN__FP32_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
                      pack_window_rows, pack_narrow_b),
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile, pack_columns, pack_b),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 4, 0, narrow_tile, pack_narrow_columns,
+    DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile, pack_columns, pack_b),
+    DTRAIN__FP32_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 4, 0, narrow_tile, pack_narrow_columns,
                      pack_narrow_b)};
 
 /* ---- Weights */

@@ -584,8 +584,7 @@ static bool dtrain_nccl__aborting(const dtrain_nccl__comm *comm)
 
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds)
 {
-    struct timespec span = {0, 0};
-    span.tv_nsec = microseconds * 1000;
+    const struct timespec span = {0, microseconds * 1000};
     nanosleep(&span, NULL);
 }
 
@@ -1642,15 +1641,8 @@ static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind, const void *mine,
                                          void *all, size_t ints)
 {
-    dtrain_collective what;
+    const dtrain_collective what = {kind, DTRAIN_DTYPE_I32, 0, -1, ints, mine, all};
     dtrain_work *work;
-    memset(&what, 0, sizeof what);
-    what.kind = kind;
-    what.dtype = DTRAIN_DTYPE_I32;
-    what.root = -1;
-    what.count = ints;
-    what.send = mine;
-    what.recv = all;
     DTRAIN_NCCL_TRY(dtrain_nccl__start(&comm->base, &what, &work));
     return dtrain_nccl__wait(work);
 }

@@ -140,8 +140,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const bool value = tensor->kind == DTRAIN_STATE_VALUE; /* others belong to a training */
-        if (!value &&
-            (load->desc.values_only || tensor->own || tensor->kind == DTRAIN_STATE_STEPS))
+        if (!value && (load->desc.values_only || tensor->own || tensor->kind == DTRAIN_STATE_STEPS))
             continue;
         if (dtrain__saved_for(load, tensor)) continue;
         const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
