@@ -716,12 +716,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
     dtrain_checkpoint *c = NULL;
     if (out) *out = NULL;
     DTRAIN__GIVEN(call, desc);
-    DTRAIN__GIVEN(call, desc->state); /* without, there is no communicator to agree over */
+    const char *null = !world ? "world" : !out ? "out" : !desc->state ? "desc->state" : NULL;
+    dtrain_result result = null ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, null)
+                                : dtrain__path_check(call, desc->directory);
+    if (!desc->state) return result; /* there is no communicator to agree over */
     dtrain_comm *comm = desc->state->comm;
-    dtrain_result result = dtrain__path_check(call, desc->directory);
-    if (!world || !out)
-        result =
-            dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, world ? "out" : "world");
     if (result == DTRAIN_OK && desc->config && strlen(desc->config) > DTRAIN__TEXT_MOST)
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: config has more than %d bytes", call,
                              DTRAIN__TEXT_MOST);
