@@ -230,13 +230,14 @@ static void add_peer(const char *name, const char *command, long threads)
 
 static bool has_torch(void)
 {
-    const char *test = on_gpu ? "python3 -c 'import torch; assert torch.cuda.is_available()'"
-                              : "python3 -c 'import torch'";
+    const char *test =
+        on_gpu ? "python3 -c 'import torch; assert torch.cuda.is_available()'"
+               : "python3 -c 'from torch.nn.functional import scaled_dot_product_attention'";
     char command[128];
     snprintf(command, sizeof command, "%s >/dev/null 2>&1", test);
     if (system(command) == 0) return true;
     if (!bench.json)
-        printf("PyTorch: python3 has no torch%s, skipped\n", on_gpu ? " that sees a GPU" : "");
+        printf("PyTorch: python3 has no torch 2%s, skipped\n", on_gpu ? " that sees a GPU" : "");
     return false;
 }
 

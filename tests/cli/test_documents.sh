@@ -268,7 +268,7 @@ judge() {
         ./resnet_cifar) begins "$line" ;;
         build/* | ./*) whole "$line" ;;
         mpirun | torchrun | srun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;
-        python3) python3 -c 'import torch' 2>/dev/null || { absent="torch for python3"; return; }; whole "$line" ;;
+        python3) python3 -c 'from torch.nn.functional import scaled_dot_product_attention' 2>/dev/null || { absent="torch 2 for python3"; return; }; whole "$line" ;;
         sh) script=$2
             case $script in
                 tests/scripts/bits.sh) how="ran until its first rows"
