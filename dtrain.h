@@ -16618,8 +16618,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__wire_convert(dtrain_strategy *strategy,
                                                    int64_t first, int64_t count, bool back)
 {
     const uint32_t dtype = strategy->desc.reduce_dtype;
-    uint16_t *wire = bucket->low_grads + first;
     if (!bucket->low_grads) return DTRAIN_OK;
+    uint16_t *wire = bucket->low_grads + first;
     if (back) return dtrain__convert(strategy, count, wire, dtype, x, DTRAIN_DTYPE_F32);
     return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, wire, dtype);
 }
@@ -19687,8 +19687,9 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
             part->m = dtrain__after(tensor->m, first);
             part->v = dtrain__after(tensor->v, first);
             const float *grad = tensor->grad + first;
-            float *staging = optimizer->block + slot * (size_t)optimizer->staging;
-            if (dtrain__on_host(optimizer->device, grad)) staging = NULL; /* used where it is */
+            float *staging = NULL; /* what is on the host is used where it is */
+            if (!dtrain__on_host(optimizer->device, grad))
+                staging = optimizer->block + slot * (size_t)optimizer->staging;
             part->grad = staging ? staging : grad;
             DTRAIN__TRY(dtrain__update_down(strategy, slot, staging, grad, part->count));
             first += part->count;
@@ -42414,7 +42415,7 @@ DTRAIN__KERNEL(dropout)
             for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
                 const int64_t n = count - j;
                 dtrain__vi u;
-                memcpy(&u, words + j - i, sizeof u);
+                memcpy(&u, words + (j - i), sizeof u);
                 u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
                 const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
                 dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
@@ -42801,9 +42802,10 @@ DTRAIN__ROUTINE void DTRAIN__K(pointwise_slope)(const dtrain_pointwise_backward_
 {
     const dtrain_dtype dtype = of_x ? a->x_dtype : a->other_dtype;
     void *to = of_x ? a->d_x : a->d_other;
-    float buffer[DTRAIN__KERNEL_BLOCK], *d = DTRAIN__K(written)(to, dtype, at, buffer);
+    float buffer[DTRAIN__KERNEL_BLOCK];
     const float *old = NULL;
     if (!to) return;
+    float *d = DTRAIN__K(written)(to, dtype, at, buffer);
     if (of_x ? a->accumulate_x : a->accumulate_other)
         old = DTRAIN__K(widened)(to, dtype, at, count, d);
     for (int64_t i = 0; i < count; i += DTRAIN__W) {

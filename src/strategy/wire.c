@@ -39,8 +39,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__wire_convert(dtrain_strategy *strategy,
                                                    int64_t first, int64_t count, bool back)
 {
     const uint32_t dtype = strategy->desc.reduce_dtype;
-    uint16_t *wire = bucket->low_grads + first;
     if (!bucket->low_grads) return DTRAIN_OK;
+    uint16_t *wire = bucket->low_grads + first;
     if (back) return dtrain__convert(strategy, count, wire, dtype, x, DTRAIN_DTYPE_F32);
     return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, wire, dtype);
 }

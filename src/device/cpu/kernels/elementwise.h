@@ -290,7 +290,7 @@ DTRAIN__KERNEL(dropout)
             for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
                 const int64_t n = count - j;
                 dtrain__vi u;
-                memcpy(&u, words + j - i, sizeof u);
+                memcpy(&u, words + (j - i), sizeof u);
                 u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
                 const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
                 dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));

@@ -77,9 +77,10 @@ DTRAIN__ROUTINE void DTRAIN__K(pointwise_slope)(const dtrain_pointwise_backward_
 {
     const dtrain_dtype dtype = of_x ? a->x_dtype : a->other_dtype;
     void *to = of_x ? a->d_x : a->d_other;
-    float buffer[DTRAIN__KERNEL_BLOCK], *d = DTRAIN__K(written)(to, dtype, at, buffer);
+    float buffer[DTRAIN__KERNEL_BLOCK];
     const float *old = NULL;
     if (!to) return;
+    float *d = DTRAIN__K(written)(to, dtype, at, buffer);
     if (of_x ? a->accumulate_x : a->accumulate_other)
         old = DTRAIN__K(widened)(to, dtype, at, count, d);
     for (int64_t i = 0; i < count; i += DTRAIN__W) {
