@@ -210,10 +210,9 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
             part->m = dtrain__after(tensor->m, first);
             part->v = dtrain__after(tensor->v, first);
             const float *grad = tensor->grad + first;
-            float *staging = NULL; /* what is on the host is used where it is */
-            if (!dtrain__on_host(optimizer->device, grad))
-                staging = optimizer->block + slot * (size_t)optimizer->staging;
-            part->grad = staging ? staging : grad;
+            const bool here = dtrain__on_host(optimizer->device, grad); /* used where it is */
+            float *staging = here ? NULL : optimizer->block + slot * (size_t)optimizer->staging;
+            part->grad = here ? grad : staging;
             DTRAIN__TRY(dtrain__update_down(strategy, slot, staging, grad, part->count));
             first += part->count;
             if (count++)
