@@ -242,13 +242,13 @@
        src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/attention.h   Attention
+       src/device/cpu/kernels/batchnorm.h   Batch normalisation
        src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
        src/device/cpu/kernels/pointwise.h   Functions of two elements: gated products, losses
        src/device/cpu/kernels/tokens.h      Embedding, cross-entropy
        src/device/cpu/kernels/rows.h        Rows of activations: softmax, rotary embedding, permuted axes
-       src/device/cpu/kernels/batchnorm.h   Batch normalisation
        src/device/cpu/kernels/pooling.h     Pooling: maximum and average of windows
        src/device/cpu/kernels/table.h       The table of one instruction set
 
@@ -36887,9 +36887,9 @@ typedef struct dtrain__job {
 } dtrain__job;
 
 /* Every kernel that works on ranges. L: of layers, which belong to ring 3, models. M: those of them
- * that multiply matrices. P: by patches, which scalars lack. AVX-512 has M and P of its own and
- * takes the others from AVX2: with its own, a training step of ResNet-20 or a small GPT was 1 to
- * 10 % faster on Zen 4. */
+ * that gain by AVX-512: products, and batch normalisation (without it ResNet-20 is 3 % slower, in
+ * bf16 8 %). P: by patches, which scalars lack. AVX-512 has M and P and takes the others from AVX2:
+ * with its own, a training step of a small GPT was no faster on Zen 4. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
     X(activate) X(activation_backward) X(add) X(axpby) X(dropout) X(sum) X(convert)  \
@@ -36897,9 +36897,9 @@ typedef struct dtrain__job {
     L(layernorm) L(layernorm_backward) L(layernorm_params) L(embedding)              \
     L(embedding_backward) L(cross_entropy) L(cross_entropy_backward) L(pointwise)    \
     L(pointwise_backward) L(softmax) L(softmax_backward) L(rotary) L(permute)        \
-    L(batchnorm_moments) L(batchnorm) L(batchnorm_sums) L(batchnorm_backward)        \
     L(conv_weight) L(conv_weight_sum) L(pool2d) L(pool2d_backward)                   \
     M(attention) M(attention_backward)                                               \
+    M(batchnorm_moments) M(batchnorm) M(batchnorm_sums) M(batchnorm_backward)        \
     P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
 /* clang-format on */
 
@@ -42117,6 +42117,137 @@ DTRAIN__KERNEL(attention_backward)
                             h.d, 1);
     }
 }
+
+/* ==== src/device/cpu/kernels/batchnorm.h ====================================================== */
+
+/* Batch normalisation
+ *
+ * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
+ * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
+ * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
+ * for them and the lines of memory that columns share stay in L1. */
+
+#define DTRAIN__BATCHNORM_ROWS 32
+
+/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
+DTRAIN__KERNEL_AS(batchnorm_moments)
+{
+    const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        const dtrain__v share = dtrain__vset(1 / (float)(last - first));
+        float *mean = job->scratch + chunk * 2 * a->n, *spread = mean + a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__v even = dtrain__vset(0), odd = even;
+            for (int64_t row = first; row < last; row += 2) {
+                even += dtrain__vload_as(a->x, dtype, row * a->n + i, n);
+                if (row + 1 < last) odd += dtrain__vload_as(a->x, dtype, (row + 1) * a->n + i, n);
+            }
+            const dtrain__v center = (even + odd) * share;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t row = first; row < last; row++) {
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, row * a->n + i, n) - center;
+                sum = dtrain__vfma(off, off, sum);
+            }
+            dtrain__vstore_n(mean + i, center, n);
+            dtrain__vstore_n(spread + i, sum, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL(batchnorm)
+{
+    const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
+    const dtrain_dtype dtype = job->dtype;
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
+            const dtrain__v scale =
+                dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v bias = dtrain__vload_n(a->bias + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, at, n) - mean;
+                dtrain__v y = dtrain__vfma(off, scale, bias);
+                if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
+                if (a->activation) y = DTRAIN__K(vactivate)(DTRAIN_ACTIVATION_RELU, y);
+                dtrain__vstore_as(a->y, dtype, at, y, n);
+            }
+        }
+}
+
+/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
+                                                    const void *y, dtrain_dtype dtype, int64_t at,
+                                                    int64_t n)
+{
+    const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
+    if (activation == DTRAIN_ACTIVATION_NONE) return d;
+    return DTRAIN__K(vdeactivate)(DTRAIN_ACTIVATION_RELU, dtrain__vload_as(y, dtype, at, n), d);
+}
+
+/* Range: chunks. Sums of d and of d h. */
+DTRAIN__KERNEL(batchnorm_sums)
+{
+    const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
+    const dtrain_dtype dtype = job->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            dtrain__v sum = dtrain__vset(0), product = sum;
+            for (int64_t row = first; row < last; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                sum += d;
+                product = dtrain__vfma(d, h, product);
+                if (!a->d_residual) continue;
+                dtrain__v out = d;
+                if (a->accumulate) out += dtrain__vload_as(a->d_residual, dtype, at, n);
+                dtrain__vstore_as(a->d_residual, dtype, at, out, n);
+            }
+            dtrain__vstore_n(sums + i, sum, n);
+            dtrain__vstore_n(sums + a->n + i, product, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL_AS(batchnorm_backward)
+{
+    const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    const dtrain__v share = dtrain__vset(a->inverse_count[0]);
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            const dtrain__v scale = rstd * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v sum = dtrain__vload_n(a->sums + i, n);
+            const dtrain__v product = dtrain__vload_n(a->sums + a->n + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                dtrain__v slope = scale * (d - dtrain__vfma(h, product, sum) * share);
+                if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
+                dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+            }
+        }
+}
 #endif
 #if DTRAIN__ISA != 3 /* AVX-512 takes these kernels from AVX2 */
 
@@ -43098,137 +43229,6 @@ DTRAIN__KERNEL(permute)
             dtrain__vstore_as(a->y, a->dtype, to, x, n);
         }
     }
-}
-
-/* ==== src/device/cpu/kernels/batchnorm.h ====================================================== */
-
-/* Batch normalisation
- *
- * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
- * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
- * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
- * for them and the lines of memory that columns share stay in L1. */
-
-#define DTRAIN__BATCHNORM_ROWS 32
-
-/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
-DTRAIN__KERNEL_AS(batchnorm_moments)
-{
-    const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->rows ? past : a->rows;
-        const dtrain__v share = dtrain__vset(1 / (float)(last - first));
-        float *mean = job->scratch + chunk * 2 * a->n, *spread = mean + a->n;
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__v even = dtrain__vset(0), odd = even;
-            for (int64_t row = first; row < last; row += 2) {
-                even += dtrain__vload_as(a->x, dtype, row * a->n + i, n);
-                if (row + 1 < last) odd += dtrain__vload_as(a->x, dtype, (row + 1) * a->n + i, n);
-            }
-            const dtrain__v center = (even + odd) * share;
-            dtrain__v sum = dtrain__vset(0);
-            for (int64_t row = first; row < last; row++) {
-                const dtrain__v off = dtrain__vload_as(a->x, dtype, row * a->n + i, n) - center;
-                sum = dtrain__vfma(off, off, sum);
-            }
-            dtrain__vstore_n(mean + i, center, n);
-            dtrain__vstore_n(spread + i, sum, n);
-        }
-    }
-}
-
-/* Range: rows. */
-DTRAIN__KERNEL(batchnorm)
-{
-    const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
-    const dtrain_dtype dtype = job->dtype;
-    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
-            const dtrain__v scale =
-                dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v bias = dtrain__vload_n(a->bias + i, n);
-            for (int64_t row = first; row < past && row < end; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v off = dtrain__vload_as(a->x, dtype, at, n) - mean;
-                dtrain__v y = dtrain__vfma(off, scale, bias);
-                if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
-                if (a->activation) y = DTRAIN__K(vactivate)(DTRAIN_ACTIVATION_RELU, y);
-                dtrain__vstore_as(a->y, dtype, at, y, n);
-            }
-        }
-}
-
-/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
-                                                    const void *y, dtrain_dtype dtype, int64_t at,
-                                                    int64_t n)
-{
-    const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
-    if (activation == DTRAIN_ACTIVATION_NONE) return d;
-    return DTRAIN__K(vdeactivate)(DTRAIN_ACTIVATION_RELU, dtrain__vload_as(y, dtype, at, n), d);
-}
-
-/* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL(batchnorm_sums)
-{
-    const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
-    const dtrain_dtype dtype = job->dtype;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->rows ? past : a->rows;
-        float *sums = job->scratch + chunk * 2 * a->n;
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
-            dtrain__v sum = dtrain__vset(0), product = sum;
-            for (int64_t row = first; row < last; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v d =
-                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
-                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
-                sum += d;
-                product = dtrain__vfma(d, h, product);
-                if (!a->d_residual) continue;
-                dtrain__v out = d;
-                if (a->accumulate) out += dtrain__vload_as(a->d_residual, dtype, at, n);
-                dtrain__vstore_as(a->d_residual, dtype, at, out, n);
-            }
-            dtrain__vstore_n(sums + i, sum, n);
-            dtrain__vstore_n(sums + a->n + i, product, n);
-        }
-    }
-}
-
-/* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm_backward)
-{
-    const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
-    const dtrain__v share = dtrain__vset(a->inverse_count[0]);
-    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
-            const dtrain__v scale = rstd * dtrain__vload_n(a->weight + i, n);
-            const dtrain__v sum = dtrain__vload_n(a->sums + i, n);
-            const dtrain__v product = dtrain__vload_n(a->sums + a->n + i, n);
-            for (int64_t row = first; row < past && row < end; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
-                const dtrain__v d =
-                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
-                dtrain__v slope = scale * (d - dtrain__vfma(h, product, sum) * share);
-                if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
-                dtrain__vstore_as(a->d_x, dtype, at, slope, n);
-            }
-        }
 }
 
 /* ==== src/device/cpu/kernels/pooling.h ======================================================== */

@@ -9,6 +9,7 @@
 #include "device/cpu/kernels/convolution.h"
 #include "device/cpu/kernels/winograd.h"
 #include "device/cpu/kernels/attention.h"
+#include "device/cpu/kernels/batchnorm.h"
 #endif
 #if DTRAIN__ISA != 3 /* AVX-512 takes these kernels from AVX2 */
 #include "device/cpu/kernels/elementwise.h"
@@ -18,7 +19,6 @@
 #include "device/cpu/kernels/pointwise.h"
 #include "device/cpu/kernels/tokens.h"
 #include "device/cpu/kernels/rows.h"
-#include "device/cpu/kernels/batchnorm.h"
 #include "device/cpu/kernels/pooling.h"
 #endif
 #endif
