@@ -243,8 +243,11 @@ static bool passes(uint64_t seed, uint32_t without, char *text, size_t room, boo
         good = run_ranks(y, y->g.tensor * y->g.data, rank_main, text, room);
         /* What an operation cannot use it refuses, on all ranks at once. A rank that is slow may
          * still be in create, and then says what the operation of another one has said. */
-        const bool said = strstr(text, ": node ") || strstr(text, "its last error: dtrain_");
-        const bool refused = !good && y->g.wild && said && test_seconds() < start + RANKS_SOON;
+        const bool slow = strstr(text, "DTRAIN_ERROR_PEER") &&
+                          strstr(text, "its last error: dtrain_") &&
+                          !strstr(text, "its last error: dtrain_strategy_");
+        const bool refused = !good && y->g.wild && (slow || strstr(text, ": node ")) &&
+                             test_seconds() < start + RANKS_SOON;
         wild_seen += y->g.wild, wild_refused += refused;
         good = refused || (good && judge(y, text, room));
     }
