@@ -1,6 +1,6 @@
 # dtrain needs a C compiler and make; everything else here is optional and says so when it is absent.
 #   make run      trains a GPT on sums in words, two ranks of this machine's CPU, about a minute
-#   make test     builds and runs the tests, those of the GPU kernels on the CPU, about four minutes
+#   make test     builds and runs the tests, with the GPU kernels on the CPU, about four minutes
 #   make cuda     the examples for NVIDIA GPUs
 #   make mpi      the examples for CPUs of several hosts
 # Variables: CC, CXX, CFLAGS, BUILD (folder), CBLAS=1 (OpenBLAS instead of the built-in GEMM), MPICC, NVCC,

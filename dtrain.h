@@ -1800,7 +1800,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
  * that says how much is missing and what would help. */
 
 /* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
- * USENIX ATC 2021). With GRADS or PARAMS one rank alone counts as a shard that is everything. On a
+ * USENIX ATC 2021). With GRADS or PARAMS a single rank has one shard, which is everything. On a
  * device whose memory is the host's: UNSUPPORTED.
  *
  *     OPTIMIZER   state and a master copy of this rank's values, read from the device when the
@@ -2241,8 +2241,8 @@ typedef struct dtrain_storage {
  * the checkpoints before it as they were.
  *
  * Loading reads the manifest, all headers, and those pieces that this rank needs. Number of ranks,
- * axes of the mesh, strategy, node size, precision and offload may be others than those of the run
- * that saved. What is carried over:
+ * axes of the mesh, strategy, node size, precision and offload may differ from the settings of the
+ * run that saved. A load carries over:
  *
  *     values, moments, momentum, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
@@ -5837,7 +5837,7 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
     /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
-     * launcher has not seen a signal that was sent to one rank alone */
+     * launcher has not seen a signal that was sent to only one rank */
     const int signal = world->catches ? dtrain__signal_caught() : 0;
     if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
     info->stop_requested = signal != 0;
@@ -6684,8 +6684,8 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
 
 /* Publish this rank's record, and collect the records of all others. Read whether a rank has left
  * before reading its slot for the last time: a record that it wrote before it left counts. Where
- * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the one
- * that is behind, whichever record is missing. */
+ * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the slow
+ * one, whichever record is missing. */
 static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
                                         void *all)
 {
@@ -9447,7 +9447,7 @@ static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *wo
 
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
  * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
- * nothing here: what they wait for may be under way on a slow network. */
+ * nothing at a deadline: messages of these ranks can be under way on a slow network. */
 static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
@@ -11708,7 +11708,7 @@ static void dtrain__watch(dtrain__launch *launch)
         /* Kill ranks that are stopped after others have ended: nobody waits for them any more, so
          * no deadline names them. They have been stopped for timeout_ms, in which a gap of more
          * than a second counts as one second: a job that is suspended as a whole, launcher
-         * included, goes on. */
+         * included, continues. */
         const uint64_t now = dtrain__now_ns(), gap = now - before;
         before = now;
         for (int i = 0; i < count; i++) stopped += launch->pids[i] > 0 && launch->stops[i];
@@ -12202,7 +12202,7 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     }
 }
 
-/* Run a rank from its start to its end, in a process or a thread of its own. How it ended is
+/* Run a rank from its start to its end, in a separate process or thread. How it ended is
  * recorded in the control page of its world. A joined rank also records it in the page of this
  * launch, from which dtrain_launch makes its result: rank 0 with the records of all ranks, a failed
  * rank with that of the cause. */
@@ -13526,10 +13526,10 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: the rank that keeps a storage */
     int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
     size_t bucket_count, unit_count;
-    /* Buckets that may be launched in a backward. Those of weights that stages of other ranks have
-     * too come last and wait for finish: a stage that began their sum in the middle of a schedule
-     * would, where collectives run in the order of their start, wait for a stage that waits for a
-     * message from it. */
+    /* Buckets that may be launched in a backward. Buckets of weights that stages of other ranks
+     * have too come last and wait for finish: a stage that began their sum in the middle of a
+     * schedule would, where collectives run in the order of their start, wait for a stage that
+     * waits for a message from it. */
     size_t untied;
     dtrain__unit shared; /* the buckets of parameters that several units use */
     dtrain__turns turns;
@@ -13560,13 +13560,11 @@ DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
 
-/* strategy/view.c */
+/* strategy/memory.c */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
-
-/* strategy/memory.c */
 DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements);
 DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words);
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
@@ -13681,7 +13679,7 @@ struct dtrain_strategy {
                              norm of gradients; the counts follow them */
     size_t sums_bytes;    /* of both */
     float *counts, *sums; /* (1 + param_count) device memory; the host's copy: weights.c */
-    bool counts_due;      /* `sums` is of this rank alone, and must be read from `counts` */
+    bool counts_due;      /* `sums` has only this rank's part: read `counts` before use */
     dtrain_work *counts_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
@@ -14499,7 +14497,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
     /* What is really sharded, and among how many ranks? On one rank nothing is, unless its shard is
-     * in host memory. Gradients that are reduced in the last micro-batch alone (LAST) are whole
+     * in host memory. Gradients that are reduced only in the last micro-batch (LAST) are whole
      * until then. */
     const dtrain__classes *kind = &layout->kind->shards;
     const int size = (int)desc->node_size;
@@ -14571,6 +14569,34 @@ DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elem
 DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words)
 {
     return layout->dtype == DTRAIN_DTYPE_F64 ? words / 2 : words;
+}
+
+/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
+ * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
+DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                        size_t i, int64_t first, int64_t count, int64_t *low)
+{
+    const dtrain_param *p = &layout->params[i];
+    const dtrain__entry *entry = &layout->entries[i];
+    *low = dtrain__max(entry->offset, first);
+    if (p->state.storage != p || entry->bucket != bucket) return 0;
+    return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
+}
+
+/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
+ * return false if it keeps none. */
+DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
+                                   int64_t *count)
+{
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    *offset = 0;
+    *count = layout->params[i].count;
+    if (layout->params[i].state.storage != &layout->params[i]) return false;
+    if (!bucket) return dtrain__has_memory(&layout->params[i]);
+    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
+    *count = dtrain__elements(layout, *count);
+    *offset = dtrain__elements(layout, *offset - layout->entries[i].offset);
+    return *count > 0;
 }
 
 /* Cut the next piece, of count fp32 elements, from a block. */
@@ -15925,10 +15951,10 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
 }
 
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
- * rank, whatever gradients it has: those of the units after it are reduced, its values gathered,
+ * rank, whatever gradients it has: gradients of later units are reduced, its values gathered,
  * the next unit's fetched. So a rank may step over units, or end early: its next gather, or finish,
- * walks them. A unit whose slot a forward inside this backward has taken, on all ranks, is brought
- * again. */
+ * walks them. Recomputation may have evicted the unit that backward is at, on all ranks
+ * alike: then it is brought again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -16751,7 +16777,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
                                                    const dtrain_allocator *a)
 {
     const dtrain_dtype dtype = (dtrain_dtype)layout->desc->reduce_dtype;
-    const bool means = dtype == DTRAIN_DTYPE_F16; /* of a node, not sums: dtrain__sums_first */
+    const bool means = dtype == DTRAIN_DTYPE_F16; /* of a node, not sums: steps.c */
     layout->tensors = (dtrain_hook_tensor *)dtrain__alloc(a, layout->count, sizeof *layout->tensors,
                                                           "tensors of buckets");
     layout->compressed = (dtrain__compressed *)dtrain__alloc(
@@ -17202,7 +17228,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
  * all nodes that have this rank's place in their node. */
 typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
 
-/* Make a communicator that the strategy owns. The color alone says which ranks are meant, for
+/* Make a communicator that the strategy owns. The color says which ranks are meant, also to
  * tools/null_comm.h: a place within the node is below the node's size, and the number of a node is
  * added to it. */
 static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
@@ -17255,9 +17281,9 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
  *     one level    ROUND, ALL_REDUCE, WIDEN; or the rounds of compression
  *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
- * ROUND and WIDEN are there with a reduce_dtype, here and below.
- * A step that is the first with many bytes shares the communicator of the data axis with gathers of
- * values: ranks start both in the same order. */
+ * ROUND and WIDEN are in the lists of all kinds if there is a reduce_dtype. A step that is the
+ * first with many bytes shares the communicator of the data axis with gathers of values: ranks
+ * start both in the same order. */
 static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
 {
     dtrain__step_list *steps = &strategy->whole;
@@ -18052,8 +18078,8 @@ static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
 }
 
 /* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is whole:
- * along a pipeline axis those of all stages, each from the first rank that has it, as one rank with
- * the whole model would hash them; along a tensor axis those of its ranks. */
+ * along a pipeline axis the hashes of all stages, each from the first rank that has it, as one rank
+ * with the whole model would hash them; along a tensor axis the hashes of its ranks. */
 static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
 {
     const dtrain__groups *groups = &strategy->groups;
@@ -18584,7 +18610,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    /* where ranks add up: squares of this rank and of those of its model, then counts */
+    /* where ranks add up: squares of this rank and of the ranks of its model, then counts */
     const size_t squares = 1 + (size_t)dtrain_comm_size(strategy->groups.model);
     strategy->sums_bytes =
         squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->counts;
@@ -18877,34 +18903,6 @@ DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i
 {
     const dtrain_param *p = &strategy->params[i];
     return p->state.storage == p && strategy->layout.entries[i].trainable;
-}
-
-/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
- * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
-DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
-                                        size_t i, int64_t first, int64_t count, int64_t *low)
-{
-    const dtrain_param *p = &layout->params[i];
-    const dtrain__entry *entry = &layout->entries[i];
-    *low = dtrain__max(entry->offset, first);
-    if (p->state.storage != p || entry->bucket != bucket) return 0;
-    return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
-}
-
-/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
- * return false if it keeps none. */
-DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
-                                   int64_t *count)
-{
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    *offset = 0;
-    *count = layout->params[i].count;
-    if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (!bucket) return dtrain__has_memory(&layout->params[i]);
-    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *count = dtrain__elements(layout, *count);
-    *offset = dtrain__elements(layout, *offset - layout->entries[i].offset);
-    return *count > 0;
 }
 
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
@@ -21078,7 +21076,7 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
 
 /* Append what parameters have, class by class: values, the optimizer's first and second states, and
  * counts of updates. The master copy of an offloaded update mirrors the value: both are the
- * same between steps. What has no memory here is listed by the stages of other ranks. */
+ * same between steps. Stages of other ranks list what has no memory on this rank. */
 static dtrain_result dtrain__state_params(dtrain_state *state)
 {
     static const dtrain_state_kind firsts[] = {DTRAIN_STATE_KINDS, DTRAIN_STATE_EXP_AVG,
@@ -21791,7 +21789,7 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
         mine[i].rank = c->rank;
         mine[i].at = (int64_t)at;
         if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
-            mine[i].copy = copy; /* not cut: the program alone knows who has what of its arrays */
+            mine[i].copy = copy; /* not cut: only the program knows which rank has which part */
         at += bytes;
     }
     DTRAIN__TRY(dtrain_all_gather(c->comm, mine, c->held, entries * words, DTRAIN_DTYPE_I64, NULL));
@@ -21921,8 +21919,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 
 /* Saving
  *
- *     plan        once: where in which of two files each piece goes. Values have a file of their
- *                 own, because programs read them alone as well
+ *     plan        once: where in which of two files each piece goes. Values have a separate
+ *                 file, because programs read them without the rest
  *     snapshot    copy these pieces to host memory, for a save in the background
  *     write       files, block by block with their checksums; the header, which has these, comes
  *                 last, and a rename then says that the file is whole and on the disk
@@ -22175,7 +22173,7 @@ static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write a piece behind the header of its file, block by block. */
+/* Write a piece after the header of its file, block by block. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
                                          uint64_t data, const dtrain__write_piece *piece)
 {
@@ -22500,8 +22498,8 @@ static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result resu
 }
 
 /* Settle the save under way, if there is one: all ranks know that the checkpoint is there, or one
- * error says why not. A thread that does not come to its end, on a disk that does not answer, is
- * left alone. */
+ * error says why not. A thread that does not end, on a disk that does not answer, is left
+ * running. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
@@ -23425,13 +23423,13 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
  * To import, a tensor of a file is a source, as a piece of a checkpoint is (state/read.c): no rank
  * has more in memory than headers, its own pieces and a block. */
 
-#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
+#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* the largest models have ten MiB */
 #define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
-/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here when it is
- * whole. */
+/* A parameter as a file has it. rows x columns of it are stored, in the order that it has in memory
+ * when it is whole. */
 typedef struct dtrain__weight {
     const char *name;
     size_t param; /* its index in the strategy's array */
@@ -23780,7 +23778,7 @@ static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t f
     return source;
 }
 
-/* Compare the bytes of two tensors that are one tied parameter here, half a block of each at a
+/* Compare the bytes of two tensors that this run has tied, half a block of each at a
  * time. */
 static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
                                          const dtrain__stored *other, uint32_t file)
@@ -23806,7 +23804,7 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
                        im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
 }
 
-/* Find a parameter by its name and by those of its aliases, in any file, with the prefix before the
+/* Find a parameter by its name and by its aliases' names, in any file, with the prefix before the
  * name if it is not there without. Rank 0 compares the aliases with one another. */
 static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *weight)
 {
@@ -23841,7 +23839,7 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
 }
 
 /* Compare the tensors of the files with the parameters, and name the differences. Tensors that
- * belong to no parameter count as extra, without those of desc.ignore. */
+ * belong to no parameter count as extra, unless desc.ignore names them. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
@@ -23883,8 +23881,8 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Import: values ---------------------------------------------------------------------------*/
 
-/* Read what a transposed weight has of the columns of a piece, and keep the piece: a matrix whose
- * (row, column) here is (column, row) in the file. Rows that the file lacks become zero. */
+/* Read what a transposed weight has of the columns of a piece, and keep the piece: (row, column)
+ * in memory is (column, row) in the file. Rows that the file lacks become zero. */
 static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
                                                const dtrain__source *source,
                                                const dtrain_state_tensor *tensor)
@@ -23893,7 +23891,7 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     const int64_t block = (int64_t)(DTRAIN__BLOCK / sizeof(float));
     const size_t bytes = (size_t)piece->count * sizeof(float);
     const int64_t end = (piece->first[1] + piece->length[1]) * weight->rows; /* in the file */
-    int64_t row = 0, column = piece->first[1]; /* here, of the element that comes next in it */
+    int64_t row = 0, column = piece->first[1]; /* in memory, of the next element in it */
     dtrain_result result = DTRAIN_OK;
     float *to = (float *)dtrain__alloc(&im->state->allocator, bytes, 1, "a piece of a parameter");
     if (!to) return DTRAIN_ERROR_MEMORY;
@@ -23940,7 +23938,7 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
     return dtrain__import_compare(im);
 }
 
-/* Read this rank's pieces of all weights. The state's list begins with those of values, in the
+/* Read this rank's pieces of all weights. The state's list begins with pieces of values, in the
  * order of the parameters, and has the parameters' own names. Rows that the file lacks come last
  * and become zero. */
 static dtrain_result dtrain__import_values(dtrain__import *im)
@@ -23951,7 +23949,7 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
-        const dtrain__weight *next = weight; /* behind those that other stages have */
+        const dtrain__weight *next = weight; /* after weights of other stages */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
         if (next == end) continue;
         weight = next;
@@ -24305,8 +24303,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
  * input.
  *
  * What the files hold is said in their headers (state/safetensors.c) and nowhere else; "headers"
- * has the checksums of those of all ranks, model-00000, state-00000, model-00001 and so on. In the
- * metadata of its file, a piece is described by a text:
+ * has the checksums of the headers of all ranks, model-00000, state-00000, model-00001 and so on.
+ * In the metadata of its file, a piece is described by a text:
  *
  *     "piece:exp_avg.wte[0:16384]": "1 0 256 128 0 0 0 0 0 0 256 128 0 0 0 16384 8a9136aa wte"
  *
@@ -25341,10 +25339,10 @@ static void dtrain__put_pass(const dtrain__weave *weave, int rank, uint32_t act,
 }
 
 /* Order the computations of a rank: first a number of forwards, then a forward and a backward in
- * turn. That number is all with GPIPE; with one chunk, one for each stage behind this one; with
+ * turn. That number is all with GPIPE; with one chunk, one for each stage after this one; with
  * several, a forward and a backward for each of those ranks, and the forwards of a whole group in
- * all chunks but the last. With weights apart (ZB_H1) those of `rank` micro-batches are put off:
- * rank 0 has none to spare, and the last rank fills with them what it would wait for at the end. */
+ * all chunks but the last. With weights apart (ZB_H1) `rank` micro-batches put theirs off: rank 0
+ * has none to spare, and the last rank computes them where it would wait at the end. */
 static void dtrain__order_rank(const dtrain__weave *weave, int rank)
 {
     const int p = weave->p, groups = dtrain__groups_in(weave), total = weave->m * weave->v;
@@ -25493,7 +25491,7 @@ static bool dtrain__weave_run(dtrain__weave *weave)
         for (int r = 0; r < weave->p; r++) dtrain__order_rank(weave, r);
     dtrain__replay_reset(weave);
     for (;;) {
-        dtrain__weave_rank *first = NULL; /* whose next computation ends first, of those that can
+        dtrain__weave_rank *first = NULL; /* whose next computation ends first, of all that can
                                              begin */
         double at = 0, end = 0, begin;
         for (int r = 0; r < weave->p; r++) {
@@ -25574,7 +25572,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
     weave.splits = dtrain__pipeline_splits(weave.kind);
 
-    /* one piece of memory for all lists: those of 8 bytes first */
+    /* one piece of memory for all lists: elements of 8 bytes first */
     const size_t p = (size_t)ranks, passes = (size_t)chunks * (size_t)micro_batches;
     const size_t most = 7 * passes + (size_t)chunks + 1; /* actions of a rank */
     const size_t bytes = p * sizeof *weave.ranks + 3 * p * passes * sizeof *weave.done +
@@ -26045,7 +26043,7 @@ struct dtrain_tape {
     const dtrain_step_scalars *scalars;      /* where a replayed step has its seed; or NULL */
     dtrain__feed *feed;                      /* inputs of a replayed step, or NULL: */
     dtrain__feed inputs;                     /* of all other passes, whose shapes may change */
-    dtrain_event *uploaded;                  /* behind their last upload */
+    dtrain_event *uploaded;                  /* after their last upload */
     bool hashes; /* other ranks hold parts of the same model, and must have the same inputs */
     uint64_t inputs_hash; /* of all inputs since a trainer has compared it */
     dtrain_result error;  /* the first error of this pass, and its sentence */
@@ -26112,7 +26110,7 @@ DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, u
 /* tape/place.c: moves of device memory over the tensor axis, rows of n elements. Rank r of t has
  * rows n r / t to n (r + 1) / t of what is cut by rows. Each is collective, and does nothing in a
  * plan. With `work` it returns at once and leaves *work to dtrain_work_wait, if the strategy wants
- * overlap; otherwise later work on the device comes behind it. Sums are added up in fp32 in the
+ * overlap; otherwise later work on the device comes after it. Sums are added up in fp32 in the
  * order of the ranks and rounded once. */
 DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank);
 /* Add values (count) up over the axis, in place. */
@@ -26536,7 +26534,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 /* ---- Inputs
  *
  * On a device with its own memory an input has a page-locked place, from where the device fetches
- * it in the order of its work. The host goes on at once and may fill its arrays with the next
+ * it in the order of its work. The host continues at once and may fill its arrays with the next
  * batch: it waits neither for what the device does before, nor for the upload.
  *
  *     host     batch -> places | forward is queued ...         next pass: is it uploaded?
@@ -29002,8 +29000,8 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
 /* Moves along the tensor axis, and conversions between placements
  *
  * Rows lie one after the other, so that a part is one piece of memory. Where the ranks divide the
- * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and nothing
- * goes on behind the host's back.
+ * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and no
+ * collective is left under way.
  *
  * There are two conversions, each the other's backward:
  *
@@ -29130,7 +29128,7 @@ static dtrain__share dtrain__columns_of(const dtrain_op *op, int rank)
     return part;
 }
 
-/* Count the elements that a conversion borrows: a slot, those of all ranks, the transpose. */
+/* Count the elements that a conversion borrows: a slot, all ranks' slots, the transpose. */
 static int64_t dtrain__place_scratch(const dtrain_op *op)
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
@@ -29917,7 +29915,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
         args->first_class = part->first[0];
         args->classes = args->whole_classes - args->first_class;
         if (args->classes > n) args->classes = n;
-        if (args->classes <= 0) args->classes = -1; /* padding alone */
+        if (args->classes <= 0) args->classes = -1; /* only padding */
         loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
         args->parts =
             (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);
@@ -30096,7 +30094,7 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
                            op->desc->name, (double)probability);
     /* Random numbers are drawn by an element's place in the whole tensor, so that the masks of all
-     * ranks together are those of one. */
+     * ranks together equal the mask of one. */
     dtrain_part *const of = &((dtrain__map *)op->args)->dropout.part;
     const dtrain__share *part = dtrain__tensor_share(x);
     const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;
@@ -31773,7 +31771,7 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 }
 
 /* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. Ids of tokens
- * and labels are checked here: of a dataset of 100 GB that would take minutes at open. */
+ * and labels are checked as they are read: in 100 GB that would take minutes at open. */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels)
 {
@@ -31813,7 +31811,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
  *     sample k of the run = window order[k % windows] of epoch k / windows
  *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
  *
- * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
+ * A sample depends only on k, so the world size only changes who reads it, and P is all there is
  * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
  * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one
  * fewer at least, so that every shift in [0, sequence) leaves them room (but never fewer than one).
@@ -31821,7 +31819,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
  *
  * A batch is made in two steps. It is dealt: its samples are looked up, in order, because that may
  * enter an epoch. Then it is read, which changes nothing of the loader. So threads may read batches
- * ahead. They take batches in turn, 0, 1, 2, ... from where the loader stands, and read each into
+ * ahead. They take batches in turn, 0, 1, 2, ... from the loader's position, and read each into
  * its place in a ring. The loader copies them out in the same order, so how many workers there are
  * and which of them is slow changes no batch:
  *
@@ -31840,8 +31838,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
 #define DTRAIN__MOST_PREFETCH 65536
 #define DTRAIN__NEXT_TIMEOUT_NS UINT64_C(600000000000) /* ten minutes, a world's default */
 
-/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
- * algorithm. */
+/* The generator of the shuffle yields 32-bit numbers; above this number of windows torch
+ * takes another algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
 #define DTRAIN__MT_COUNT 624                           /* words of the generator's state */
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
@@ -32459,11 +32457,11 @@ enum {
 
 /* What a step knows of one of its micro-batches. */
 typedef struct dtrain__micro {
-    float loss;              /* with a pipeline on the rank of the last stage */
-    float weight;            /* in the step's mean */
-    bool joined;             /* this rank's data had ended */
-    bool fetched;            /* with a pipeline: next_batch was called for it */
-    int32_t slot;            /* likewise, of its first pass here, with its inputs; -1: none yet */
+    float loss;   /* with a pipeline on the rank of the last stage */
+    float weight; /* in the step's mean */
+    bool joined;  /* this rank's data had ended */
+    bool fetched; /* with a pipeline: next_batch was called for it */
+    int32_t slot; /* likewise, of its first pass on this rank, with its inputs; -1: none */
     dtrain__samples samples; /* that the loss is a mean over ... */
     float valid[2];          /* ... and, with a pipeline, what they point to */
 } dtrain__micro;
@@ -32516,7 +32514,7 @@ DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer);
-/* Check that the loss (count 1), or a function of the host's own, has made so many elements. */
+/* Check that the loss (count 1), or a function of the host's own, has made `count` elements. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
                                                  dtrain_loss_fn function, const dtrain_tensor *made,
                                                  int64_t count);
@@ -32686,7 +32684,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
  * Every number that changes from step to step is in `scalars`; every input comes through a feed,
  * and a feed of targets carries the count that their loss is divided by. So a step is recorded
  * once, in the same step on all ranks: recording a collective is something that all of them must do
- * together. The micro-batches are those of every step (micro_batch.c), which queues the copies of
+ * together. Micro-batches are run as in every step (micro_batch.c), which queues the copies of
  * their losses instead of waiting for them. */
 
 /* Return the weight of a micro-batch: where samples are counted, by the inputs that are filled in
@@ -32763,8 +32761,8 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 /* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
  * third is recorded, and then it is run like those after it.
  *
- * From the second step on the places of inputs are known, and those of all micro-batches are
- * fetched before anything is queued. When one cannot be read, those before it stay filled, and the
+ * From the second step on the places of inputs are known, and the batches of the whole step are
+ * fetched before anything is queued. When one cannot be read, earlier ones stay filled, and the
  * step can be repeated. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record)
@@ -33209,8 +33207,8 @@ static dtrain_result dtrain__line_stages(dtrain_trainer *trainer, dtrain_loss_fn
 
 /* Run a forward pass: of an evaluation (samples: what the loss is a mean over), or of the host's
  * own (samples NULL), whose values all ranks get. What crosses is found anew for each call:
- * shapes can differ from those of the call before. A refusal of the host's own pass, on all
- * ranks before anything is sent, does not stand. */
+ * shapes can differ from call to call. A refusal of the host's pass, on all ranks
+ * before anything is sent, does not make the strategy fail. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        dtrain_loss_fn function, void *user,
                                                        float *values, int64_t count,
@@ -33514,7 +33512,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         plan.layout = dtrain__layout_of(desc->strategy);
         plan.stages = dtrain__stages_of(desc->strategy);
         plan.pipeline = dtrain__settings_of(desc->strategy)->pipeline;
-    } else { /* stages are known from a search alone */
+    } else { /* only a search knows the stages */
         plan.groups = dtrain__mesh_groups(world, desc->mesh, NULL);
         plan.stages = found.stages;
         plan.pipeline = found.pipeline;
@@ -33635,7 +33633,7 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }
 
-/* Turn the counters behind a step into this rank's words. Seconds inside of calls can exceed those
+/* Turn the counters after a step into this rank's words. Seconds inside of calls can exceed seconds
  * in flight, by the cost of the calls themselves: then flight is raised to them, so that exposed is
  * never more than all. Bandwidth is unknown when nothing was sent, or in no time. */
 static void dtrain__put_figures(const dtrain_trainer *trainer, const double *before, double *own)
@@ -34498,8 +34496,8 @@ typedef struct dtrain__nvml {
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_comm *comm;               /* the ranks of the run: those of the trainer, or all */
-    size_t bytes;                    /* of all this, with sinks, infos and texts behind it */
+    dtrain_comm *comm;               /* the ranks of the run: the trainer's, or all */
+    size_t bytes;                    /* of all this, with the sinks, infos and texts after it */
     dtrain_metrics_desc desc;        /* resolved */
     dtrain_metrics_sink *sinks;      /* (sink_count) */
     dtrain_metrics_sink_info *infos; /* likewise */
@@ -35810,7 +35808,7 @@ static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
 #define DTRAIN__HPARAMS "1{1s9{1{1s2{1i" /* tag, "hparams", version of the plugin's data: 0 */
 
 /* Write which columns the table of the HPARAMS tab has, and which values this run has. Numbers are
- * those of the locale "C" whatever the host's is. */
+ * written as in the locale "C", whatever the host's is. */
 static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_metrics_desc *desc,
                                            double now)
 {
@@ -35843,9 +35841,9 @@ static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
-/* Make the directory and those around it, and a file in it. The seconds in its name come after
- * those of all files there: a run may start twice in a second, on another host, or after the clock
- * was set back. */
+/* Make the directory and those around it, and a file in it. The seconds in its name come after the
+ * seconds of all files there: a run may start twice in a second, on another host, or after the
+ * clock was set back. */
 static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *directory)
 {
     static const char head[] = "events.out.tfevents.";
@@ -36886,7 +36884,7 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
-/* Every kernel that works on ranges. L: of layers, which belong to ring 3, models. M: those of them
+/* Every kernel that works on ranges. L: of layers, which belong to ring 3, models. M: the layers
  * that gain by AVX-512: products, and batch normalisation (without it ResNet-20 is 3 % slower, in
  * bf16 8 %). P: by patches, which scalars lack. AVX-512 has M and P and takes the others from AVX2:
  * with its own, a training step of a small GPT was no faster on Zen 4. */

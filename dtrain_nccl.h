@@ -231,12 +231,12 @@ typedef struct dtrain_nccl__work {
     dtrain_work base;
     struct dtrain_nccl__work *next; /* in the pool, or in the group to be launched */
     dtrain_nccl__record *record;
-    dtrain_collective what; /* as asked for, or the placeholder of an empty one */
+    dtrain_collective what; /* as asked for; of no elements: on `single` */
     const void *send;       /* device memory: the caller's or the block's */
     void *recv;
     dtrain_nccl__block *block; /* NULL: nothing is staged */
     void *host_recv;           /* where the block's result goes, or NULL */
-    int32_t placeholder;
+    int32_t single;            /* the integer that an operation on no elements sends */
     bool captured; /* part of a graph: nothing runs now, and its event cannot be queried */
     bool done;     /* known to be done: no longer counted as in flight */
 } dtrain_nccl__work;
@@ -1292,10 +1292,10 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
     work->what = *what;
     if (what->count == 0) { /* replace it by an operation on a single integer in host memory */
-        work->placeholder = 1;
+        work->single = 1;
         work->what.count = 1;
         work->what.dtype = DTRAIN_DTYPE_I32;
-        work->what.send = work->what.recv = &work->placeholder;
+        work->what.send = work->what.recv = &work->single;
     }
     if (what->count == 0 && !message) {
         work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;

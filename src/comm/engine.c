@@ -317,7 +317,7 @@ static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *wo
 
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
  * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
- * nothing here: what they wait for may be under way on a slow network. */
+ * nothing at a deadline: messages of these ranks can be under way on a slow network. */
 static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);

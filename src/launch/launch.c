@@ -126,7 +126,7 @@ static void dtrain__watch(dtrain__launch *launch)
         /* Kill ranks that are stopped after others have ended: nobody waits for them any more, so
          * no deadline names them. They have been stopped for timeout_ms, in which a gap of more
          * than a second counts as one second: a job that is suspended as a whole, launcher
-         * included, goes on. */
+         * included, continues. */
         const uint64_t now = dtrain__now_ns(), gap = now - before;
         before = now;
         for (int i = 0; i < count; i++) stopped += launch->pids[i] > 0 && launch->stops[i];

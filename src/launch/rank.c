@@ -164,7 +164,7 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     }
 }
 
-/* Run a rank from its start to its end, in a process or a thread of its own. How it ended is
+/* Run a rank from its start to its end, in a separate process or thread. How it ended is
  * recorded in the control page of its world. A joined rank also records it in the page of this
  * launch, from which dtrain_launch makes its result: rank 0 with the records of all ranks, a failed
  * rank with that of the cause. */

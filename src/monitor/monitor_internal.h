@@ -240,8 +240,8 @@ typedef struct dtrain__nvml {
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_comm *comm;               /* the ranks of the run: those of the trainer, or all */
-    size_t bytes;                    /* of all this, with sinks, infos and texts behind it */
+    dtrain_comm *comm;               /* the ranks of the run: the trainer's, or all */
+    size_t bytes;                    /* of all this, with the sinks, infos and texts after it */
     dtrain_metrics_desc desc;        /* resolved */
     dtrain_metrics_sink *sinks;      /* (sink_count) */
     dtrain_metrics_sink_info *infos; /* likewise */

@@ -174,7 +174,7 @@ static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
 #define DTRAIN__HPARAMS "1{1s9{1{1s2{1i" /* tag, "hparams", version of the plugin's data: 0 */
 
 /* Write which columns the table of the HPARAMS tab has, and which values this run has. Numbers are
- * those of the locale "C" whatever the host's is. */
+ * written as in the locale "C", whatever the host's is. */
 static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_metrics_desc *desc,
                                            double now)
 {
@@ -207,9 +207,9 @@ static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
-/* Make the directory and those around it, and a file in it. The seconds in its name come after
- * those of all files there: a run may start twice in a second, on another host, or after the clock
- * was set back. */
+/* Make the directory and those around it, and a file in it. The seconds in its name come after the
+ * seconds of all files there: a run may start twice in a second, on another host, or after the
+ * clock was set back. */
 static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *directory)
 {
     static const char head[] = "events.out.tfevents.";

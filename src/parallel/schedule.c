@@ -132,10 +132,10 @@ static void dtrain__put_pass(const dtrain__weave *weave, int rank, uint32_t act,
 }
 
 /* Order the computations of a rank: first a number of forwards, then a forward and a backward in
- * turn. That number is all with GPIPE; with one chunk, one for each stage behind this one; with
+ * turn. That number is all with GPIPE; with one chunk, one for each stage after this one; with
  * several, a forward and a backward for each of those ranks, and the forwards of a whole group in
- * all chunks but the last. With weights apart (ZB_H1) those of `rank` micro-batches are put off:
- * rank 0 has none to spare, and the last rank fills with them what it would wait for at the end. */
+ * all chunks but the last. With weights apart (ZB_H1) `rank` micro-batches put theirs off: rank 0
+ * has none to spare, and the last rank computes them where it would wait at the end. */
 static void dtrain__order_rank(const dtrain__weave *weave, int rank)
 {
     const int p = weave->p, groups = dtrain__groups_in(weave), total = weave->m * weave->v;
@@ -284,7 +284,7 @@ static bool dtrain__weave_run(dtrain__weave *weave)
         for (int r = 0; r < weave->p; r++) dtrain__order_rank(weave, r);
     dtrain__replay_reset(weave);
     for (;;) {
-        dtrain__weave_rank *first = NULL; /* whose next computation ends first, of those that can
+        dtrain__weave_rank *first = NULL; /* whose next computation ends first, of all that can
                                              begin */
         double at = 0, end = 0, begin;
         for (int r = 0; r < weave->p; r++) {
@@ -365,7 +365,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
     weave.splits = dtrain__pipeline_splits(weave.kind);
 
-    /* one piece of memory for all lists: those of 8 bytes first */
+    /* one piece of memory for all lists: elements of 8 bytes first */
     const size_t p = (size_t)ranks, passes = (size_t)chunks * (size_t)micro_batches;
     const size_t most = 7 * passes + (size_t)chunks + 1; /* actions of a rank */
     const size_t bytes = p * sizeof *weave.ranks + 3 * p * passes * sizeof *weave.done +

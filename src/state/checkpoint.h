@@ -22,8 +22,8 @@
  * the checkpoints before it as they were.
  *
  * Loading reads the manifest, all headers, and those pieces that this rank needs. Number of ranks,
- * axes of the mesh, strategy, node size, precision and offload may be others than those of the run
- * that saved. What is carried over:
+ * axes of the mesh, strategy, node size, precision and offload may differ from the settings of the
+ * run that saved. A load carries over:
  *
  *     values, moments, momentum, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise

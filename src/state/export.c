@@ -28,13 +28,13 @@
 #include "state/storage_internal.h"
 #include "device/backend.h"
 
-#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
+#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* the largest models have ten MiB */
 #define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
-/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here when it is
- * whole. */
+/* A parameter as a file has it. rows x columns of it are stored, in the order that it has in memory
+ * when it is whole. */
 typedef struct dtrain__weight {
     const char *name;
     size_t param; /* its index in the strategy's array */
@@ -383,7 +383,7 @@ static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t f
     return source;
 }
 
-/* Compare the bytes of two tensors that are one tied parameter here, half a block of each at a
+/* Compare the bytes of two tensors that this run has tied, half a block of each at a
  * time. */
 static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
                                          const dtrain__stored *other, uint32_t file)
@@ -409,7 +409,7 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
                        im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
 }
 
-/* Find a parameter by its name and by those of its aliases, in any file, with the prefix before the
+/* Find a parameter by its name and by its aliases' names, in any file, with the prefix before the
  * name if it is not there without. Rank 0 compares the aliases with one another. */
 static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *weight)
 {
@@ -444,7 +444,7 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
 }
 
 /* Compare the tensors of the files with the parameters, and name the differences. Tensors that
- * belong to no parameter count as extra, without those of desc.ignore. */
+ * belong to no parameter count as extra, unless desc.ignore names them. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
@@ -486,8 +486,8 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Import: values ---------------------------------------------------------------------------*/
 
-/* Read what a transposed weight has of the columns of a piece, and keep the piece: a matrix whose
- * (row, column) here is (column, row) in the file. Rows that the file lacks become zero. */
+/* Read what a transposed weight has of the columns of a piece, and keep the piece: (row, column)
+ * in memory is (column, row) in the file. Rows that the file lacks become zero. */
 static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
                                                const dtrain__source *source,
                                                const dtrain_state_tensor *tensor)
@@ -496,7 +496,7 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     const int64_t block = (int64_t)(DTRAIN__BLOCK / sizeof(float));
     const size_t bytes = (size_t)piece->count * sizeof(float);
     const int64_t end = (piece->first[1] + piece->length[1]) * weight->rows; /* in the file */
-    int64_t row = 0, column = piece->first[1]; /* here, of the element that comes next in it */
+    int64_t row = 0, column = piece->first[1]; /* in memory, of the next element in it */
     dtrain_result result = DTRAIN_OK;
     float *to = (float *)dtrain__alloc(&im->state->allocator, bytes, 1, "a piece of a parameter");
     if (!to) return DTRAIN_ERROR_MEMORY;
@@ -543,7 +543,7 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
     return dtrain__import_compare(im);
 }
 
-/* Read this rank's pieces of all weights. The state's list begins with those of values, in the
+/* Read this rank's pieces of all weights. The state's list begins with pieces of values, in the
  * order of the parameters, and has the parameters' own names. Rows that the file lacks come last
  * and become zero. */
 static dtrain_result dtrain__import_values(dtrain__import *im)
@@ -554,7 +554,7 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
-        const dtrain__weight *next = weight; /* behind those that other stages have */
+        const dtrain__weight *next = weight; /* after weights of other stages */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
         if (next == end) continue;
         weight = next;

@@ -14,8 +14,8 @@
  * input.
  *
  * What the files hold is said in their headers (state/safetensors.c) and nowhere else; "headers"
- * has the checksums of those of all ranks, model-00000, state-00000, model-00001 and so on. In the
- * metadata of its file, a piece is described by a text:
+ * has the checksums of the headers of all ranks, model-00000, state-00000, model-00001 and so on.
+ * In the metadata of its file, a piece is described by a text:
  *
  *     "piece:exp_avg.wte[0:16384]": "1 0 256 128 0 0 0 0 0 0 256 128 0 0 0 16384 8a9136aa wte"
  *

@@ -1,7 +1,7 @@
 /* Saving
  *
- *     plan        once: where in which of two files each piece goes. Values have a file of their
- *                 own, because programs read them alone as well
+ *     plan        once: where in which of two files each piece goes. Values have a separate
+ *                 file, because programs read them without the rest
  *     snapshot    copy these pieces to host memory, for a save in the background
  *     write       files, block by block with their checksums; the header, which has these, comes
  *                 last, and a rename then says that the file is whole and on the disk
@@ -239,7 +239,7 @@ static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write a piece behind the header of its file, block by block. */
+/* Write a piece after the header of its file, block by block. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
                                          uint64_t data, const dtrain__write_piece *piece)
 {
@@ -564,8 +564,8 @@ static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result resu
 }
 
 /* Settle the save under way, if there is one: all ranks know that the checkpoint is there, or one
- * error says why not. A thread that does not come to its end, on a disk that does not answer, is
- * left alone. */
+ * error says why not. A thread that does not end, on a disk that does not answer, is left
+ * running. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;

@@ -108,7 +108,7 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
 
 /* Append what parameters have, class by class: values, the optimizer's first and second states, and
  * counts of updates. The master copy of an offloaded update mirrors the value: both are the
- * same between steps. What has no memory here is listed by the stages of other ranks. */
+ * same between steps. Stages of other ranks list what has no memory on this rank. */
 static dtrain_result dtrain__state_params(dtrain_state *state)
 {
     static const dtrain_state_kind firsts[] = {DTRAIN_STATE_KINDS, DTRAIN_STATE_EXP_AVG,

@@ -60,7 +60,7 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
         mine[i].rank = c->rank;
         mine[i].at = (int64_t)at;
         if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
-            mine[i].copy = copy; /* not cut: the program alone knows who has what of its arrays */
+            mine[i].copy = copy; /* not cut: only the program knows which rank has which part */
         at += bytes;
     }
     DTRAIN__TRY(dtrain_all_gather(c->comm, mine, c->held, entries * words, DTRAIN_DTYPE_I64, NULL));

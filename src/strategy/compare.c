@@ -153,8 +153,8 @@ static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
 }
 
 /* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is whole:
- * along a pipeline axis those of all stages, each from the first rank that has it, as one rank with
- * the whole model would hash them; along a tensor axis those of its ranks. */
+ * along a pipeline axis the hashes of all stages, each from the first rank that has it, as one rank
+ * with the whole model would hash them; along a tensor axis the hashes of its ranks. */
 static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
 {
     const dtrain__groups *groups = &strategy->groups;

@@ -71,7 +71,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
                                                    const dtrain_allocator *a)
 {
     const dtrain_dtype dtype = (dtrain_dtype)layout->desc->reduce_dtype;
-    const bool means = dtype == DTRAIN_DTYPE_F16; /* of a node, not sums: dtrain__sums_first */
+    const bool means = dtype == DTRAIN_DTYPE_F16; /* of a node, not sums: steps.c */
     layout->tensors = (dtrain_hook_tensor *)dtrain__alloc(a, layout->count, sizeof *layout->tensors,
                                                           "tensors of buckets");
     layout->compressed = (dtrain__compressed *)dtrain__alloc(

@@ -158,7 +158,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    /* where ranks add up: squares of this rank and of those of its model, then counts */
+    /* where ranks add up: squares of this rank and of the ranks of its model, then counts */
     const size_t squares = 1 + (size_t)dtrain_comm_size(strategy->groups.model);
     strategy->sums_bytes =
         squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->counts;

@@ -282,7 +282,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
     /* What is really sharded, and among how many ranks? On one rank nothing is, unless its shard is
-     * in host memory. Gradients that are reduced in the last micro-batch alone (LAST) are whole
+     * in host memory. Gradients that are reduced only in the last micro-batch (LAST) are whole
      * until then. */
     const dtrain__classes *kind = &layout->kind->shards;
     const int size = (int)desc->node_size;

@@ -144,10 +144,10 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: the rank that keeps a storage */
     int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
     size_t bucket_count, unit_count;
-    /* Buckets that may be launched in a backward. Those of weights that stages of other ranks have
-     * too come last and wait for finish: a stage that began their sum in the middle of a schedule
-     * would, where collectives run in the order of their start, wait for a stage that waits for a
-     * message from it. */
+    /* Buckets that may be launched in a backward. Buckets of weights that stages of other ranks
+     * have too come last and wait for finish: a stage that began their sum in the middle of a
+     * schedule would, where collectives run in the order of their start, wait for a stage that
+     * waits for a message from it. */
     size_t untied;
     dtrain__unit shared; /* the buckets of parameters that several units use */
     dtrain__turns turns;
@@ -178,13 +178,11 @@ DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
 
-/* strategy/view.c */
+/* strategy/memory.c */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
-
-/* strategy/memory.c */
 DTRAIN__PRIVATE int64_t dtrain__words(const dtrain__layout *layout, int64_t elements);
 DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t words);
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);

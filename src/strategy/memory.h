@@ -16,7 +16,7 @@
 #include "strategy/strategy.h"
 
 /* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
- * USENIX ATC 2021). With GRADS or PARAMS one rank alone counts as a shard that is everything. On a
+ * USENIX ATC 2021). With GRADS or PARAMS a single rank has one shard, which is everything. On a
  * device whose memory is the host's: UNSUPPORTED.
  *
  *     OPTIMIZER   state and a master copy of this rank's values, read from the device when the

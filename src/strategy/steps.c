@@ -11,7 +11,7 @@
  * all nodes that have this rank's place in their node. */
 typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
 
-/* Make a communicator that the strategy owns. The color alone says which ranks are meant, for
+/* Make a communicator that the strategy owns. The color says which ranks are meant, also to
  * tools/null_comm.h: a place within the node is below the node's size, and the number of a node is
  * added to it. */
 static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
@@ -64,9 +64,9 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
  *     one level    ROUND, ALL_REDUCE, WIDEN; or the rounds of compression
  *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
- * ROUND and WIDEN are there with a reduce_dtype, here and below.
- * A step that is the first with many bytes shares the communicator of the data axis with gathers of
- * values: ranks start both in the same order. */
+ * ROUND and WIDEN are in the lists of all kinds if there is a reduce_dtype. A step that is the
+ * first with many bytes shares the communicator of the data axis with gathers of values: ranks
+ * start both in the same order. */
 static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
 {
     dtrain__step_list *steps = &strategy->whole;

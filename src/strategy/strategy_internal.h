@@ -148,7 +148,7 @@ struct dtrain_strategy {
                              norm of gradients; the counts follow them */
     size_t sums_bytes;    /* of both */
     float *counts, *sums; /* (1 + param_count) device memory; the host's copy: weights.c */
-    bool counts_due;      /* `sums` is of this rank alone, and must be read from `counts` */
+    bool counts_due;      /* `sums` has only this rank's part: read `counts` before use */
     dtrain_work *counts_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;

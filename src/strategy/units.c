@@ -191,10 +191,10 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
 }
 
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
- * rank, whatever gradients it has: those of the units after it are reduced, its values gathered,
+ * rank, whatever gradients it has: gradients of later units are reduced, its values gathered,
  * the next unit's fetched. So a rank may step over units, or end early: its next gather, or finish,
- * walks them. A unit whose slot a forward inside this backward has taken, on all ranks, is brought
- * again. */
+ * walks them. Recomputation may have evicted the unit that backward is at, on all ranks
+ * alike: then it is brought again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     const dtrain__layout *layout = &strategy->layout;

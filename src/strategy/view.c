@@ -52,34 +52,6 @@ DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i
     return p->state.storage == p && strategy->layout.entries[i].trainable;
 }
 
-/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
- * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
-DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
-                                        size_t i, int64_t first, int64_t count, int64_t *low)
-{
-    const dtrain_param *p = &layout->params[i];
-    const dtrain__entry *entry = &layout->entries[i];
-    *low = dtrain__max(entry->offset, first);
-    if (p->state.storage != p || entry->bucket != bucket) return 0;
-    return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
-}
-
-/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
- * return false if it keeps none. */
-DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
-                                   int64_t *count)
-{
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    *offset = 0;
-    *count = layout->params[i].count;
-    if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (!bucket) return dtrain__has_memory(&layout->params[i]);
-    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *count = dtrain__elements(layout, *count);
-    *offset = dtrain__elements(layout, *offset - layout->entries[i].offset);
-    return *count > 0;
-}
-
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard)
 {

@@ -81,7 +81,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
         args->first_class = part->first[0];
         args->classes = args->whole_classes - args->first_class;
         if (args->classes > n) args->classes = n;
-        if (args->classes <= 0) args->classes = -1; /* padding alone */
+        if (args->classes <= 0) args->classes = -1; /* only padding */
         loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
         args->parts =
             (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);

@@ -95,7 +95,7 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
                            op->desc->name, (double)probability);
     /* Random numbers are drawn by an element's place in the whole tensor, so that the masks of all
-     * ranks together are those of one. */
+     * ranks together equal the mask of one. */
     dtrain_part *const of = &((dtrain__map *)op->args)->dropout.part;
     const dtrain__share *part = dtrain__tensor_share(x);
     const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;

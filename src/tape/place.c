@@ -1,8 +1,8 @@
 /* Moves along the tensor axis, and conversions between placements
  *
  * Rows lie one after the other, so that a part is one piece of memory. Where the ranks divide the
- * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and nothing
- * goes on behind the host's back.
+ * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and no
+ * collective is left under way.
  *
  * There are two conversions, each the other's backward:
  *
@@ -135,7 +135,7 @@ static dtrain__share dtrain__columns_of(const dtrain_op *op, int rank)
     return part;
 }
 
-/* Count the elements that a conversion borrows: a slot, those of all ranks, the transpose. */
+/* Count the elements that a conversion borrows: a slot, all ranks' slots, the transpose. */
 static int64_t dtrain__place_scratch(const dtrain_op *op)
 {
     const dtrain__place *place = (const dtrain__place *)op->args;

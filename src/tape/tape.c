@@ -227,7 +227,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 /* ---- Inputs
  *
  * On a device with its own memory an input has a page-locked place, from where the device fetches
- * it in the order of its work. The host goes on at once and may fill its arrays with the next
+ * it in the order of its work. The host continues at once and may fill its arrays with the next
  * batch: it waits neither for what the device does before, nor for the upload.
  *
  *     host     batch -> places | forward is queued ...         next pass: is it uploaded?

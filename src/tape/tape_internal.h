@@ -209,7 +209,7 @@ struct dtrain_tape {
     const dtrain_step_scalars *scalars;      /* where a replayed step has its seed; or NULL */
     dtrain__feed *feed;                      /* inputs of a replayed step, or NULL: */
     dtrain__feed inputs;                     /* of all other passes, whose shapes may change */
-    dtrain_event *uploaded;                  /* behind their last upload */
+    dtrain_event *uploaded;                  /* after their last upload */
     bool hashes; /* other ranks hold parts of the same model, and must have the same inputs */
     uint64_t inputs_hash; /* of all inputs since a trainer has compared it */
     dtrain_result error;  /* the first error of this pass, and its sentence */
@@ -276,7 +276,7 @@ DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, u
 /* tape/place.c: moves of device memory over the tensor axis, rows of n elements. Rank r of t has
  * rows n r / t to n (r + 1) / t of what is cut by rows. Each is collective, and does nothing in a
  * plan. With `work` it returns at once and leaves *work to dtrain_work_wait, if the strategy wants
- * overlap; otherwise later work on the device comes behind it. Sums are added up in fp32 in the
+ * overlap; otherwise later work on the device comes after it. Sums are added up in fp32 in the
  * order of the ranks and rounded once. */
 DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank);
 /* Add values (count) up over the axis, in place. */

@@ -509,7 +509,7 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 }
 
 /* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. Ids of tokens
- * and labels are checked here: of a dataset of 100 GB that would take minutes at open. */
+ * and labels are checked as they are read: in 100 GB that would take minutes at open. */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels)
 {

@@ -11,7 +11,7 @@
  *     sample k of the run = window order[k % windows] of epoch k / windows
  *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
  *
- * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
+ * A sample depends only on k, so the world size only changes who reads it, and P is all there is
  * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
  * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one
  * fewer at least, so that every shift in [0, sequence) leaves them room (but never fewer than one).
@@ -19,7 +19,7 @@
  *
  * A batch is made in two steps. It is dealt: its samples are looked up, in order, because that may
  * enter an epoch. Then it is read, which changes nothing of the loader. So threads may read batches
- * ahead. They take batches in turn, 0, 1, 2, ... from where the loader stands, and read each into
+ * ahead. They take batches in turn, 0, 1, 2, ... from the loader's position, and read each into
  * its place in a ring. The loader copies them out in the same order, so how many workers there are
  * and which of them is slow changes no batch:
  *
@@ -54,8 +54,8 @@
 #define DTRAIN__MOST_PREFETCH 65536
 #define DTRAIN__NEXT_TIMEOUT_NS UINT64_C(600000000000) /* ten minutes, a world's default */
 
-/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
- * algorithm. */
+/* The generator of the shuffle yields 32-bit numbers; above this number of windows torch
+ * takes another algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
 #define DTRAIN__MT_COUNT 624                           /* words of the generator's state */
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */

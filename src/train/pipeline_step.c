@@ -353,8 +353,8 @@ static dtrain_result dtrain__line_stages(dtrain_trainer *trainer, dtrain_loss_fn
 
 /* Run a forward pass: of an evaluation (samples: what the loss is a mean over), or of the host's
  * own (samples NULL), whose values all ranks get. What crosses is found anew for each call:
- * shapes can differ from those of the call before. A refusal of the host's own pass, on all
- * ranks before anything is sent, does not stand. */
+ * shapes can differ from call to call. A refusal of the host's pass, on all ranks
+ * before anything is sent, does not make the strategy fail. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        dtrain_loss_fn function, void *user,
                                                        float *values, int64_t count,

@@ -204,7 +204,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         plan.layout = dtrain__layout_of(desc->strategy);
         plan.stages = dtrain__stages_of(desc->strategy);
         plan.pipeline = dtrain__settings_of(desc->strategy)->pipeline;
-    } else { /* stages are known from a search alone */
+    } else { /* only a search knows the stages */
         plan.groups = dtrain__mesh_groups(world, desc->mesh, NULL);
         plan.stages = found.stages;
         plan.pipeline = found.pipeline;

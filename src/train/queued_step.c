@@ -9,7 +9,7 @@
  * Every number that changes from step to step is in `scalars`; every input comes through a feed,
  * and a feed of targets carries the count that their loss is divided by. So a step is recorded
  * once, in the same step on all ranks: recording a collective is something that all of them must do
- * together. The micro-batches are those of every step (micro_batch.c), which queues the copies of
+ * together. Micro-batches are run as in every step (micro_batch.c), which queues the copies of
  * their losses instead of waiting for them. */
 
 #include "core/platform_internal.h"
@@ -104,8 +104,8 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 /* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
  * third is recorded, and then it is run like those after it.
  *
- * From the second step on the places of inputs are known, and those of all micro-batches are
- * fetched before anything is queued. When one cannot be read, those before it stay filled, and the
+ * From the second step on the places of inputs are known, and the batches of the whole step are
+ * fetched before anything is queued. When one cannot be read, earlier ones stay filled, and the
  * step can be repeated. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record)

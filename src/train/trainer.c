@@ -81,7 +81,7 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }
 
-/* Turn the counters behind a step into this rank's words. Seconds inside of calls can exceed those
+/* Turn the counters after a step into this rank's words. Seconds inside of calls can exceed seconds
  * in flight, by the cost of the calls themselves: then flight is raised to them, so that exposed is
  * never more than all. Bandwidth is unknown when nothing was sent, or in no time. */
 static void dtrain__put_figures(const dtrain_trainer *trainer, const double *before, double *own)

@@ -49,11 +49,11 @@ enum {
 
 /* What a step knows of one of its micro-batches. */
 typedef struct dtrain__micro {
-    float loss;              /* with a pipeline on the rank of the last stage */
-    float weight;            /* in the step's mean */
-    bool joined;             /* this rank's data had ended */
-    bool fetched;            /* with a pipeline: next_batch was called for it */
-    int32_t slot;            /* likewise, of its first pass here, with its inputs; -1: none yet */
+    float loss;   /* with a pipeline on the rank of the last stage */
+    float weight; /* in the step's mean */
+    bool joined;  /* this rank's data had ended */
+    bool fetched; /* with a pipeline: next_batch was called for it */
+    int32_t slot; /* likewise, of its first pass on this rank, with its inputs; -1: none */
     dtrain__samples samples; /* that the loss is a mean over ... */
     float valid[2];          /* ... and, with a pipeline, what they point to */
 } dtrain__micro;
@@ -106,7 +106,7 @@ DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer);
-/* Check that the loss (count 1), or a function of the host's own, has made so many elements. */
+/* Check that the loss (count 1), or a function of the host's own, has made `count` elements. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
                                                  dtrain_loss_fn function, const dtrain_tensor *made,
                                                  int64_t count);

@@ -332,8 +332,8 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
 
 /* Publish this rank's record, and collect the records of all others. Read whether a rank has left
  * before reading its slot for the last time: a record that it wrote before it left counts. Where
- * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the one
- * that is behind, whichever record is missing. */
+ * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the slow
+ * one, whichever record is missing. */
 static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
                                         void *all)
 {

@@ -59,7 +59,7 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
     /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
-     * launcher has not seen a signal that was sent to one rank alone */
+     * launcher has not seen a signal that was sent to only one rank */
     const int signal = world->catches ? dtrain__signal_caught() : 0;
     if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
     info->stop_requested = signal != 0;

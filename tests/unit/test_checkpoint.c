@@ -526,7 +526,7 @@ static unsigned crc_of(const char *bytes, size_t count)
     return ~crc;
 }
 
-/* Put a text in the place of what stands from one text up to another in the manifest of step 2, and seal it. From a
+/* Replace everything from one text up to another in the manifest of step 2, and seal it. From a
  * '#' on, bytes of the first text are any. */
 static void edit_manifest(const char *begin, const char *end, const char *instead)
 {

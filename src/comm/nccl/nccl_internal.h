@@ -122,12 +122,12 @@ typedef struct dtrain_nccl__work {
     dtrain_work base;
     struct dtrain_nccl__work *next; /* in the pool, or in the group to be launched */
     dtrain_nccl__record *record;
-    dtrain_collective what; /* as asked for, or the placeholder of an empty one */
+    dtrain_collective what; /* as asked for; of no elements: on `single` */
     const void *send;       /* device memory: the caller's or the block's */
     void *recv;
     dtrain_nccl__block *block; /* NULL: nothing is staged */
     void *host_recv;           /* where the block's result goes, or NULL */
-    int32_t placeholder;
+    int32_t single;            /* the integer that an operation on no elements sends */
     bool captured; /* part of a graph: nothing runs now, and its event cannot be queried */
     bool done;     /* known to be done: no longer counted as in flight */
 } dtrain_nccl__work;

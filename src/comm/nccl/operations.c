@@ -377,10 +377,10 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
     work->what = *what;
     if (what->count == 0) { /* replace it by an operation on a single integer in host memory */
-        work->placeholder = 1;
+        work->single = 1;
         work->what.count = 1;
         work->what.dtype = DTRAIN_DTYPE_I32;
-        work->what.send = work->what.recv = &work->placeholder;
+        work->what.send = work->what.recv = &work->single;
     }
     if (what->count == 0 && !message) {
         work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
