@@ -115,13 +115,13 @@
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
-       src/strategy/view_internal.h         A strategy as the rooms above it see it
+       src/strategy/core_view_internal.h    A strategy as optimizers see it, and with them all rooms above
        src/strategy/stages.c                Stages: which part of a model a rank of a pipeline axis has
        src/strategy/layout.c                The layout: which parameters travel together, and which rank keeps which part of them
        src/strategy/memory.c                Memory of a layout
        src/strategy/reduce.c                How gradients become their mean: ready, bucket, steps, finish, publish
        src/strategy/steps_internal.h        The steps of buckets, for strategy/steps.c, which lists them; and functions that their files
-       src/strategy/weights.c               Weights: the mean of a step over all its samples
+       src/strategy/counts.c                Counts: how many samples a step had, and who had which gradients
        src/strategy/norm.c                  The norm of gradients
        src/strategy/missing.c               The end of a step: missing gradients are reported, buffers averaged
        src/strategy/units.c                 Units come and go: gather, release, and the walk back
@@ -140,7 +140,6 @@
        src/strategy/settings.c              Settings: zeros become defaults, and fields that contradict each other are refused
        src/strategy/create.c                Making and destroying a strategy
        src/strategy/query.c                 Queries: a strategy's description, its shards, its traffic
-       src/strategy/view.c                  Answers to the rooms above: see strategy/view_internal.h
        src/strategy/plan.c                  Planning, and AUTO
        src/optim/scaler.c                   Clipping, loss scaling
        src/optim/optim_internal.h           The optimizer's structure
@@ -154,6 +153,8 @@
        src/core/crc32c_internal.h           CRC-32C: the checksum of checkpoints
        src/core/json.c                      JSON (RFC 8259)
        src/core/json_internal.h             JSON: a text that is written piece by piece, and a reader for texts from untrusted files
+       src/strategy/view.c                  Answers to the rooms of later rings: see strategy/view_internal.h
+       src/strategy/view_internal.h         A strategy as state, tape, trainer and monitor see it
        src/state/state.c                    State: the list of what must survive
        src/state/box_internal.h             Boxes: which elements of a tensor a piece has, and what two pieces have in common
        src/state/state_internal.h           The structure of a state, for checkpoints
@@ -171,6 +172,8 @@
        src/state/manifest.c                 Manifests: the index of a checkpoint, as JSON
        src/state/safetensors.c              safetensors
        src/state/storage.c                  Storage: the table of the file system, and whole reads and writes over any table
+       src/strategy/samples.c               Samples: the weight of a loss
+       src/strategy/samples_internal.h      The weights of losses, which tape and trainer give to a strategy: strategy/samples.c
        src/parallel/schedule.c              Making a schedule
        src/parallel/schedule_internal.h     Functions of a schedule that the runner and the tape use
        src/parallel/runner.c                Running a schedule
@@ -13159,13 +13162,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
  * Beside that road, a file a topic:
  *
  *     params.c, stages.c      the host's parameters; the stages of a pipeline
- *     weights.c, norm.c       the mean over samples; the norm of gradients
+ *     counts.c, samples.c     the mean over samples; the weights of losses
+ *     norm.c                  the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
  *     wire.c, ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
  *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values
- *     query.c, view.c         answers to the host, to the rooms above
+ *     query.c, view.c        answers to the host and to other rooms
  *     plan.c                  memory that a strategy will need */
 
 /* ==== src/strategy/layout_internal.h ========================================================== */
@@ -13181,12 +13185,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
  * The storage of an alias is the entry whose value and gradient it shares; every other entry is its
  * own storage. */
 
-/* ==== src/strategy/view_internal.h ============================================================ */
+/* ==== src/strategy/core_view_internal.h ======================================================= */
 
-/* A strategy as the rooms above it see it
+/* A strategy as optimizers see it, and with them all rooms above
  *
- * Tape, optimizers, trainer, state and monitor ask these questions beside the public API, and know
- * nothing of buckets, units and layouts. A parameter is named by its index in the array. None but
+ * They ask these questions beside the public API, and know nothing of buckets, units and layouts. A parameter is named by its index in the array. None but
  * those that say so sends anything; all are cheap enough for once a parameter and step. */
 
 /* State of compression for a piece of a parameter, kept from step to step in device memory. */
@@ -13204,19 +13207,6 @@ DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy
 /* Return the desc as resolved. */
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
-/* Return where the number of reduced steps is, which a checkpoint saves and restores. */
-DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
-/* List the state of compression; *count is 0 without compression. */
-DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
-/* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
-DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
-/* Add up the counters of all communicators along the tensor axis: of operations, and of sums of
- * whole parameters' gradients. */
-DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
-                                                  dtrain_comm_info *info);
-/* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
-DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
-                                                    dtrain_comm_info *info);
 
 /* Which stages there are, and who has them: strategy/stages.c. */
 typedef struct dtrain__stage_map {
@@ -13235,10 +13225,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
                                                      const dtrain_pipeline_desc *desc,
                                                      const dtrain__groups *groups);
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
-DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
-/* Tell whether this rank's loss counts: one of the ranks that hold a model sees its loss, with the
- * last stage, and where several do, the last of them. */
-DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy);
 /* Return the stage of a unit; -1: no parameter belongs to it. */
 DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
 /* Return the rank of the pipeline axis that has a stage. */
@@ -13255,15 +13241,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strat
 /* Note an update, hash what all ranks must do alike between steps (updates, and flags of parameters
  * such as FROZEN), and fail on all ranks if it differs. */
 DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale);
-DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call);
 /* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
-/* Name the call that begins to replace values (NULL: they are whole again), and ask for it: until
- * it succeeds the strategy is not usable. */
-DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
-DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
 /* Forget the micro-batches of a step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
@@ -13271,14 +13252,9 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
 /* Tell whether optimizers update it: no alias, and not frozen. */
 DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
-/* Tell whether an optimizer has state of it here: it was not frozen when the strategy was created,
- * and may be so for some steps. */
-DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i);
 /* Find the piece of its value, gradient and state that this rank keeps; false: none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard);
-/* Count the ranks that keep the same piece as this one; return its number among them. */
-DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count);
 /* Tell whether no rank keeps it as a whole. */
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
 /* Tell whether it has memory here; what stages of other ranks alone use has none. */
@@ -13299,66 +13275,12 @@ DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 
 /* ---- Norm of gradients: strategy/norm.c -------------------------------------------------------*/
 
-/* Queue the sums of squares of the ranks that hold one model into *squares (*count, device memory),
- * where no rank shares a copy: their sum, in this order, is that of all gradients. Collective over
- * those ranks. */
-DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
-                                                    const double **squares, int *count);
 /* Sum the squares of all gradients; the host waits. Collective where they are sharded or cut. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
 
-/* ---- Weights of losses: strategy/weights.c ----------------------------------------------------*/
-
-/* What a loss is a mean over; the tape's. */
-typedef struct dtrain__samples {
-    int64_t terms;             /* ignored ones included; 0: nothing is counted */
-    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
-    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
-} dtrain__samples;
-
-#define DTRAIN__LOSS_SUMS 8 /* sums of means over different samples that a loss may have */
-/* Tell whether the terms of a loss must be weighed, in a pass with or without gradients. */
-DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only);
-/* Find by what the second of two means is multiplied where sum `number` of a loss adds them. Then
- * each is averaged over its own samples: see weights.c. Collective over the data axis. */
-DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
-                                                  const dtrain__samples *x,
-                                                  const dtrain__samples *y, float *factor);
-/* End a loss with so many sums on this rank: where ranks do not know yet how many sums a loss has,
- * take part in further ones of other ranks, without samples. A rank that `joins` has no batch, and
- * takes part in all of them. Collective over the data axis. */
-DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
-                                               bool joins);
-/* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
-DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
-/* Note that a tape runs the backwards: joining ranks then agree on a full batch. */
-DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
-/* Note that an operation computes over the batches of several ranks: either all join, or none. */
-DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm);
-DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms);
-DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
-DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
-                                        const dtrain__samples *samples);
-DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
-                                           const dtrain__samples *samples);
-/* Note whether the next backward is a schedule of several micro-batches. */
-DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
-/* Note that a micro-batch of a pipeline, not the last one, had a gradient of an entry: should the
- * last one have none, it counts as it is. */
-DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
-/* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
- * in their order, before finish, which takes the last one's weight (more false). *weight is the one
- * that its loss has set, and becomes that of its samples where they are counted. */
-DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
-                                         bool more, float *weight);
-/* Return the weight of the backward under way. */
-DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
-/* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let
- * finish take this rank's from device memory (NULL: from its backwards), while it is recorded. */
-DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);
+/* Take part in a forward pass without a batch. Tell, at the end of a step, whether it had no samples:
+ * the sums of counts are completed. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty);
 
 /* ---- An update in host memory: strategy/offload.c ---------------------------------------------*/
@@ -13381,26 +13303,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float
 
 struct dtrain__layout;
 DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
-                                         const dtrain_param *storage, uint32_t dtype,
-                                         const void **low, bool *passing);
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layout, size_t i,
                                               size_t states, bool whole, int64_t *staging);
 
-/* A strategy that is not made. Collective; free it after an error too. */
-typedef struct dtrain__strategy_plan {
-    dtrain__groups groups;
-    uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
-    int64_t limit;  /* ... of those that it may use, for activations too */
-    const struct dtrain__layout *layout; /* of rank 0 of the data axis */
-    const dtrain__stage_map *stages;     /* of a pipeline, with its desc; NULL: not known */
-    const dtrain_pipeline_desc *pipeline;
-    struct dtrain__planned *planned;
-} dtrain__strategy_plan;
-DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
-                                                    size_t count, const dtrain_strategy_desc *desc,
-                                                    dtrain__strategy_plan *plan);
-DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 
 #define DTRAIN__NONE UINT32_MAX /* no unit, no owner */
@@ -13570,6 +13475,8 @@ DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t w
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
 
+#define DTRAIN__LOSS_SUMS 8 /* sums of means over different samples that a loss may have */
+
 /* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
 #define DTRAIN__SQUARES 2
 
@@ -13647,16 +13554,17 @@ struct dtrain_strategy {
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
-    int64_t full_batch;       /* samples that weigh 1 (weights.c); 0: not agreed on yet */
-    /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
+    int64_t full_batch;       /* samples that weigh 1 (samples.c); 0: not agreed on yet */
+    /* Sums of means in a loss (samples.c): their samples in the step's first micro-batch, how many
      * have been counted in it, how many the last loss of a step or of an evaluation had, and
      * whether all ranks know that number. */
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
     uint32_t sums_known, sums_made[2];
     bool sums_agreed[2];
-    bool evaluates;        /* the trainer's evaluation is under way */
-    bool several;          /* one backward covers several micro-batches (pipeline) */
-    bool taped;            /* a tape was made for this strategy */
+    bool evaluates; /* the trainer's evaluation is under way */
+    bool several;   /* one backward covers several micro-batches (pipeline) */
+    /* Takes part, without a batch, in what losses on other ranks agree on; NULL without a tape. */
+    dtrain_result (*join_loss)(dtrain_strategy *strategy, dtrain_pass pass);
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     uint64_t sync_count;   /* steps that were reduced */
     uint64_t updates;      /* hash of the rates and scales of all updates */
@@ -13678,7 +13586,7 @@ struct dtrain_strategy {
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
     size_t sums_bytes;    /* of both */
-    float *counts, *sums; /* (1 + param_count) device memory; the host's copy: weights.c */
+    float *counts, *sums; /* (1 + param_count) device memory; the host's copy: counts.c */
     bool counts_due;      /* `sums` has only this rank's part: read `counts` before use */
     dtrain_work *counts_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
@@ -13688,6 +13596,23 @@ struct dtrain_strategy {
     dtrain__offload offload;
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
+
+/* A strategy that is not made: the memory that it would need is counted. */
+typedef struct dtrain__planned {
+    dtrain_strategy_desc desc; /* resolved */
+    dtrain_compression_desc compression;
+    dtrain__layout layout; /* all zero: none */
+    dtrain__stage_map stages;
+} dtrain__planned;
+
+/* The kinds that AUTO chooses from. Ranks compare totals only, because they may own gradients of
+ * different sizes. */
+#define DTRAIN__CANDIDATES 5
+typedef struct dtrain__candidates {
+    dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
+    dtrain_memory memory[DTRAIN__CANDIDATES];
+    int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
+} dtrain__candidates;
 
 /* strategy/values.c */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
@@ -13747,7 +13672,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
                                                    int rank);
 DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 
-/* strategy/weights.c */
+/* strategy/counts.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy);
 
@@ -13779,6 +13704,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
 
 /* strategy/query.c */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm);
+
+/* strategy/norm.c */
+DTRAIN__PRIVATE dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
+                                                     double *total);
 
 /* strategy/wire.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_owners(dtrain_strategy *strategy,
@@ -13817,6 +13747,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
 DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy);
 
 /* strategy/plan.c */
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
+                                                const dtrain_param *params, size_t count,
+                                                const dtrain_strategy_desc *given, int ranks,
+                                                dtrain_memory *memory);
+DTRAIN__PRIVATE dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
+                                                  size_t count, const dtrain_strategy_desc *desc,
+                                                  const dtrain__groups *groups);
+DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
+                                                   size_t count, const dtrain_strategy_desc *desc,
+                                                   int ranks, const dtrain__groups *groups,
+                                                   dtrain__planned *planned);
+DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
+                                                      const dtrain_param *params, size_t count,
+                                                      const dtrain_strategy_desc *given, int ranks,
+                                                      uint32_t node_ranks, dtrain__candidates *all);
+DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
+                                                 const dtrain_strategy_desc *desc,
+                                                 dtrain_comm *comm, int64_t *left);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);
 
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
@@ -14187,18 +14135,6 @@ DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_p
         p->state.remote = !map->here[dtrain__stage_of_unit(map, p->unit)];
         if (!dtrain__stage_uses(map, p->state.storage, map->rank)) p->count = 0;
     }
-}
-
-DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy)
-{
-    return &strategy->stages;
-}
-
-DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    return strategy->stages.here[strategy->stages.stages - 1] &&
-           groups->tensor_rank == groups->tensor_ranks - 1;
 }
 
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
@@ -14787,7 +14723,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
  *     3 dtrain_strategy_finish      dtrain__close_buckets: fill what
  *                                   was not marked, launch the rest
  *                                   dtrain__reduce_until: wait           gradients are the mean
- *                                   weights.c: of samples, not of ranks  all-reduce of weights
+ *                                   counts.c: of samples, not of ranks   all-reduce of weights
  *       clipping, optimizer         on what dtrain_strategy_shards lists
  *     4 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *
@@ -15223,126 +15159,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
     return strategy->device->ops->add(strategy->device, &add);
 }
 
-/* ==== src/strategy/weights.c ================================================================== */
+/* ==== src/strategy/counts.c =================================================================== */
 
-/* Weights: the mean of a step over all its samples
+/* Counts: how many samples a step had, and who had which gradients
  *
- * A backward makes the sum over its own samples divided by a full batch, a number that is the same
- * on all ranks. Its weight is the number of its samples divided by the full batch:
+ * A backward makes the sum over its own samples divided by a full batch, and its weight is the
+ * number of its samples divided by the same full batch (samples.c, dtrain_strategy_weight):
  *
  *     targets, full 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
- *     gradient           sum of 4 / 4          sum of 1 / 4
  *     weight             1                     1/4
  *     reduced            sum of 5 / 4 / 2      as always: times 1/N
  *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
  *
- * A full batch is the largest number of targets that a rank had in its first micro-batch, ignored
- * ones included. Where all micro-batches have as many and ignore none, every weight is 1 and
- * nothing is corrected: the result has the bits of a mean of means. A weight is at most 1, so that
- * no sum overflows that would not overflow in a mean of means.
- *
  * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
- * ranks: those of a tensor axis have the same samples, so that their weights count as often as
+ * ranks. Ranks of a tensor axis have the same samples, so that their weights count as often as
  * their number, which passes are multiplied by too, and all of them hear the same verdicts:
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
- * Of a pipeline axis the first rank alone gives its weight, and passes are counted without the
+ * Of a pipeline axis only the first rank gives its weight, and passes are counted without the
  * others: the sum is rounded alike for any number of ranks.
  *
  * The counts stay in device memory, where the correction reads them. A rank with samples and all
  * gradients knows that no sum is zero; on other ranks the host waits for the counts and reads
  * them. */
-
-/* ---- Weights ----------------------------------------------------------------------------------*/
-
-/* Tell whether the step has further backwards, here or on other ranks, so that weights matter. */
-static bool dtrain__weighs(const dtrain_strategy *strategy)
-{
-    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
-            strategy->several);
-}
-
-/* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
- * rank's first micro-batch, ignored ones included (0: nothing is counted). Collective. */
-DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms)
-{
-    if (strategy->full_batch || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
-    if (strategy->layout.all > 1) {
-        dtrain__call_label(strategy->world, "size of a full batch", 0, "");
-        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, &terms, &terms, 1, DTRAIN_DTYPE_I64,
-                                      DTRAIN_REDUCE_MAX, NULL));
-        terms = dtrain__max(terms, 1);
-    }
-    strategy->full_batch = terms;
-    return DTRAIN_OK;
-}
-
-/* Count the samples that the mean of a loss covers. */
-DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
-{
-    return samples->valid ? (double)samples->valid[1] : (double)samples->terms;
-}
-
-/* Return the weight of a loss; 1 where nothing is counted. */
-DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
-                                        const dtrain__samples *samples)
-{
-    if (!strategy || !strategy->full_batch || !samples->terms) return 1;
-    return (float)(dtrain__samples_count(samples) / (double)strategy->full_batch);
-}
-
-/* Give the backward under way the weight of its loss, which is a mean over samples. Return the size
- * of a full batch, by which the tape divides the number of samples to get the gradient of the loss;
- * 0: it is 1. */
-DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
-                                           const dtrain__samples *samples)
-{
-    if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
-    const bool weighs = dtrain__weighs(strategy);
-    strategy->weight =
-        weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
-    return weighs ? strategy->full_batch : 0;
-}
-
-DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i)
-{
-    strategy->layout.entries[i].seen = true;
-}
-
-DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several)
-{
-    strategy->several = several;
-}
-
-DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
-                                         bool more, float *weight)
-{
-    strategy->weight = *weight;
-    if (samples) (void)dtrain__weigh_loss(strategy, samples);
-    *weight = strategy->weight;
-    if (!more) return; /* finish counts the last one */
-    strategy->weights += strategy->weight;
-    strategy->passes++;
-}
-
-DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
-{
-    return strategy->weight;
-}
-
-DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
-{
-    return strategy->counts;
-}
-
-DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
-{
-    strategy->device_weight = weights;
-}
-
-DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy) { strategy->taped = true; }
 
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight)
 {
@@ -15354,95 +15194,6 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
     strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
     return DTRAIN_OK;
 }
-
-/* ---- Losses of several terms
- *
- * A loss that adds two means over different samples has one weight, that of the first, x. The
- * second, y, is multiplied by a factor, so that it is averaged over all its own samples too:
- *
- *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
- *
- * f is 1 where the numbers of samples are proportional. It is needed before the backward, when the
- * numbers of later micro-batches are unknown: they must be proportional to the first one's.
- *
- * A rank without a batch takes part in as many sums as the last loss had. In the first pass of a
- * training or an evaluation, where it does not know the number, it takes part until all ranks say
- * that their loss has ended: all[3] counts these, and SUM_COMES for each rank that has a sum. */
-
-#define DTRAIN__SUM_COMES ((int64_t)1 << 32)
-
-/* Add up all ranks' counts of a sum, and check that one weight of a pass can be right. */
-static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t number, int64_t all[4])
-{
-    int64_t *first = strategy->sums_first[dtrain__min(number, DTRAIN__LOSS_SUMS - 1)];
-    dtrain_comm *data = strategy->groups.data;
-    dtrain__call_label(strategy->world, "samples of losses", (int64_t)number, "");
-    if (dtrain_comm_size(data) > 1)
-        DTRAIN__TRY(
-            dtrain_all_reduce(data, all, all, 4, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
-    if (all[3] < DTRAIN__SUM_COMES) {
-        if (all[3]) strategy->sums_agreed[strategy->evaluates] = true;
-        return DTRAIN_OK;
-    }
-    strategy->sums_made[strategy->evaluates] = number + 1;
-    if (number >= strategy->sums_known || (!first[0] && !first[1]))
-        memcpy(first, all, sizeof strategy->sums_first[0]);
-    if (number >= strategy->sums_known) strategy->sums_known = number + 1;
-    if (!all[2] && (double)all[0] * (double)first[1] == (double)all[1] * (double)first[0])
-        return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_UNSUPPORTED,
-        "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over %lld "
-        "and %lld in an earlier pass of this step or evaluation, and %lld ranks have samples "
-        "of the second alone; no weight of a pass makes both the mean over all their samples. "
-        "Write an auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight "
-        "of the other, or choose DTRAIN_AVERAGE_MEANS",
-        (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
-        (long long)all[2]);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
-                                                  const dtrain__samples *x,
-                                                  const dtrain__samples *y, float *factor)
-{
-    const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
-    int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
-    *factor = 1;
-    if (strategy->device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
-    DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
-    *factor = 0;
-    if (mine[1])
-        *factor = (float)((double)mine[1] * (double)all[0] / ((double)all[1] * (double)mine[0]));
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums, bool joins)
-{
-    const bool *agreed = &strategy->sums_agreed[strategy->evaluates];
-    const uint32_t made = strategy->sums_made[strategy->evaluates];
-    bool more = strategy->taped && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES;
-    while (more && (!*agreed || (joins && sums < made))) {
-        int64_t all[4] = {0, 0, 0, !joins};
-        DTRAIN__TRY(dtrain__sum_samples(strategy, sums++, all));
-        more = all[3] >= DTRAIN__SUM_COMES;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins)
-{
-    strategy->evaluates = begins;
-    strategy->sums_known = strategy->sums_made[true] = 0;
-    strategy->sums_agreed[true] = false;
-}
-
-DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only)
-{
-    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->evaluates || (!forward_only && dtrain__weighs(strategy)));
-}
-
-/* ---- Counts of samples and gradients ----------------------------------------------------------*/
 
 /* Set count elements of the counts by a kernel, which has the value in its arguments: a queued copy
  * would read host memory later. */
@@ -15618,25 +15369,11 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
 }
 
 /* Set *total, device memory, to the sum of the squares of what is on the device. */
-static dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
-                                            double *total)
+DTRAIN__PRIVATE dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
+                                                     double *total)
 {
     DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, sizeof *total));
     return dtrain__add_squares(strategy, false, replicated, total);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
-                                                    const double **squares, int *count)
-{
-    dtrain_comm *model = strategy->groups.model;
-    double *sum = strategy->sum_squares, *gathered = sum + DTRAIN__SQUARES;
-    dtrain_work *work = NULL;
-    DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
-    *squares = model ? gathered : sum;
-    *count = model ? dtrain_comm_size(model) : 1;
-    if (!model) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
-    return dtrain_work_wait(work);
 }
 
 /* Collect `count` sums of each rank of a communicator, as words (a sum of doubles made by the
@@ -16856,12 +16593,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count)
-{
-    *count = strategy->kept_count;
-    return strategy->kept;
-}
-
 /* ---- Steps ------------------------------------------------------------------------------------*/
 
 /* Convert dense tensors to what they travel as, in `packed`; or back to the bucket, as means. */
@@ -17458,26 +17189,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    return dtrain__strategy_keep(strategy, dtrain__end_sums(strategy, 0, true));
+    if (!strategy->join_loss) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_FORWARD));
 }
 
-/* Take part in the backward of a pass without samples, and in the agreement on a full batch
- * that a tape's first one makes. In the last one of a step, learn whether no rank has had samples.
- */
+/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
+ * rank has had samples. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
 {
     const bool last = !strategy->more;
-    if (strategy->taped)
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__agree_full_batch(strategy, 0)));
+    if (strategy->join_loss)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_BACKWARD)));
     strategy->weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     if (!last) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
-}
-
-DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
-{
-    strategy->batch_comm = comm->number;
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
@@ -17980,14 +17707,6 @@ DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, fl
 {
     const float numbers[] = {lr, grad_scale};
     strategy->updates = dtrain__fnv1a(strategy->updates, numbers, sizeof numbers);
-}
-
-DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
-{
-    uint64_t hash = strategy->updates;
-    for (size_t i = 0; i < strategy->param_count; i++)
-        hash = dtrain__fnv1a(hash, &strategy->params[i].flags, sizeof strategy->params[i].flags);
-    return hash;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call)
@@ -18804,7 +18523,7 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 }
 
 /* Add the counters of a communicator; NULL has none. */
-static void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
+DTRAIN__PRIVATE void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
 {
     dtrain_comm_info one;
     if (!comm) return;
@@ -18833,28 +18552,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
             dtrain__add_comm(&info->traffic, strategy->owned[i]);
 }
 
-DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
-                                                  dtrain_comm_info *info)
-{
-    dtrain_comm_query(strategy->groups.tensor, info);
-    dtrain__add_comm(info, strategy->tensor_comm);
-}
-
-DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
-                                                    dtrain_comm_info *info)
-{
-    const dtrain_comm *before = NULL; /* weights with the same ranks share one */
-    dtrain_comm_query(strategy->groups.pipeline, info);
-    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
-        const dtrain_comm *tie = strategy->ties[i];
-        if (tie && tie != before) dtrain__add_comm(info, tie);
-        if (tie) before = tie;
-    }
-}
-
-/* ==== src/strategy/view.c ===================================================================== */
-
-/* Answers to the rooms above: see strategy/view_internal.h */
+/* ---- What other rooms ask: strategy/core_view_internal.h ---------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
 {
@@ -18877,32 +18575,9 @@ DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy,
     return strategy->params;
 }
 
-DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy)
-{
-    return &strategy->sync_count;
-}
-
-DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy)
-{
-    return strategy->layout.node_ranks > 1;
-}
-
-DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call)
-{
-    strategy->torn = call;
-}
-
-DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy) { return strategy->torn; }
-
 DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
 {
     return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
-}
-
-DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i)
-{
-    const dtrain_param *p = &strategy->params[i];
-    return p->state.storage == p && strategy->layout.entries[i].trainable;
 }
 
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
@@ -18930,15 +18605,6 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
     return true;
 }
 
-/* Each copy of the model has the same shard once, and every rank a whole value. */
-DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const int sharers = dtrain__shard_bucket(layout, i) ? layout->ranks : 1;
-    *count = layout->all / sharers;
-    return layout->all_rank / sharers;
-}
-
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
 {
     return !strategy->layout.owners && !strategy->layout.entries[i].whole;
@@ -18947,23 +18613,6 @@ DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i
 DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy)
 {
     return &strategy->layout;
-}
-
-/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
- * plan). *passing: the value is there only while its unit is gathered. */
-DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
-                                         uint32_t dtype, const void **low, bool *passing)
-{
-    const size_t i = storage->state.index;
-    *passing = false;
-    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
-        return false;
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    if (!bucket) return false;
-    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
-    if (layout->desc->param_dtype != dtype) return false;
-    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
-    return true;
 }
 
 /* ==== src/strategy/plan.c ===================================================================== */
@@ -18975,14 +18624,6 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
  * memory to much communication and little memory. */
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
-
-/* A strategy that is not made. */
-typedef struct dtrain__planned {
-    dtrain_strategy_desc desc; /* resolved */
-    dtrain_compression_desc compression;
-    dtrain__layout layout; /* all zero: none */
-    dtrain__stage_map stages;
-} dtrain__planned;
 
 /* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
@@ -19014,9 +18655,10 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
 
 /* Find the memory of the rank that holds most; nothing is allocated but tables. params and *desc
  * are resolved, and so is its kind. */
-static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
-                                       size_t count, const dtrain_strategy_desc *given, int ranks,
-                                       dtrain_memory *memory)
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
+                                                const dtrain_param *params, size_t count,
+                                                const dtrain_strategy_desc *given, int ranks,
+                                                dtrain_memory *memory)
 {
     dtrain_strategy_desc desc = *given;
     dtrain__layout layout;
@@ -19044,9 +18686,9 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 }
 
 /* Resolve params for a rank, with the stages that it has. */
-static dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
-                                         size_t count, const dtrain_strategy_desc *desc,
-                                         const dtrain__groups *groups)
+DTRAIN__PRIVATE dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
+                                                  size_t count, const dtrain_strategy_desc *desc,
+                                                  const dtrain__groups *groups)
 {
     dtrain__stage_map map;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
@@ -19059,9 +18701,10 @@ static dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param
 }
 
 /* Resolve params and a desc of a named kind, and put the desc into *planned. */
-static dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
-                                          size_t count, const dtrain_strategy_desc *desc, int ranks,
-                                          const dtrain__groups *groups, dtrain__planned *planned)
+DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
+                                                   size_t count, const dtrain_strategy_desc *desc,
+                                                   int ranks, const dtrain__groups *groups,
+                                                   dtrain__planned *planned)
 {
     const char *const call = "dtrain_strategy_plan";
     DTRAIN__TRY(dtrain__resolve_desc(desc, &planned->desc, &planned->compression));
@@ -19125,8 +18768,9 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 /* Set *left to the bytes that a strategy may use: what this rank may still allocate, less
  * other_bytes; below zero if those are more. The minimum over the ranks, so that all make the same
  * choice. Where no limit is set a sixteenth stays free, for kernels' scratch and other programs. */
-static dtrain_result dtrain__auto_limit(dtrain_world *world, const dtrain_strategy_desc *desc,
-                                        dtrain_comm *comm, int64_t *left)
+DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
+                                                 const dtrain_strategy_desc *desc,
+                                                 dtrain_comm *comm, int64_t *left)
 {
     dtrain_device *device = world->device;
     const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
@@ -19149,26 +18793,16 @@ static dtrain_result dtrain__auto_limit(dtrain_world *world, const dtrain_strate
     return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
 }
 
-static const uint32_t dtrain__auto_order[] = {
+static const uint32_t dtrain__auto_order[DTRAIN__CANDIDATES] = {
     DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
     DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 
-enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
-
-/* The kinds that AUTO chooses from. Ranks compare totals alone, because they may own gradients of
- * different sizes. */
-typedef struct dtrain__candidates {
-    dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
-    dtrain_memory memory[DTRAIN__CANDIDATES];
-    int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
-} dtrain__candidates;
-
 /* Plan all candidates that the ranks and other fields do not exclude. node_ranks: ranks of each
  * node, 0 where nodes differ. Local. */
-static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dtrain_param *params,
-                                             size_t count, const dtrain_strategy_desc *given,
-                                             int ranks, uint32_t node_ranks,
-                                             dtrain__candidates *all)
+DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
+                                                      const dtrain_param *params, size_t count,
+                                                      const dtrain_strategy_desc *given, int ranks,
+                                                      uint32_t node_ranks, dtrain__candidates *all)
 {
     const uint32_t alone = given->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : given->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
@@ -19245,69 +18879,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     strategy->desc.kind = all.descs[i].kind;
     strategy->desc.node_size = all.descs[i].node_size;
     return DTRAIN_OK;
-}
-
-/* ---- A strategy that is not made --------------------------------------------------------------*/
-
-/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
- * For a named kind make the layout of rank 0, which tells what values are gathered. Local. */
-static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param *params,
-                                        size_t count, const dtrain_strategy_desc *given,
-                                        uint32_t node_ranks, dtrain__strategy_plan *plan)
-{
-    const int ranks = dtrain_comm_size(plan->groups.data);
-    dtrain__planned *planned = plan->planned;
-    dtrain_strategy_desc desc = *given;
-    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    dtrain__candidates all;
-    dtrain_memory memory;
-    if (desc.kind != DTRAIN_STRATEGY_AUTO) {
-        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(a, params, count, &desc, ranks, &plan->groups, planned));
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
-        plan->needs = memory.total;
-        dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__steps_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
-    }
-    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
-    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
-    plan->needs = UINT64_MAX;
-    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
-        if ((uint64_t)all.totals[i] < plan->needs) plan->needs = (uint64_t)all.totals[i];
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
-                                                    size_t count, const dtrain_strategy_desc *desc,
-                                                    dtrain__strategy_plan *plan)
-{
-    uint32_t node_ranks;
-    dtrain_result mine = DTRAIN_ERROR_MEMORY;
-    memset(plan, 0, sizeof *plan);
-    plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
-    DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
-    plan->planned =
-        (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
-    if (plan->planned) {
-        plan->layout = &plan->planned->layout;
-        plan->stages = &plan->planned->stages;
-        plan->pipeline = desc->pipeline;
-        mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
-    }
-    if (mine == DTRAIN_OK)
-        mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
-                                      desc->pipeline, &plan->groups);
-    DTRAIN__TRY(dtrain__agree(plan->groups.all, mine));
-    return dtrain__auto_limit(world, desc, plan->groups.all, &plan->limit);
-}
-
-DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
-{
-    if (!plan->planned) return;
-    dtrain__steps_layout_free(&plan->planned->layout, &world->allocator);
-    dtrain__stage_map_free(&plan->planned->stages, &world->allocator);
-    dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }
 
 /* ==== src/optim/scaler.c ====================================================================== */
@@ -20919,6 +20490,250 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json)
     dtrain__json_blanks(json);
     if (json->at < json->end || json->depth > 0) dtrain__json_expected(json, "nothing more");
     return json->result;
+}
+#endif
+#if DTRAIN__STATE || DTRAIN__MODELS || DTRAIN__MONITOR
+
+/* ==== src/strategy/view.c ===================================================================== */
+
+/* Answers to the rooms of later rings: see strategy/view_internal.h */
+
+/* ==== src/strategy/view_internal.h ============================================================ */
+
+/* A strategy as state, tape, trainer and monitor see it
+ *
+ * The core ring does not need these questions. */
+
+/* ---- The whole --------------------------------------------------------------------------------*/
+
+/* Return where the number of reduced steps is, which a checkpoint saves and restores. */
+DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
+/* List the state of compression; *count is 0 without compression. */
+DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
+/* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
+DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
+/* Add up the counters of all communicators along the tensor axis: of operations, and of sums of
+ * whole parameters' gradients. */
+DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
+                                                  dtrain_comm_info *info);
+/* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
+DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
+                                                    dtrain_comm_info *info);
+DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
+/* Tell whether this rank's loss counts: one of the ranks that hold a model sees its loss, with the
+ * last stage, and where several do, the last of them. */
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy);
+/* Name the call that begins to replace values (NULL: they are whole again), and ask for it: until
+ * it succeeds the strategy is not usable. */
+DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
+DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
+
+/* ---- A parameter ------------------------------------------------------------------------------*/
+
+/* Tell whether an optimizer has state of it here: it was not frozen when the strategy was created,
+ * and may be so for some steps. */
+DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i);
+/* Count the ranks that keep the same piece as this one; return its number among them. */
+DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count);
+DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
+                                         const dtrain_param *storage, uint32_t dtype,
+                                         const void **low, bool *passing);
+
+/* ---- Norm of gradients ------------------------------------------------------------------------*/
+
+/* Queue the sums of squares of the ranks that hold one model into *squares (*count, device memory),
+ * where no rank shares a copy: their sum, in this order, is that of all gradients. Collective over
+ * those ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares, int *count);
+
+/* ---- A strategy that is not made --------------------------------------------------------------*/
+
+/* A strategy that is not made. Collective; free it after an error too. */
+typedef struct dtrain__strategy_plan {
+    dtrain__groups groups;
+    uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
+    int64_t limit;  /* ... of those that it may use, for activations too */
+    const struct dtrain__layout *layout; /* of rank 0 of the data axis */
+    const dtrain__stage_map *stages;     /* of a pipeline, with its desc; NULL: not known */
+    const dtrain_pipeline_desc *pipeline;
+    struct dtrain__planned *planned;
+} dtrain__strategy_plan;
+DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
+                                                    size_t count, const dtrain_strategy_desc *desc,
+                                                    dtrain__strategy_plan *plan);
+DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
+
+DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy)
+{
+    return &strategy->sync_count;
+}
+
+DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy)
+{
+    return strategy->layout.node_ranks > 1;
+}
+
+DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call)
+{
+    strategy->torn = call;
+}
+
+DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy) { return strategy->torn; }
+
+DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i)
+{
+    const dtrain_param *p = &strategy->params[i];
+    return p->state.storage == p && strategy->layout.entries[i].trainable;
+}
+
+/* Each copy of the model has the same shard once, and every rank a whole value. */
+DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const int sharers = dtrain__shard_bucket(layout, i) ? layout->ranks : 1;
+    *count = layout->all / sharers;
+    return layout->all_rank / sharers;
+}
+
+/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
+ * plan). *passing: the value is there only while its unit is gathered. */
+DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
+                                         uint32_t dtype, const void **low, bool *passing)
+{
+    const size_t i = storage->state.index;
+    *passing = false;
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
+        return false;
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    if (!bucket) return false;
+    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
+    if (layout->desc->param_dtype != dtype) return false;
+    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
+    return true;
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
+                                                  dtrain_comm_info *info)
+{
+    dtrain_comm_query(strategy->groups.tensor, info);
+    dtrain__add_comm(info, strategy->tensor_comm);
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
+                                                    dtrain_comm_info *info)
+{
+    const dtrain_comm *before = NULL; /* weights with the same ranks share one */
+    dtrain_comm_query(strategy->groups.pipeline, info);
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
+        const dtrain_comm *tie = strategy->ties[i];
+        if (tie && tie != before) dtrain__add_comm(info, tie);
+        if (tie) before = tie;
+    }
+}
+
+DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy)
+{
+    return &strategy->stages;
+}
+
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    return strategy->stages.here[strategy->stages.stages - 1] &&
+           groups->tensor_rank == groups->tensor_ranks - 1;
+}
+
+DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count)
+{
+    *count = strategy->kept_count;
+    return strategy->kept;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares, int *count)
+{
+    dtrain_comm *model = strategy->groups.model;
+    double *sum = strategy->sum_squares, *gathered = sum + DTRAIN__SQUARES;
+    dtrain_work *work = NULL;
+    DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
+    *squares = model ? gathered : sum;
+    *count = model ? dtrain_comm_size(model) : 1;
+    if (!model) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
+    return dtrain_work_wait(work);
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
+{
+    uint64_t hash = strategy->updates;
+    for (size_t i = 0; i < strategy->param_count; i++)
+        hash = dtrain__fnv1a(hash, &strategy->params[i].flags, sizeof strategy->params[i].flags);
+    return hash;
+}
+
+/* ---- A strategy that is not made --------------------------------------------------------------*/
+
+/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
+ * For a named kind make the layout of rank 0, which tells what values are gathered. Local. */
+static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param *params,
+                                        size_t count, const dtrain_strategy_desc *given,
+                                        uint32_t node_ranks, dtrain__strategy_plan *plan)
+{
+    const int ranks = dtrain_comm_size(plan->groups.data);
+    dtrain__planned *planned = plan->planned;
+    dtrain_strategy_desc desc = *given;
+    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+    dtrain__candidates all;
+    dtrain_memory memory;
+    if (desc.kind != DTRAIN_STRATEGY_AUTO) {
+        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
+        DTRAIN__TRY(dtrain__plan_resolve(a, params, count, &desc, ranks, &plan->groups, planned));
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
+        plan->needs = memory.total;
+        dtrain__resolve_levels(&planned->desc, ranks);
+        return dtrain__steps_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
+    }
+    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
+    DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
+    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
+    plan->needs = UINT64_MAX;
+    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
+        if ((uint64_t)all.totals[i] < plan->needs) plan->needs = (uint64_t)all.totals[i];
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
+                                                    size_t count, const dtrain_strategy_desc *desc,
+                                                    dtrain__strategy_plan *plan)
+{
+    uint32_t node_ranks;
+    dtrain_result mine = DTRAIN_ERROR_MEMORY;
+    memset(plan, 0, sizeof *plan);
+    plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
+    DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
+    plan->planned =
+        (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
+    if (plan->planned) {
+        plan->layout = &plan->planned->layout;
+        plan->stages = &plan->planned->stages;
+        plan->pipeline = desc->pipeline;
+        mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
+    }
+    if (mine == DTRAIN_OK)
+        mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
+                                      desc->pipeline, &plan->groups);
+    DTRAIN__TRY(dtrain__agree(plan->groups.all, mine));
+    return dtrain__auto_limit(world, desc, plan->groups.all, &plan->limit);
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
+{
+    if (!plan->planned) return;
+    dtrain__steps_layout_free(&plan->planned->layout, &world->allocator);
+    dtrain__stage_map_free(&plan->planned->stages, &world->allocator);
+    dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }
 #endif
 #if DTRAIN__STATE
@@ -25185,6 +25000,268 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 /* ---- Ring 3: models --------------------------------------------------------------------------*/
 
 #if DTRAIN__MODELS
+
+/* ==== src/strategy/samples.c ================================================================== */
+
+/* Samples: the weight of a loss
+ *
+ * A backward makes the sum over its own samples divided by a full batch, a number that is the same
+ * on all ranks. Its weight is the number of its samples divided by the full batch:
+ *
+ *     targets, full 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
+ *     gradient           sum of 4 / 4          sum of 1 / 4
+ *     weight             1                     1/4
+ *
+ * A full batch is the largest number of targets that a rank had in its first micro-batch, ignored
+ * ones included. Where all micro-batches have as many and ignore none, every weight is 1 and
+ * nothing is corrected (counts.c): the result has the bits of a mean of means. A weight is at most
+ * 1, so that no sum overflows that would not overflow in a mean of means. */
+
+/* ==== src/strategy/samples_internal.h ========================================================= */
+
+/* The weights of losses, which tape and trainer give to a strategy: strategy/samples.c */
+
+/* What a loss is a mean over; the tape's. */
+typedef struct dtrain__samples {
+    int64_t terms;             /* ignored ones included; 0: nothing is counted */
+    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
+    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
+} dtrain__samples;
+
+/* Tell whether the terms of a loss must be weighed, in a pass with or without gradients. */
+DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only);
+/* Find by what the second of two means is multiplied where sum `number` of a loss adds them. Then
+ * each is averaged over its own samples: see samples.c. Collective over the data axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor);
+/* End a loss with so many sums on this rank: where ranks do not know yet how many sums a loss has,
+ * take part in further ones of other ranks, without samples. A rank that `joins` has no batch, and
+ * takes part in all of them. Collective over the data axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
+                                               bool joins);
+/* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
+DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
+/* Note that a tape runs the backwards: joining ranks then agree on a full batch. */
+DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
+/* Note that an operation computes over the batches of several ranks: either all join, or none. */
+DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm);
+DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms);
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples);
+DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
+                                           const dtrain__samples *samples);
+/* Note whether the next backward is a schedule of several micro-batches. */
+DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
+/* Note that a micro-batch of a pipeline, not the last one, had a gradient of an entry: should the
+ * last one have none, it counts as it is. */
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
+/* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
+ * in their order, before finish, which takes the last one's weight (more false). *weight is the one
+ * that its loss has set, and becomes that of its samples where they are counted. */
+DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
+                                         bool more, float *weight);
+/* Return the weight of the backward under way. */
+DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
+/* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let
+ * finish take this rank's from device memory (NULL: from its backwards), while it is recorded. */
+DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);
+
+/* ---- Weights ----------------------------------------------------------------------------------*/
+
+/* Tell whether the step has further backwards, here or on other ranks, so that weights matter. */
+static bool dtrain__weighs(const dtrain_strategy *strategy)
+{
+    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
+           (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
+            strategy->several);
+}
+
+/* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
+ * rank's first micro-batch, ignored ones included (0: nothing is counted). Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms)
+{
+    if (strategy->full_batch || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
+    if (strategy->layout.all > 1) {
+        dtrain__call_label(strategy->world, "size of a full batch", 0, "");
+        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, &terms, &terms, 1, DTRAIN_DTYPE_I64,
+                                      DTRAIN_REDUCE_MAX, NULL));
+        terms = dtrain__max(terms, 1);
+    }
+    strategy->full_batch = terms;
+    return DTRAIN_OK;
+}
+
+/* Count the samples that the mean of a loss covers. */
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
+{
+    return samples->valid ? (double)samples->valid[1] : (double)samples->terms;
+}
+
+/* Return the weight of a loss; 1 where nothing is counted. */
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples)
+{
+    if (!strategy || !strategy->full_batch || !samples->terms) return 1;
+    return (float)(dtrain__samples_count(samples) / (double)strategy->full_batch);
+}
+
+/* Give the backward under way the weight of its loss, which is a mean over samples. Return the size
+ * of a full batch, by which the tape divides the number of samples to get the gradient of the loss;
+ * 0: it is 1. */
+DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
+                                           const dtrain__samples *samples)
+{
+    if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
+    const bool weighs = dtrain__weighs(strategy);
+    strategy->weight =
+        weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
+    return weighs ? strategy->full_batch : 0;
+}
+
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i)
+{
+    strategy->layout.entries[i].seen = true;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several)
+{
+    strategy->several = several;
+}
+
+DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
+                                         bool more, float *weight)
+{
+    strategy->weight = *weight;
+    if (samples) (void)dtrain__weigh_loss(strategy, samples);
+    *weight = strategy->weight;
+    if (!more) return; /* finish counts the last one */
+    strategy->weights += strategy->weight;
+    strategy->passes++;
+}
+
+DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
+{
+    return strategy->weight;
+}
+
+DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
+{
+    return strategy->counts;
+}
+
+DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
+{
+    strategy->device_weight = weights;
+}
+
+DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
+{
+    strategy->batch_comm = comm->number;
+}
+
+/* ---- Losses of several terms
+ *
+ * A loss that adds two means over different samples has one weight, that of the first, x. The
+ * second, y, is multiplied by a factor, so that it is averaged over all its own samples too:
+ *
+ *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
+ *
+ * f is 1 where the numbers of samples are proportional. It is needed before the backward, when the
+ * numbers of later micro-batches are unknown: they must be proportional to the first one's.
+ *
+ * A rank without a batch takes part in as many sums as the last loss had. In the first pass of a
+ * training or an evaluation, where it does not know the number, it takes part until all ranks say
+ * that their loss has ended: all[3] counts these, and SUM_COMES for each rank that has a sum. */
+
+#define DTRAIN__SUM_COMES ((int64_t)1 << 32)
+
+/* Add up all ranks' counts of a sum, and check that one weight of a pass can be right. */
+static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t number, int64_t all[4])
+{
+    int64_t *first = strategy->sums_first[dtrain__min(number, DTRAIN__LOSS_SUMS - 1)];
+    dtrain_comm *data = strategy->groups.data;
+    dtrain__call_label(strategy->world, "samples of losses", (int64_t)number, "");
+    if (dtrain_comm_size(data) > 1)
+        DTRAIN__TRY(
+            dtrain_all_reduce(data, all, all, 4, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+    if (all[3] < DTRAIN__SUM_COMES) {
+        if (all[3]) strategy->sums_agreed[strategy->evaluates] = true;
+        return DTRAIN_OK;
+    }
+    strategy->sums_made[strategy->evaluates] = number + 1;
+    if (number >= strategy->sums_known || (!first[0] && !first[1]))
+        memcpy(first, all, sizeof strategy->sums_first[0]);
+    if (number >= strategy->sums_known) strategy->sums_known = number + 1;
+    if (!all[2] && (double)all[0] * (double)first[1] == (double)all[1] * (double)first[0])
+        return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over %lld "
+        "and %lld in an earlier pass of this step or evaluation, and %lld ranks have samples "
+        "of the second alone; no weight of a pass makes both the mean over all their samples. "
+        "Write an auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight "
+        "of the other, or choose DTRAIN_AVERAGE_MEANS",
+        (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
+        (long long)all[2]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor)
+{
+    const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
+    int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
+    *factor = 1;
+    if (strategy->device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
+    DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
+    *factor = 0;
+    if (mine[1])
+        *factor = (float)((double)mine[1] * (double)all[0] / ((double)all[1] * (double)mine[0]));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums, bool joins)
+{
+    const bool *agreed = &strategy->sums_agreed[strategy->evaluates];
+    const uint32_t made = strategy->sums_made[strategy->evaluates];
+    bool more = strategy->join_loss && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES;
+    while (more && (!*agreed || (joins && sums < made))) {
+        int64_t all[4] = {0, 0, 0, !joins};
+        DTRAIN__TRY(dtrain__sum_samples(strategy, sums++, all));
+        more = all[3] >= DTRAIN__SUM_COMES;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins)
+{
+    strategy->evaluates = begins;
+    strategy->sums_known = strategy->sums_made[true] = 0;
+    strategy->sums_agreed[true] = false;
+}
+
+DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only)
+{
+    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
+           (strategy->evaluates || (!forward_only && dtrain__weighs(strategy)));
+}
+
+/* ---- A rank without a batch -------------------------------------------------------------------*/
+
+/* Take part in what losses on other ranks agree on in this pass. */
+static dtrain_result dtrain__join_loss(dtrain_strategy *strategy, dtrain_pass pass)
+{
+    if (pass == DTRAIN_PASS_FORWARD) return dtrain__end_sums(strategy, 0, true);
+    return dtrain__agree_full_batch(strategy, 0);
+}
+
+DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy)
+{
+    strategy->join_loss = dtrain__join_loss;
+}
 
 /* ==== src/parallel/schedule.c ================================================================= */
 

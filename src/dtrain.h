@@ -126,7 +126,7 @@ DTRAIN__COLD
 #include "strategy/layout.c"
 #include "strategy/memory.c"
 #include "strategy/reduce.c"
-#include "strategy/weights.c"
+#include "strategy/counts.c"
 #include "strategy/norm.c"
 #include "strategy/missing.c"
 #include "strategy/units.c"
@@ -145,7 +145,6 @@ DTRAIN__COLD
 #include "strategy/settings.c"
 #include "strategy/create.c"
 #include "strategy/query.c"
-#include "strategy/view.c"
 #include "strategy/plan.c"
 #include "optim/scaler.c"
 #include "optim/optimizer.c"
@@ -167,6 +166,9 @@ DTRAIN__HOT
 DTRAIN__COLD
 #include "core/json.c"
 #endif
+#if DTRAIN__STATE || DTRAIN__MODELS || DTRAIN__MONITOR
+#include "strategy/view.c"
+#endif
 #if DTRAIN__STATE
 #include "state/state.c"
 #include "state/box.c"
@@ -184,6 +186,7 @@ DTRAIN__COLD
 /* ---- Ring 3: models --------------------------------------------------------------------------*/
 
 #if DTRAIN__MODELS
+#include "strategy/samples.c"
 #include "parallel/schedule.c"
 #include "parallel/runner.c"
 #include "tape/tape.c"

@@ -14,7 +14,7 @@
 #include "strategy/params.h"
 #include "strategy/query.h"
 #include "strategy/strategy.h"
-#include "strategy/view_internal.h"
+#include "strategy/core_view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 

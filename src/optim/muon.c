@@ -28,7 +28,7 @@
 #include "core/dtype.h"
 #include "core/result.h"
 #include "strategy/params.h"
-#include "strategy/view_internal.h"
+#include "strategy/core_view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 #include "device/backend.h"

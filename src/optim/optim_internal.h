@@ -10,7 +10,7 @@
 #include "core/result.h"
 #include "comm/same_internal.h"
 #include "strategy/strategy.h"
-#include "strategy/view_internal.h"
+#include "strategy/core_view_internal.h"
 #include "optim/optimizer.h"
 #include "optim/scaler.h"
 #include "device/backend.h"

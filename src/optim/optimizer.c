@@ -41,7 +41,7 @@
 #include "world/world_internal.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
-#include "strategy/view_internal.h"
+#include "strategy/core_view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 #include "device/backend.h"

@@ -15,7 +15,7 @@
 #include "core/result.h"
 #include "world/timeline_internal.h"
 #include "strategy/strategy.h"
-#include "strategy/view_internal.h"
+#include "strategy/core_view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/scaler.h"
 #include "device/backend.h"

@@ -57,14 +57,6 @@ DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, fl
     strategy->updates = dtrain__fnv1a(strategy->updates, numbers, sizeof numbers);
 }
 
-DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
-{
-    uint64_t hash = strategy->updates;
-    for (size_t i = 0; i < strategy->param_count; i++)
-        hash = dtrain__fnv1a(hash, &strategy->params[i].flags, sizeof strategy->params[i].flags);
-    return hash;
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call)
 {
     static const dtrain__same_field field = DTRAIN__SAME_AS(

@@ -150,12 +150,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count)
-{
-    *count = strategy->kept_count;
-    return strategy->kept;
-}
-
 /* ---- Steps ------------------------------------------------------------------------------------*/
 
 /* Convert dense tensors to what they travel as, in `packed`; or back to the bucket, as means. */

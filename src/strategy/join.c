@@ -15,26 +15,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    return dtrain__strategy_keep(strategy, dtrain__end_sums(strategy, 0, true));
+    if (!strategy->join_loss) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_FORWARD));
 }
 
-/* Take part in the backward of a pass without samples, and in the agreement on a full batch
- * that a tape's first one makes. In the last one of a step, learn whether no rank has had samples.
- */
+/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
+ * rank has had samples. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
 {
     const bool last = !strategy->more;
-    if (strategy->taped)
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__agree_full_batch(strategy, 0)));
+    if (strategy->join_loss)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_BACKWARD)));
     strategy->weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     if (!last) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
-}
-
-DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
-{
-    strategy->batch_comm = comm->number;
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)

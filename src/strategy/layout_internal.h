@@ -18,7 +18,7 @@
 #include "strategy/hook.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
-#include "strategy/view_internal.h"
+#include "strategy/core_view_internal.h"
 #include "device/device.h"
 
 #define DTRAIN__NONE UINT32_MAX /* no unit, no owner */

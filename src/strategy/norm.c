@@ -53,25 +53,11 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
 }
 
 /* Set *total, device memory, to the sum of the squares of what is on the device. */
-static dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
-                                            double *total)
+DTRAIN__PRIVATE dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
+                                                     double *total)
 {
     DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, sizeof *total));
     return dtrain__add_squares(strategy, false, replicated, total);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
-                                                    const double **squares, int *count)
-{
-    dtrain_comm *model = strategy->groups.model;
-    double *sum = strategy->sum_squares, *gathered = sum + DTRAIN__SQUARES;
-    dtrain_work *work = NULL;
-    DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
-    *squares = model ? gathered : sum;
-    *count = model ? dtrain_comm_size(model) : 1;
-    if (!model) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
-    return dtrain_work_wait(work);
 }
 
 /* Collect `count` sums of each rank of a communicator, as words (a sum of doubles made by the

@@ -9,14 +9,6 @@
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
-/* A strategy that is not made. */
-typedef struct dtrain__planned {
-    dtrain_strategy_desc desc; /* resolved */
-    dtrain_compression_desc compression;
-    dtrain__layout layout; /* all zero: none */
-    dtrain__stage_map stages;
-} dtrain__planned;
-
 /* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
@@ -47,9 +39,10 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
 
 /* Find the memory of the rank that holds most; nothing is allocated but tables. params and *desc
  * are resolved, and so is its kind. */
-static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
-                                       size_t count, const dtrain_strategy_desc *given, int ranks,
-                                       dtrain_memory *memory)
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
+                                                const dtrain_param *params, size_t count,
+                                                const dtrain_strategy_desc *given, int ranks,
+                                                dtrain_memory *memory)
 {
     dtrain_strategy_desc desc = *given;
     dtrain__layout layout;
@@ -77,9 +70,9 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 }
 
 /* Resolve params for a rank, with the stages that it has. */
-static dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
-                                         size_t count, const dtrain_strategy_desc *desc,
-                                         const dtrain__groups *groups)
+DTRAIN__PRIVATE dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
+                                                  size_t count, const dtrain_strategy_desc *desc,
+                                                  const dtrain__groups *groups)
 {
     dtrain__stage_map map;
     DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
@@ -92,9 +85,10 @@ static dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param
 }
 
 /* Resolve params and a desc of a named kind, and put the desc into *planned. */
-static dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
-                                          size_t count, const dtrain_strategy_desc *desc, int ranks,
-                                          const dtrain__groups *groups, dtrain__planned *planned)
+DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
+                                                   size_t count, const dtrain_strategy_desc *desc,
+                                                   int ranks, const dtrain__groups *groups,
+                                                   dtrain__planned *planned)
 {
     const char *const call = "dtrain_strategy_plan";
     DTRAIN__TRY(dtrain__resolve_desc(desc, &planned->desc, &planned->compression));
@@ -158,8 +152,9 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 /* Set *left to the bytes that a strategy may use: what this rank may still allocate, less
  * other_bytes; below zero if those are more. The minimum over the ranks, so that all make the same
  * choice. Where no limit is set a sixteenth stays free, for kernels' scratch and other programs. */
-static dtrain_result dtrain__auto_limit(dtrain_world *world, const dtrain_strategy_desc *desc,
-                                        dtrain_comm *comm, int64_t *left)
+DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
+                                                 const dtrain_strategy_desc *desc,
+                                                 dtrain_comm *comm, int64_t *left)
 {
     dtrain_device *device = world->device;
     const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
@@ -182,26 +177,16 @@ static dtrain_result dtrain__auto_limit(dtrain_world *world, const dtrain_strate
     return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
 }
 
-static const uint32_t dtrain__auto_order[] = {
+static const uint32_t dtrain__auto_order[DTRAIN__CANDIDATES] = {
     DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
     DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 
-enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
-
-/* The kinds that AUTO chooses from. Ranks compare totals alone, because they may own gradients of
- * different sizes. */
-typedef struct dtrain__candidates {
-    dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
-    dtrain_memory memory[DTRAIN__CANDIDATES];
-    int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
-} dtrain__candidates;
-
 /* Plan all candidates that the ranks and other fields do not exclude. node_ranks: ranks of each
  * node, 0 where nodes differ. Local. */
-static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dtrain_param *params,
-                                             size_t count, const dtrain_strategy_desc *given,
-                                             int ranks, uint32_t node_ranks,
-                                             dtrain__candidates *all)
+DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
+                                                      const dtrain_param *params, size_t count,
+                                                      const dtrain_strategy_desc *given, int ranks,
+                                                      uint32_t node_ranks, dtrain__candidates *all)
 {
     const uint32_t alone = given->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : given->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
@@ -278,67 +263,4 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     strategy->desc.kind = all.descs[i].kind;
     strategy->desc.node_size = all.descs[i].node_size;
     return DTRAIN_OK;
-}
-
-/* ---- A strategy that is not made --------------------------------------------------------------*/
-
-/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
- * For a named kind make the layout of rank 0, which tells what values are gathered. Local. */
-static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param *params,
-                                        size_t count, const dtrain_strategy_desc *given,
-                                        uint32_t node_ranks, dtrain__strategy_plan *plan)
-{
-    const int ranks = dtrain_comm_size(plan->groups.data);
-    dtrain__planned *planned = plan->planned;
-    dtrain_strategy_desc desc = *given;
-    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    dtrain__candidates all;
-    dtrain_memory memory;
-    if (desc.kind != DTRAIN_STRATEGY_AUTO) {
-        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(a, params, count, &desc, ranks, &plan->groups, planned));
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
-        plan->needs = memory.total;
-        dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__steps_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
-    }
-    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
-    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
-    plan->needs = UINT64_MAX;
-    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
-        if ((uint64_t)all.totals[i] < plan->needs) plan->needs = (uint64_t)all.totals[i];
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
-                                                    size_t count, const dtrain_strategy_desc *desc,
-                                                    dtrain__strategy_plan *plan)
-{
-    uint32_t node_ranks;
-    dtrain_result mine = DTRAIN_ERROR_MEMORY;
-    memset(plan, 0, sizeof *plan);
-    plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
-    DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
-    plan->planned =
-        (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
-    if (plan->planned) {
-        plan->layout = &plan->planned->layout;
-        plan->stages = &plan->planned->stages;
-        plan->pipeline = desc->pipeline;
-        mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
-    }
-    if (mine == DTRAIN_OK)
-        mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
-                                      desc->pipeline, &plan->groups);
-    DTRAIN__TRY(dtrain__agree(plan->groups.all, mine));
-    return dtrain__auto_limit(world, desc, plan->groups.all, &plan->limit);
-}
-
-DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
-{
-    if (!plan->planned) return;
-    dtrain__steps_layout_free(&plan->planned->layout, &world->allocator);
-    dtrain__stage_map_free(&plan->planned->stages, &world->allocator);
-    dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }

@@ -48,7 +48,7 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 }
 
 /* Add the counters of a communicator; NULL has none. */
-static void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
+DTRAIN__PRIVATE void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
 {
     dtrain_comm_info one;
     if (!comm) return;
@@ -77,21 +77,65 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
             dtrain__add_comm(&info->traffic, strategy->owned[i]);
 }
 
-DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
-                                                  dtrain_comm_info *info)
+/* ---- What other rooms ask: strategy/core_view_internal.h ---------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
 {
-    dtrain_comm_query(strategy->groups.tensor, info);
-    dtrain__add_comm(info, strategy->tensor_comm);
+    return strategy->world;
 }
 
-DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
-                                                    dtrain_comm_info *info)
+DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy)
 {
-    const dtrain_comm *before = NULL; /* weights with the same ranks share one */
-    dtrain_comm_query(strategy->groups.pipeline, info);
-    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
-        const dtrain_comm *tie = strategy->ties[i];
-        if (tie && tie != before) dtrain__add_comm(info, tie);
-        if (tie) before = tie;
+    return strategy->groups;
+}
+
+DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy)
+{
+    return &strategy->desc;
+}
+
+DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count)
+{
+    *count = strategy->param_count;
+    return strategy->params;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
+{
+    return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
+}
+
+DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
+                                      dtrain_shard *shard)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    const dtrain_param *p = &strategy->params[i];
+    memset(shard, 0, sizeof *shard);
+    shard->param = p;
+    int64_t offset, count;
+    if (!dtrain__piece(layout, i, &offset, &count)) return false;
+    shard->offset = offset;
+    shard->count = count;
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
+    void *value = wide ? p->typed_value : p->value, *grad = wide ? p->typed_grad : p->grad;
+    if (bucket) {
+        const int64_t first = layout->entries[i].offset - bucket->shard_first;
+        const int64_t at = first + dtrain__words(layout, offset);
+        value = bucket->value_shard + at;
+        grad = dtrain__after(bucket->grad_shard, at);
     }
+    if (wide) shard->typed_value = value, shard->typed_grad = grad;
+    else shard->value = (float *)value, shard->grad = (const float *)grad;
+    return true;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
+{
+    return !strategy->layout.owners && !strategy->layout.entries[i].whole;
+}
+
+DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy)
+{
+    return &strategy->layout;
 }

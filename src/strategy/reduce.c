@@ -14,7 +14,7 @@
  *     3 dtrain_strategy_finish      dtrain__close_buckets: fill what
  *                                   was not marked, launch the rest
  *                                   dtrain__reduce_until: wait           gradients are the mean
- *                                   weights.c: of samples, not of ranks  all-reduce of weights
+ *                                   counts.c: of samples, not of ranks   all-reduce of weights
  *       clipping, optimizer         on what dtrain_strategy_shards lists
  *     4 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *

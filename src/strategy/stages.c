@@ -127,18 +127,6 @@ DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_p
     }
 }
 
-DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy)
-{
-    return &strategy->stages;
-}
-
-DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
-{
-    const dtrain__groups *groups = &strategy->groups;
-    return strategy->stages.here[strategy->stages.stages - 1] &&
-           groups->tensor_rank == groups->tensor_ranks - 1;
-}
-
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
 {
     return param->count || !param->state.remote;

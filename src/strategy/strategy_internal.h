@@ -12,13 +12,14 @@
  * Beside that road, a file a topic:
  *
  *     params.c, stages.c      the host's parameters; the stages of a pipeline
- *     weights.c, norm.c       the mean over samples; the norm of gradients
+ *     counts.c, samples.c     the mean over samples; the weights of losses
+ *     norm.c                  the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
  *     wire.c, ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
  *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
  *     calls.c                 calls of device and communicator, and how an error stands
  *     memory.c, values.c      memory of a layout; whole values
- *     query.c, view.c         answers to the host, to the rooms above
+ *     query.c, view.c        answers to the host and to other rooms
  *     plan.c                  memory that a strategy will need */
 
 #pragma once
@@ -36,8 +37,10 @@
 #include "strategy/layout_internal.h"
 #include "strategy/memory.h"
 #include "strategy/query.h"
-#include "strategy/view_internal.h"
+#include "strategy/core_view_internal.h"
 #include "device/backend.h"
+
+#define DTRAIN__LOSS_SUMS 8 /* sums of means over different samples that a loss may have */
 
 /* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
 #define DTRAIN__SQUARES 2
@@ -116,16 +119,17 @@ struct dtrain_strategy {
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
-    int64_t full_batch;       /* samples that weigh 1 (weights.c); 0: not agreed on yet */
-    /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
+    int64_t full_batch;       /* samples that weigh 1 (samples.c); 0: not agreed on yet */
+    /* Sums of means in a loss (samples.c): their samples in the step's first micro-batch, how many
      * have been counted in it, how many the last loss of a step or of an evaluation had, and
      * whether all ranks know that number. */
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
     uint32_t sums_known, sums_made[2];
     bool sums_agreed[2];
-    bool evaluates;        /* the trainer's evaluation is under way */
-    bool several;          /* one backward covers several micro-batches (pipeline) */
-    bool taped;            /* a tape was made for this strategy */
+    bool evaluates; /* the trainer's evaluation is under way */
+    bool several;   /* one backward covers several micro-batches (pipeline) */
+    /* Takes part, without a batch, in what losses on other ranks agree on; NULL without a tape. */
+    dtrain_result (*join_loss)(dtrain_strategy *strategy, dtrain_pass pass);
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     uint64_t sync_count;   /* steps that were reduced */
     uint64_t updates;      /* hash of the rates and scales of all updates */
@@ -147,7 +151,7 @@ struct dtrain_strategy {
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
     size_t sums_bytes;    /* of both */
-    float *counts, *sums; /* (1 + param_count) device memory; the host's copy: weights.c */
+    float *counts, *sums; /* (1 + param_count) device memory; the host's copy: counts.c */
     bool counts_due;      /* `sums` has only this rank's part: read `counts` before use */
     dtrain_work *counts_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
@@ -157,6 +161,23 @@ struct dtrain_strategy {
     dtrain__offload offload;
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
+
+/* A strategy that is not made: the memory that it would need is counted. */
+typedef struct dtrain__planned {
+    dtrain_strategy_desc desc; /* resolved */
+    dtrain_compression_desc compression;
+    dtrain__layout layout; /* all zero: none */
+    dtrain__stage_map stages;
+} dtrain__planned;
+
+/* The kinds that AUTO chooses from. Ranks compare totals only, because they may own gradients of
+ * different sizes. */
+#define DTRAIN__CANDIDATES 5
+typedef struct dtrain__candidates {
+    dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
+    dtrain_memory memory[DTRAIN__CANDIDATES];
+    int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
+} dtrain__candidates;
 
 /* strategy/values.c */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
@@ -216,7 +237,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
                                                    int rank);
 DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 
-/* strategy/weights.c */
+/* strategy/counts.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy);
 
@@ -248,6 +269,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
 
 /* strategy/query.c */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm);
+
+/* strategy/norm.c */
+DTRAIN__PRIVATE dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
+                                                     double *total);
 
 /* strategy/wire.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_owners(dtrain_strategy *strategy,
@@ -286,4 +312,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
 DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy);
 
 /* strategy/plan.c */
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
+                                                const dtrain_param *params, size_t count,
+                                                const dtrain_strategy_desc *given, int ranks,
+                                                dtrain_memory *memory);
+DTRAIN__PRIVATE dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
+                                                  size_t count, const dtrain_strategy_desc *desc,
+                                                  const dtrain__groups *groups);
+DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
+                                                   size_t count, const dtrain_strategy_desc *desc,
+                                                   int ranks, const dtrain__groups *groups,
+                                                   dtrain__planned *planned);
+DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
+                                                      const dtrain_param *params, size_t count,
+                                                      const dtrain_strategy_desc *given, int ranks,
+                                                      uint32_t node_ranks, dtrain__candidates *all);
+DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
+                                                 const dtrain_strategy_desc *desc,
+                                                 dtrain_comm *comm, int64_t *left);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);

@@ -1,28 +1,8 @@
-/* Answers to the rooms above: see strategy/view_internal.h */
+/* Answers to the rooms of later rings: see strategy/view_internal.h */
 
 #include "core/platform_internal.h"
+#include "strategy/view_internal.h"
 #include "strategy/strategy_internal.h"
-
-DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
-{
-    return strategy->world;
-}
-
-DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy)
-{
-    return strategy->groups;
-}
-
-DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy)
-{
-    return &strategy->desc;
-}
-
-DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count)
-{
-    *count = strategy->param_count;
-    return strategy->params;
-}
 
 DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy)
 {
@@ -41,40 +21,10 @@ DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *cal
 
 DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy) { return strategy->torn; }
 
-DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
-{
-    return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
-}
-
 DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i)
 {
     const dtrain_param *p = &strategy->params[i];
     return p->state.storage == p && strategy->layout.entries[i].trainable;
-}
-
-DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
-                                      dtrain_shard *shard)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
-    const dtrain_param *p = &strategy->params[i];
-    memset(shard, 0, sizeof *shard);
-    shard->param = p;
-    int64_t offset, count;
-    if (!dtrain__piece(layout, i, &offset, &count)) return false;
-    shard->offset = offset;
-    shard->count = count;
-    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
-    void *value = wide ? p->typed_value : p->value, *grad = wide ? p->typed_grad : p->grad;
-    if (bucket) {
-        const int64_t first = layout->entries[i].offset - bucket->shard_first;
-        const int64_t at = first + dtrain__words(layout, offset);
-        value = bucket->value_shard + at;
-        grad = dtrain__after(bucket->grad_shard, at);
-    }
-    if (wide) shard->typed_value = value, shard->typed_grad = grad;
-    else shard->value = (float *)value, shard->grad = (const float *)grad;
-    return true;
 }
 
 /* Each copy of the model has the same shard once, and every rank a whole value. */
@@ -84,16 +34,6 @@ DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, i
     const int sharers = dtrain__shard_bucket(layout, i) ? layout->ranks : 1;
     *count = layout->all / sharers;
     return layout->all_rank / sharers;
-}
-
-DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
-{
-    return !strategy->layout.owners && !strategy->layout.entries[i].whole;
-}
-
-DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy)
-{
-    return &strategy->layout;
 }
 
 /* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
@@ -111,4 +51,126 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
     if (layout->desc->param_dtype != dtype) return false;
     *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
     return true;
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
+                                                  dtrain_comm_info *info)
+{
+    dtrain_comm_query(strategy->groups.tensor, info);
+    dtrain__add_comm(info, strategy->tensor_comm);
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
+                                                    dtrain_comm_info *info)
+{
+    const dtrain_comm *before = NULL; /* weights with the same ranks share one */
+    dtrain_comm_query(strategy->groups.pipeline, info);
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
+        const dtrain_comm *tie = strategy->ties[i];
+        if (tie && tie != before) dtrain__add_comm(info, tie);
+        if (tie) before = tie;
+    }
+}
+
+DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy)
+{
+    return &strategy->stages;
+}
+
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    return strategy->stages.here[strategy->stages.stages - 1] &&
+           groups->tensor_rank == groups->tensor_ranks - 1;
+}
+
+DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count)
+{
+    *count = strategy->kept_count;
+    return strategy->kept;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares, int *count)
+{
+    dtrain_comm *model = strategy->groups.model;
+    double *sum = strategy->sum_squares, *gathered = sum + DTRAIN__SQUARES;
+    dtrain_work *work = NULL;
+    DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
+    *squares = model ? gathered : sum;
+    *count = model ? dtrain_comm_size(model) : 1;
+    if (!model) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
+    return dtrain_work_wait(work);
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
+{
+    uint64_t hash = strategy->updates;
+    for (size_t i = 0; i < strategy->param_count; i++)
+        hash = dtrain__fnv1a(hash, &strategy->params[i].flags, sizeof strategy->params[i].flags);
+    return hash;
+}
+
+/* ---- A strategy that is not made --------------------------------------------------------------*/
+
+/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
+ * For a named kind make the layout of rank 0, which tells what values are gathered. Local. */
+static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param *params,
+                                        size_t count, const dtrain_strategy_desc *given,
+                                        uint32_t node_ranks, dtrain__strategy_plan *plan)
+{
+    const int ranks = dtrain_comm_size(plan->groups.data);
+    dtrain__planned *planned = plan->planned;
+    dtrain_strategy_desc desc = *given;
+    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+    dtrain__candidates all;
+    dtrain_memory memory;
+    if (desc.kind != DTRAIN_STRATEGY_AUTO) {
+        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
+        DTRAIN__TRY(dtrain__plan_resolve(a, params, count, &desc, ranks, &plan->groups, planned));
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
+        plan->needs = memory.total;
+        dtrain__resolve_levels(&planned->desc, ranks);
+        return dtrain__steps_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
+    }
+    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
+    DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
+    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
+    plan->needs = UINT64_MAX;
+    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
+        if ((uint64_t)all.totals[i] < plan->needs) plan->needs = (uint64_t)all.totals[i];
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
+                                                    size_t count, const dtrain_strategy_desc *desc,
+                                                    dtrain__strategy_plan *plan)
+{
+    uint32_t node_ranks;
+    dtrain_result mine = DTRAIN_ERROR_MEMORY;
+    memset(plan, 0, sizeof *plan);
+    plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
+    DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
+    plan->planned =
+        (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
+    if (plan->planned) {
+        plan->layout = &plan->planned->layout;
+        plan->stages = &plan->planned->stages;
+        plan->pipeline = desc->pipeline;
+        mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
+    }
+    if (mine == DTRAIN_OK)
+        mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
+                                      desc->pipeline, &plan->groups);
+    DTRAIN__TRY(dtrain__agree(plan->groups.all, mine));
+    return dtrain__auto_limit(world, desc, plan->groups.all, &plan->limit);
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
+{
+    if (!plan->planned) return;
+    dtrain__steps_layout_free(&plan->planned->layout, &world->allocator);
+    dtrain__stage_map_free(&plan->planned->stages, &world->allocator);
+    dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }

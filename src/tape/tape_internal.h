@@ -29,6 +29,7 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "strategy/params.h"
+#include "strategy/samples_internal.h"
 #include "strategy/view_internal.h"
 #include "tape/op.h"
 #include "tape/tape.h"

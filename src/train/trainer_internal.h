@@ -13,6 +13,7 @@
 #include "comm/backend.h"
 #include "comm/groups_internal.h"
 #include "strategy/memory.h"
+#include "strategy/samples_internal.h"
 #include "strategy/view_internal.h"
 #include "tape/tape_internal.h"
 #include "optim/scaler.h"

@@ -5,7 +5,7 @@ failures=0 skipped=0
 complain() { failures=$((failures + 1)); echo "lint: $*"; }
 
 # ---- src/ and what is joined from it ----
-lines=43402 # of dtrain.h: who vendors it compiles it
+lines=43479 # of dtrain.h: who vendors it compiles it
 # What a folder of src/ may include besides itself; what everybody may include: the table of a device.
 arrows='core:
 world:    core
@@ -35,7 +35,7 @@ for file in $(find src -type f); do
         # Of a strategy the rooms above it see its public headers and its view.
         case $folder:$include in monitor:train/view_internal.h|monitor:train/trainer.h) ;; monitor:train/*) complain "$file includes $include: a monitor sees the record and train/view_internal.h" ;; esac
         case $folder:$include in train:state/source_internal.h) ;; train:state/*) complain "$file includes $include: train hands a state its source, and calls nothing of it" ;; esac
-        case $folder:$include in strategy:*|*:strategy/view_internal.h) ;; *:strategy/*_internal.h) complain "$file includes $include: outside of strategy/ there is strategy/view_internal.h" ;; esac
+        case $folder:$include in strategy:*|*:strategy/view_internal.h|optim:strategy/core_view_internal.h|t*:strategy/samples_internal.h) ;; *:strategy/*_internal.h) complain "$file includes $include: outside of strategy/ there are its views" ;; esac
     done
 done
 # A room declares its own functions: a list in its headers begins with the file of that room that has them.
@@ -53,7 +53,7 @@ for file in $(find src -name '*.c' -o -name '*.cuh'); do
 done
 [ "$(wc -l <dtrain.h)" -le "$lines" ] || complain "dtrain.h has more than $lines lines: what is added replaces something"
 core=$(awk '/Ring 1: core ---/ { first = FNR } /Ring 2: state ---/ { print FNR - first }' dtrain.h)
-[ "$core" -le 15903 ] || complain "ring 1 of dtrain.h has $core lines: limits only go down"
+[ "$core" -le 15469 ] || complain "ring 1 of dtrain.h has $core lines: limits only go down"
 # Lines of the five files of DDP and sharding, and the number of functions that are called once: a straight road reads better.
 path=$(cd src/strategy && cat strategy.h layout.c reduce.c units.c create.c | wc -l)
 [ "$path" -le 1695 ] || complain "the five files of DDP and sharding have $path lines: limits only go down"

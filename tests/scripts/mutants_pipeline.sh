@@ -11,7 +11,7 @@ arguments="--count 100"
 prepare test_3d_programs
 mutant "step: micro-batches are not averaged" train/pipeline_step.c 's/dtrain__micro_scale(trainer), more/dtrain__micro_scale(trainer) * (float)trainer->desc.micro_batches, more/'
 mutant "step: masks of the first micro-batch in all" train/pipeline_step.c 's/dtrain__pass_seed(trainer, (uint32_t)number)/dtrain__step_seed(trainer)/'
-mutant "step: weights of earlier micro-batches are forgotten" strategy/weights.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->weight;//'
+mutant "step: weights of earlier micro-batches are forgotten" strategy/samples.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->weight;//'
 mutant "step: gradients of earlier micro-batches alone are missing ones" tape/backward.c 's/if (tape->pass.more) dtrain__note_gradient(.*/if (tape->pass.more) continue;/'
 mutant "step: an evaluation crosses as training did" train/pipeline_step.c 's/^        dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, count, .made);/        samples ? DTRAIN_OK : &/'
 mutant "stage: gradients of nobody are not zeroed" tape/stage.c 's/result = dtrain__gradient_zeros(tape, \(.*\));/result = dtrain__gradient_open(tape, \1, \&(bool){false});/'
@@ -66,9 +66,9 @@ mutant "step: weights of a program's own do not count" train/pipeline_step.c 's/
 mutant "step: a weight is that of later micro-batches too" train/pipeline_step.c 's/    return dtrain_strategy_weight(trainer->desc.strategy, 1);.*/    return DTRAIN_OK;/'
 mutant "step: accumulate is the program's" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));.*//'
 mutant "step: the last trainer says how many micro-batches" train/pipeline_step.c 's/    dtrain__expect_schedule(strategy, .*//;s/^    return dtrain__stages_create(/    if (trainer->desc.strategy) dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);\n&/'
-mutant "step: every stage gives its weight" strategy/weights.c 's/if (strategy->groups.pipeline_rank)/if (false)/'
+mutant "step: every stage gives its weight" strategy/counts.c 's/if (strategy->groups.pipeline_rank)/if (false)/'
 mutant "settings: trainers differ" train/trainer.c 's/    if (trainer->compared) return DTRAIN_OK;/    if (true) return DTRAIN_OK;/'
-mutant "refused: Muon where it has a matrix alone" strategy/view.c 's/!strategy->layout.entries\[i\].whole/dtrain__shard_bucket(\&strategy->layout, i)/'
+mutant "refused: Muon where it has a matrix alone" strategy/query.c 's/!strategy->layout.entries\[i\].whole/dtrain__shard_bucket(\&strategy->layout, i)/'
 mutant "refused: an evaluation without next_batch" train/trainer.c 's/    DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));//'
 
 arguments="--count 500"

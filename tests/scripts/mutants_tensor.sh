@@ -67,6 +67,6 @@ mutant "strategy: sums are not unpacked" strategy/tensor.c 's/return bucket->ten
 mutant "strategy: sums in a mean" strategy/tensor.c 's/    packed += dtrain__padded(count);/    for (int64_t k = 0; k < count \&\& !back; k++) packed[k] \/= 2;\n&/'
 mutant "norm: each rank counts what is whole" strategy/norm.c 's/: whole \&\& groups->tensor_rank)/: false)/'
 mutant "norm: the first rank counts what is cut" strategy/norm.c 's/: whole \&\& groups->tensor_rank)/: groups->tensor_rank)/'
-mutant "weights: the unit is that of one's own axis" strategy/weights.c 's/weighing = ranks \/ groups->pipeline_ranks/weighing = layout->all/'
+mutant "weights: the unit is that of one's own axis" strategy/counts.c 's/weighing = ranks \/ groups->pipeline_ranks/weighing = layout->all/'
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -1,0 +1,132 @@
+/* A strategy as optimizers see it, and with them all rooms above
+ *
+ * They ask these questions beside the public API, and know nothing of buckets, units and layouts. A parameter is named by its index in the array. None but
+ * those that say so sends anything; all are cheap enough for once a parameter and step. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "comm/comm.h"
+#include "comm/groups_internal.h"
+#include "parallel/cut_internal.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+#include "device/device.h"
+
+/* State of compression for a piece of a parameter, kept from step to step in device memory. */
+typedef struct dtrain__kept {
+    const dtrain_param *param;
+    int64_t offset, count; /* the piece: first element, elements */
+    float *residual;       /* (count), or NULL without error feedback */
+    float *velocity;       /* (count), or NULL without topk_momentum */
+} dtrain__kept;
+
+/* ---- The whole --------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);
+/* Return the desc as resolved. */
+DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
+
+/* Which stages there are, and who has them: strategy/stages.c. */
+typedef struct dtrain__stage_map {
+    uint32_t kind;           /* dtrain_pipeline_kind */
+    int ranks, rank, chunks; /* of the pipeline axis; stages of each rank */
+    int32_t stages;          /* of the model; 1 without a pipeline */
+    bool *here;              /* (stages) this rank has it */
+    int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
+    size_t unit_count, room;
+} dtrain__stage_map;
+/* List the units of parameters and divide them among the stages of a pipeline; desc NULL = a zeroed
+ * one. A map whose making failed can be freed. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
+                                                     const dtrain_allocator *a,
+                                                     const dtrain_param *params, size_t count,
+                                                     const dtrain_pipeline_desc *desc,
+                                                     const dtrain__groups *groups);
+DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
+/* Return the stage of a unit; -1: no parameter belongs to it. */
+DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
+/* Return the rank of the pipeline axis that has a stage. */
+DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage);
+
+/* ---- May a call go on? ------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
+                                                      const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
+                                                        const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
+                                                    const char *call);
+/* Note an update, hash what all ranks must do alike between steps (updates, and flags of parameters
+ * such as FROZEN), and fail on all ranks if it differs. */
+DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call);
+/* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
+                                                    dtrain_result result);
+/* Forget the micro-batches of a step under way. */
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
+
+/* ---- A parameter ------------------------------------------------------------------------------*/
+
+/* Tell whether optimizers update it: no alias, and not frozen. */
+DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
+/* Find the piece of its value, gradient and state that this rank keeps; false: none. */
+DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
+                                      dtrain_shard *shard);
+/* Tell whether no rank keeps it as a whole. */
+DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
+/* Tell whether it has memory here; what stages of other ranks alone use has none. */
+DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
+/* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
+DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
+/* Tell whether a rank had a gradient of it in the last step: otherwise updates leave it out. */
+DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_t i);
+DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
+DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
+/* Count the elements of all parts together; describe the part that this rank has. */
+DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p);
+DTRAIN__PRIVATE dtrain__share dtrain__share_here(const dtrain_param *p,
+                                                 const dtrain__groups *groups);
+/* Round fp32 elements up to a cache line; add to an address that may be NULL. */
+DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
+DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
+
+/* ---- Norm of gradients: strategy/norm.c -------------------------------------------------------*/
+
+/* Sum the squares of all gradients; the host waits. Collective where they are sharded or cut. */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
+
+/* Take part in a forward pass without a batch. Tell, at the end of a step, whether it had no samples:
+ * the sums of counts are completed. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty);
+
+/* ---- An update in host memory: strategy/offload.c ---------------------------------------------*/
+
+#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn */
+
+/* Return the CPU that updates what is offloaded; NULL: nothing is. */
+DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
+/* Begin: copies down come behind what compute has queued. End: compute comes behind copies up. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy);
+/* Queue a copy to host memory (to NULL: none) and, as number `turn`, 0 or 1, its end. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
+                                                  const float *from, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn);
+DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
+                                                const float *from, int64_t count);
+
+/* ---- A layout, made or planned ----------------------------------------------------------------*/
+
+struct dtrain__layout;
+DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layout, size_t i,
+                                              size_t states, bool whole, int64_t *staging);
+
+DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);

@@ -1,0 +1,157 @@
+/* Counts: how many samples a step had, and who had which gradients
+ *
+ * A backward makes the sum over its own samples divided by a full batch, and its weight is the
+ * number of its samples divided by the same full batch (samples.c, dtrain_strategy_weight):
+ *
+ *     targets, full 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
+ *     weight             1                     1/4
+ *     reduced            sum of 5 / 4 / 2      as always: times 1/N
+ *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
+ *
+ * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
+ * ranks. Ranks of a tensor axis have the same samples, so that their weights count as often as
+ * their number, which passes are multiplied by too, and all of them hear the same verdicts:
+ *
+ *     | sum of weights | of each parameter: how many ranks had a gradient of it |
+ *
+ * Of a pipeline axis only the first rank gives its weight, and passes are counted without the
+ * others: the sum is rounded alike for any number of ranks.
+ *
+ * The counts stay in device memory, where the correction reads them. A rank with samples and all
+ * gradients knows that no sum is zero; on other ranks the host waits for the counts and reads
+ * them. */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+
+DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight)
+{
+    const char *const call = "dtrain_strategy_weight";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!dtrain__is_finite(weight) || weight < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
+                           (double)weight);
+    strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
+    return DTRAIN_OK;
+}
+
+/* Set count elements of the counts by a kernel, which has the value in its arguments: a queued copy
+ * would read host memory later. */
+static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first, size_t count,
+                                        float value)
+{
+    dtrain_axpby_args fill; /* x NULL: the constant 1 */
+    memset(&fill, 0, sizeof fill);
+    fill.count = (int64_t)count;
+    fill.a = value;
+    fill.y = strategy->counts + first;
+    fill.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &fill);
+}
+
+/* Set the sums to what this rank adds: its weights and, for each parameter, 1 if it has a gradient.
+ * An alias counts with its storage, and stages of other ranks speak for their parameters. If this
+ * rank adds a zero that others may fill, the sums have to be read (counts_due). */
+static void dtrain__counts_note(dtrain_strategy *strategy)
+{
+    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
+    float *has = strategy->sums + 1;
+    strategy->sums[0] = strategy->weights;
+    strategy->counts_due = strategy->weights == 0;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* for this step */
+        const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
+        has[i] = dtrain__has_memory(p) && !(may_lack && updated);
+    }
+    for (size_t i = 0; i < strategy->param_count; i++)
+        if (strategy->layout.entries[i].seen)
+            has[strategy->params[i].state.storage->state.index] = 1;
+    for (size_t i = 0; i < strategy->param_count; i++)
+        if (has[i] == 0 && dtrain__has_memory(&strategy->params[i])) strategy->counts_due = true;
+}
+
+/* Write this rank's counts, and start their sum over the ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
+{
+    const dtrain_device_ops *ops = strategy->device->ops;
+    const size_t count = 1 + strategy->param_count;
+    if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
+        DTRAIN__TRY(ops->copy(strategy->device, strategy->counts, strategy->device_weight,
+                              sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
+    } else {
+        dtrain__counts_note(strategy);
+        DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
+    }
+    if (strategy->groups.pipeline_rank)
+        DTRAIN__TRY(ops->zero(strategy->device, strategy->counts, sizeof(float)));
+    if (dtrain_comm_size(strategy->groups.all) == 1) {
+        strategy->counts_due = false;
+        return DTRAIN_OK;
+    }
+    for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
+        const bool has = strategy->sums[i] > 0;
+        for (end = i + 1; end < count && (strategy->sums[end] > 0) == has;) end++;
+        DTRAIN__TRY(dtrain__counts_set(strategy, i, end - i, has));
+    }
+    dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
+    return dtrain_all_reduce(strategy->groups.all, strategy->counts, strategy->counts, count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->counts_work);
+}
+
+/* Copy the counts to strategy->sums; the host waits. */
+static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
+{
+    strategy->counts_due = false;
+    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->counts,
+                                       (1 + strategy->param_count) * sizeof(float),
+                                       DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+/* Wait for the counts, and make reduced gradients the mean over all samples: multiply them by the
+ * number of micro-batches of all ranks, by which they have been divided, and divide them by the sum
+ * of weights. Where the two are equal, or there is no sample, leave them as they are. */
+DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__groups *groups = &strategy->groups;
+    const int ranks = dtrain_comm_size(groups->all), weighing = ranks / groups->pipeline_ranks;
+    const float passes = (float)weighing * (float)strategy->passes;
+    dtrain_work *work = strategy->counts_work;
+    dtrain_axpby_args correct;
+    memset(&correct, 0, sizeof correct);
+    correct.a = passes;
+    correct.dtype = (dtrain_dtype)layout->dtype;
+    strategy->counts_work = NULL;
+    DTRAIN__TRY(dtrain_work_wait(work));
+    if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__counts_read(strategy));
+    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->counts;
+    if (!correct.divisor) {
+        if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
+        correct.a = (double)passes / (double)strategy->sums[0];
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain_device *device = bucket->grad_on_host ? strategy->offload.cpu : strategy->device;
+        if (!bucket->trainable || bucket->shard_count == 0) continue;
+        correct.count = dtrain__elements(layout, bucket->shard_count);
+        correct.x = correct.y = bucket->grad_shard;
+        DTRAIN__TRY(device->ops->axpby(device, &correct));
+    }
+    return DTRAIN_OK;
+}
+
+/* Complete the sums of the last step, and tell whether it had no samples (*empty). A step that is
+ * being recorded has the answers of the step before it. */
+DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
+{
+    if (strategy->counts_due && !strategy->device_weight)
+        DTRAIN__TRY(dtrain__counts_read(strategy));
+    *empty = strategy->sums[0] == 0;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_t i)
+{
+    return strategy->sums[1 + i] > 0;
+}

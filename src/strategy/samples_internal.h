@@ -1,0 +1,53 @@
+/* The weights of losses, which tape and trainer give to a strategy: strategy/samples.c */
+
+#pragma once
+
+#include "strategy/view_internal.h"
+
+/* What a loss is a mean over; the tape's. */
+typedef struct dtrain__samples {
+    int64_t terms;             /* ignored ones included; 0: nothing is counted */
+    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
+    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
+} dtrain__samples;
+
+/* Tell whether the terms of a loss must be weighed, in a pass with or without gradients. */
+DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only);
+/* Find by what the second of two means is multiplied where sum `number` of a loss adds them. Then
+ * each is averaged over its own samples: see samples.c. Collective over the data axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor);
+/* End a loss with so many sums on this rank: where ranks do not know yet how many sums a loss has,
+ * take part in further ones of other ranks, without samples. A rank that `joins` has no batch, and
+ * takes part in all of them. Collective over the data axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
+                                               bool joins);
+/* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
+DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
+/* Note that a tape runs the backwards: joining ranks then agree on a full batch. */
+DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
+/* Note that an operation computes over the batches of several ranks: either all join, or none. */
+DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm);
+DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms);
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples);
+DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
+                                           const dtrain__samples *samples);
+/* Note whether the next backward is a schedule of several micro-batches. */
+DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
+/* Note that a micro-batch of a pipeline, not the last one, had a gradient of an entry: should the
+ * last one have none, it counts as it is. */
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
+/* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
+ * in their order, before finish, which takes the last one's weight (more false). *weight is the one
+ * that its loss has set, and becomes that of its samples where they are counted. */
+DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
+                                         bool more, float *weight);
+/* Return the weight of the backward under way. */
+DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
+/* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let
+ * finish take this rank's from device memory (NULL: from its backwards), while it is recorded. */
+DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);
