@@ -36,6 +36,17 @@
 
 #define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
 
+/* Say whether an operation waits for another rank's side, as far as this rank can see. */
+DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
+                                       int rank)
+{
+    const bool message = !work->op.sequence;
+    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
+    return message || work->state == DTRAIN__MOVING
+               ? comm->transport->lags(&comm->base, &work->op, rank)
+               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
+}
+
 /* Number the wait of this rank, for `work` or, if NULL, for a world all-gather, and show it. */
 static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
                               const dtrain__work *work, dtrain__wait *wait)
@@ -93,14 +104,6 @@ static void dtrain__write_facts(const dtrain_world *world, uint64_t m)
     }
 }
 
-/* Say whether another rank's side of an operation is missing, as far as this rank can see. */
-static bool dtrain__misses(const dtrain__engine *comm, const dtrain__work *work, int rank)
-{
-    if (work->done) return false;
-    if (work->op.sequence) return !comm->transport->heard(&comm->base, work->op.sequence, rank);
-    return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
-}
-
 /* Confirm what other ranks have written about the wait of this one, after moving what they did
  * before. A transport that is slower than the page gets its grace, from the newest fact on. */
 static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
@@ -118,8 +121,10 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     wait->facts = sum;
     if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
     if (work) dtrain__engine_advance(comm);
+    /* A collective moves when all ranks have called it: what they wrote is over. */
+    if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
     for (int i = 0; i < size; i++)
-        if (found[i] && (!work || dtrain__misses(comm, work, i)))
+        if (found[i] && (!work || dtrain__waits_for(comm, work, i)))
             dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
 }
 

@@ -172,15 +172,12 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
             return; /* the copies of later ones come after it on the copy stream */
         const bool done = work->op.sequence ? dtrain__collective_advance(comm, work, oldest)
                                             : dtrain__message_advance(comm, work);
+        if (done && comm->staged)
+            (void)dtrain__engine_ok(&comm->base, dtrain__copy_out(comm, work));
         if (comm->failed) return;
         if (!done) {
             link = &work->next;
             continue;
-        }
-        const dtrain_result copied = comm->staged ? dtrain__copy_out(comm, work) : DTRAIN_OK;
-        if (copied != DTRAIN_OK) {
-            (void)dtrain__engine_give_up(&comm->base, copied);
-            return;
         }
         work->done = true;
         ++*comm->base.moves;
@@ -215,7 +212,7 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
  * is written some 100 us later, says so. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
-    const dtrain__abort_record *report = comm->report;
+    dtrain__abort_record *report = comm->report;
     dtrain_world *world = comm->base.world;
     for (dtrain__engine *other = world->comms; other; other = other->next) {
         if (other->report != report) continue;
@@ -224,11 +221,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
         other->queue_end = &other->queue;
         other->base.in_flight = 0;
     }
-    for (int i = 0; i < 100000 && dtrain__load(&report->state) != 2; i++) {
-        if (dtrain__load(&world->control->first_failed)) break;
-        sched_yield();
-    }
-    if (dtrain__load(&report->state) != 2) {
+    if (!dtrain__await_abort(world->control, report)) {
         DTRAIN__TRY(dtrain__trouble(world));
         return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
     }
@@ -241,44 +234,35 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 }
 
 /* Publish a failure, unless there is one already, and return the one that stands. */
-DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
-                                                  const char *text)
-{
-    dtrain__engine *comm = dtrain__engine_of(base);
-    dtrain__abort_record *report = comm->report;
-    uint32_t none = 0;
-    char own[480]; /* `text` may be the last error, or in the report */
-    snprintf(own, sizeof own, "%s", dtrain__bare(text));
-    if (comm->failed) return dtrain__engine_standing(comm);
-    if (report == &base->world->control->aborted) {
-        dtrain_world_abort(base->world, code, own);
-    } else if (__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
-                                           __ATOMIC_ACQUIRE)) {
-        report->code = (int32_t)code;
-        report->rank = base->world->rank;
-        snprintf(report->text, sizeof report->text, "%s", own);
-        dtrain__store(&report->state, 2);
-    }
-    return dtrain__engine_standing(comm);
-}
-
-/* Fail with the last error as the sentence; return false. */
-DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code)
-{
-    (void)dtrain__engine_fail(comm, code, dtrain_last_error());
-    return false;
-}
-
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *comm, dtrain_result code,
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *base, dtrain_result code,
                                                    const char *format, ...)
 {
-    char text[480];
+    dtrain__engine *comm = dtrain__engine_of(base);
+    char text[480]; /* an argument may be the last error, or in the report */
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return dtrain__engine_fail(comm, code, text);
+    if (comm->failed) return dtrain__engine_standing(comm);
+    if (comm->report == &base->world->control->aborted) dtrain_world_abort(base->world, code, text);
+    else
+        (void)dtrain__record_abort(base->world->control, comm->report, base->world->rank, code,
+                                   text);
+    return dtrain__engine_standing(comm);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *comm, dtrain_result code,
+                                                  const char *text)
+{
+    return dtrain__engine_failf(comm, code, "%s", dtrain__bare(text));
+}
+
+/* Fail with the last error as the sentence if a result is an error; say whether it is none. */
+DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
+{
+    if (result != DTRAIN_OK) (void)dtrain__engine_fail(comm, result, dtrain_last_error());
+    return result == DTRAIN_OK;
 }
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
@@ -304,15 +288,6 @@ static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dt
     const dtrain__work *first = work->op.sequence ? comm->queue : work;
     while (first != work && !first->op.sequence) first = first->next;
     return first;
-}
-
-static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
-{
-    if (rank == comm->base.rank) return false;
-    if (!work->op.sequence)
-        return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
-    if (work->state == DTRAIN__MOVING) return comm->transport->lags(&comm->base, &work->op, rank);
-    return !comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
@@ -415,15 +390,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     const size_t bytes = dtrain__send_bytes(what, base->size);
     const size_t kept = offsetof(dtrain__work, heard);
     const dtrain_call call = {what->count, what->kind, (uint32_t)what->dtype, what->op, what->root};
-    dtrain_result result = DTRAIN_OK;
     *out = NULL;
     if (comm->failed) return dtrain__engine_standing(comm);
     if (base->size == 1)
         return what->send == what->recv || bytes == 0
                    ? DTRAIN_OK
                    : dtrain_device_copy(base->world->device, what->recv, what->send, bytes);
-    if (!comm->idle) result = dtrain__more_works(comm);
-    if (result != DTRAIN_OK) return dtrain__engine_fail(base, result, dtrain_last_error());
+    if (!comm->idle && dtrain__more_works(comm) != DTRAIN_OK)
+        return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
 
     dtrain__work *work = comm->idle;
     comm->idle = work->next;
@@ -438,18 +412,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     work->op.small =
         bytes <= DTRAIN_SMALL_BYTES && bytes * (size_t)base->size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->op.call = call;
-    if (comm->staged) result = dtrain__copy_in(comm, work);
-    if (result != DTRAIN_OK) {
-        dtrain__recycle(comm, work);
-        return dtrain__engine_fail(base, result, dtrain_last_error());
+    if (!comm->staged || dtrain__engine_ok(base, dtrain__copy_in(comm, work))) {
+        if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
+            work->op.sequence = ++comm->sequence;
+        *comm->queue_end = work;
+        comm->queue_end = &work->next;
+        base->in_flight++;
+        dtrain__engine_advance(comm);
     }
-
-    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
-        work->op.sequence = ++comm->sequence;
-    *comm->queue_end = work;
-    comm->queue_end = &work->next;
-    base->in_flight++;
-    dtrain__engine_advance(comm);
     if (comm->failed && !work->done) {
         dtrain__recycle(comm, work);
         return dtrain__engine_standing(comm);
@@ -474,8 +444,8 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
     if (waited->done || comm->failed) return;
 
     if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
-    if (wait && dtrain__look_for_circle(world, comm, waited, wait) != DTRAIN_OK)
-        (void)dtrain__engine_give_up(&comm->base, DTRAIN_ERROR_MISMATCH);
+    if (wait)
+        (void)dtrain__engine_ok(&comm->base, dtrain__look_for_circle(world, comm, waited, wait));
     if (waited->done || comm->failed) return;
     if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
@@ -515,11 +485,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         const dtrain_result turn = dtrain__wait_turn(world, &wait);
         if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
-    dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
-    if (work->done && comm->staged) /* what the compute stream gets from now on comes after it */
-        result = DTRAIN__ORDER(world->device, event_wait, work->bounce.copied, NULL);
-    if (work->done && result != DTRAIN_OK)
-        result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
+    bool ok = work->done;
+    if (ok && comm->staged) /* what the compute stream gets from now on comes after it */
+        ok = dtrain__engine_ok(&comm->base,
+                               DTRAIN__ORDER(world->device, event_wait, work->bounce.copied, NULL));
+    const dtrain_result result = ok ? DTRAIN_OK : dtrain__engine_standing(comm);
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
@@ -560,6 +530,12 @@ DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t
     else comm->transport->unmap(base, memory, bytes);
 }
 
+/* Return the size of a communicator's memory: the engine's part, the transport's, world_ranks. */
+static size_t dtrain__comm_bytes(const dtrain_transport_ops *transport, int size)
+{
+    return offsetof(dtrain__engine, base) + transport->comm_bytes + (size_t)size * sizeof(int);
+}
+
 /* Free this rank's half of a communicator. Operations in flight are dropped. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
@@ -579,8 +555,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     }
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
     comm->transport->release(base, comm->report != NULL);
-    dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof(int));
-    dtrain__free(allocator, comm, 1, offsetof(dtrain__engine, base) + comm->transport->comm_bytes);
+    dtrain__free(allocator, comm, 1, dtrain__comm_bytes(comm->transport, base->size));
     return DTRAIN_OK;
 }
 
@@ -594,7 +569,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     *out = NULL;
     *address = 0;
     dtrain__engine *comm = (dtrain__engine *)dtrain__alloc(
-        allocator, 1, offsetof(dtrain__engine, base) + transport->comm_bytes, "a communicator");
+        allocator, 1, dtrain__comm_bytes(transport, size), "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
     comm->base.ops = ops;
     comm->base.world = world;
@@ -606,13 +581,11 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     comm->queue_end = &comm->queue;
     comm->next = world->comms;
     world->comms = comm;
-    comm->base.world_ranks =
-        (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
-    dtrain_result result = comm->base.world_ranks ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    comm->base.world_ranks = (int *)(void *)((char *)&comm->base + transport->comm_bytes);
     comm->staged = !world->device->ops->host_memory;
+    dtrain_result result = dtrain__more_works(comm);
     if (result == DTRAIN_OK && comm->staged)
         result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
-    if (result == DTRAIN_OK) result = dtrain__more_works(comm);
     if (result == DTRAIN_OK) result = transport->make(&comm->base, address);
     if (result == DTRAIN_OK) {
         *out = comm;

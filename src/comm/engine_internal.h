@@ -99,7 +99,7 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
-DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code);
+DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *comm, dtrain_result code,
                                                    const char *format, ...);
@@ -115,6 +115,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
 /* comm/circle.c */
+DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
+                                       int rank);
 DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
                                                       const dtrain__work *work, dtrain__wait *wait);
 

@@ -245,7 +245,7 @@ static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *w
     if (!direct && !local->scratch) {
         local->scratch = (char *)dtrain__alloc(&comm->world->allocator, DTRAIN__SCRATCH_BYTES, 1,
                                                "blocks of other ranks");
-        if (!local->scratch) return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
+        if (!local->scratch) return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
     }
     block = direct ? length
                    : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
@@ -336,7 +336,7 @@ static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work
     if (work->stage + 1 >= work->final || !dtrain__gives(what, comm->rank)) return true;
     if (!part->stage) {
         if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
-            return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
+            return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
     const size_t c = work->stage - 1, rest = what->count - c * chunk;
@@ -378,7 +378,7 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
     void *made;
     if (sends && !dtrain__channel_of(comm, what)) {
         if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &made) != DTRAIN_OK)
-            return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
+            return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
         dtrain__store(&dtrain__part_of(comm, comm->rank)->channels[what->root],
                       (dtrain__channel *)made);
     }

@@ -111,8 +111,8 @@ DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work
     dtrain_device *device = comm->base.world->device;
     bool done = true;
     if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
-    const dtrain_result result = DTRAIN__ORDER(device, event_query, work->bounce.copied, &done);
-    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(&comm->base, result);
+    (void)dtrain__engine_ok(&comm->base,
+                            DTRAIN__ORDER(device, event_query, work->bounce.copied, &done));
     return !done;
 }
 

@@ -104,19 +104,29 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
+/* Wait until an abort that another rank records can be read; false: it has been killed half-way.
+ * Its exit record, which is written some 100 us later, may say so. */
+DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
+                                         const dtrain__abort_record *record)
+{
+    const uint64_t begin = dtrain__now_ns();
+    while (dtrain__load(&record->state) != 2 && !dtrain__load(&control->first_failed) &&
+           dtrain__now_ns() - begin < 1000000000u)
+        sched_yield();
+    return dtrain__load(&record->state) == 2;
+}
+
 /* Record an abort; false when there is an earlier one, which is kept. Ranks whose deadlines end
  * together abort together: the later one waits until the first record can be read, so that its next
- * poll finds it; at most 0.1 s, because the writer may have been killed half-way. */
-DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
-                                          const char *text)
+ * poll finds it. */
+DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
+                                          dtrain__abort_record *record, int rank,
+                                          dtrain_result code, const char *text)
 {
-    dtrain__abort_record *record = &control->aborted;
     uint32_t none = 0;
     if (!__atomic_compare_exchange_n(&record->state, &none, 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE)) {
-        const uint64_t begin = dtrain__now_ns();
-        while (dtrain__load(&record->state) != 2 && dtrain__now_ns() - begin < 100000000u)
-            sched_yield();
+        (void)dtrain__await_abort(control, record);
         return false;
     }
     record->rank = rank;
@@ -277,7 +287,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
 {
     if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
     const char *sentence = text ? dtrain__bare(text) : "";
-    if (!dtrain__record_abort(world->control, world->rank, code, sentence)) return;
+    dtrain__control *control = world->control;
+    if (!dtrain__record_abort(control, &control->aborted, world->rank, code, sentence)) return;
     dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, &world->control->aborted,
                       sizeof world->control->aborted);
 }

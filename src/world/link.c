@@ -187,7 +187,8 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
         dtrain__abort_record abort;
         memcpy(&abort, data, sizeof abort);
         abort.text[sizeof abort.text - 1] = 0;
-        news = dtrain__record_abort(control, rank, (dtrain_result)abort.code, abort.text);
+        news = dtrain__record_abort(control, &control->aborted, rank, (dtrain_result)abort.code,
+                                    abort.text);
     } else if (frame->kind == DTRAIN__FRAME_WAIT && frame->bytes == sizeof(int32_t)) {
         int32_t target;
         memcpy(&target, data, sizeof target);

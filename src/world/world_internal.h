@@ -192,8 +192,11 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
                                         int value, const char *error);
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns);
-DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
-                                          const char *text);
+DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
+                                         const dtrain__abort_record *record);
+DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
+                                          dtrain__abort_record *record, int rank,
+                                          dtrain_result code, const char *text);
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control);
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank);
