@@ -355,30 +355,23 @@ static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
 
 static size_t dtrain__work_bytes(const dtrain__engine *comm)
 {
-    return dtrain__round_up(offsetof(dtrain__work, op) + comm->transport->work_bytes,
-                            DTRAIN__CACHE_LINE);
+    return offsetof(dtrain__work, op) + comm->transport->work_bytes;
 }
 
-static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *block, uint32_t i)
+/* Take an idle work, or make one: the first step of a program makes all that it needs. */
+static dtrain__work *dtrain__take_work(dtrain__engine *comm)
 {
-    return (dtrain__work *)(void *)((char *)block + i * dtrain__work_bytes(comm));
-}
-
-/* Make a block of works; one is enough, unless more handles than a window are kept. */
-static dtrain_result dtrain__more_works(dtrain__engine *comm)
-{
-    dtrain__work *block =
-        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN_WINDOW,
-                                      dtrain__work_bytes(comm), "operations in flight");
-    if (!block) return DTRAIN_ERROR_MEMORY;
-    block->next_block = comm->blocks;
-    comm->blocks = block;
-    for (uint32_t i = 0; i < DTRAIN_WINDOW; i++) {
-        dtrain__work *work = dtrain__work_at(comm, block, i);
-        work->next = comm->idle;
-        comm->idle = work;
+    dtrain__work *work = comm->idle;
+    if (!work) {
+        work = (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, 1,
+                                             dtrain__work_bytes(comm), "an operation in flight");
+        if (!work) return NULL;
+        work->next_made = comm->works;
+        comm->works = comm->idle = work;
     }
-    return DTRAIN_OK;
+    comm->idle = work->next;
+    comm->base.outstanding++;
+    return work;
 }
 
 /* Start an operation. Of one rank the result is what it sends, and there is nothing to wait for; a
@@ -396,13 +389,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
         return what->send == what->recv || bytes == 0
                    ? DTRAIN_OK
                    : dtrain_device_copy(base->world->device, what->recv, what->send, bytes);
-    if (!comm->idle && dtrain__more_works(comm) != DTRAIN_OK)
-        return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-
-    dtrain__work *work = comm->idle;
-    comm->idle = work->next;
+    dtrain__work *work = dtrain__take_work(comm);
+    if (!work) return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
     memset((char *)work + kept, 0, dtrain__work_bytes(comm) - kept);
-    base->outstanding++;
     work->next = NULL;
     work->op.base.comm = base;
     work->op.base.event = base->world->timeline.ring->count; /* just recorded */
@@ -546,12 +535,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
     if (comm->staged) device->ops->synchronize(device); /* copies into memory that goes away */
-    while (comm->blocks) {
-        dtrain__work *block = comm->blocks;
-        comm->blocks = block->next_block;
-        for (uint32_t i = 0; i < DTRAIN_WINDOW; i++)
-            dtrain__bounce_free(comm, dtrain__work_at(comm, block, i));
-        dtrain__free(allocator, block, DTRAIN_WINDOW, dtrain__work_bytes(comm));
+    while (comm->works) {
+        dtrain__work *work = comm->works;
+        comm->works = work->next_made;
+        dtrain__bounce_free(comm, work);
+        dtrain__free(allocator, work, 1, dtrain__work_bytes(comm));
     }
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
     comm->transport->release(base, comm->report != NULL);
@@ -559,83 +547,91 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     return DTRAIN_OK;
 }
 
-/* Make this rank's half of a communicator; NULL and an address of 0 when that fails. It does not
- * know the other ranks until `join`. */
-static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops, int size,
-                                         int rank, dtrain__engine **out, int64_t *address)
+/* Make this rank's half of a communicator; it does not know the other ranks yet. */
+static dtrain_result dtrain__engine_make(dtrain_world *world, int size, int rank,
+                                         dtrain__engine **out, int64_t *address)
 {
-    const dtrain_allocator *allocator = &world->allocator;
-    const dtrain_transport_ops *transport = ops->transport;
-    *out = NULL;
-    *address = 0;
+    const dtrain_transport_ops *transport = world->comm_ops->transport;
     dtrain__engine *comm = (dtrain__engine *)dtrain__alloc(
-        allocator, 1, dtrain__comm_bytes(transport, size), "a communicator");
+        &world->allocator, 1, dtrain__comm_bytes(transport, size), "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
-    comm->base.ops = ops;
+    comm->base.ops = world->comm_ops;
     comm->base.world = world;
     comm->base.moves = &world->moves;
     comm->base.size = size;
     comm->base.rank = rank;
-    comm->transport = transport;
     comm->base.number = world->comm_count++;
+    comm->base.world_ranks = (int *)(void *)((char *)&comm->base + transport->comm_bytes);
+    comm->transport = transport;
     comm->queue_end = &comm->queue;
     comm->next = world->comms;
     world->comms = comm;
-    comm->base.world_ranks = (int *)(void *)((char *)&comm->base + transport->comm_bytes);
     comm->staged = !world->device->ops->host_memory;
-    dtrain_result result = dtrain__more_works(comm);
+    dtrain__work *first = dtrain__take_work(comm);
+    dtrain_result result = first ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (first) dtrain__recycle(comm, first);
     if (result == DTRAIN_OK && comm->staged)
         result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
     if (result == DTRAIN_OK) result = transport->make(&comm->base, address);
-    if (result == DTRAIN_OK) {
-        *out = comm;
-        return DTRAIN_OK;
-    }
-    *address = 0;
-    (void)dtrain__engine_destroy(&comm->base);
+    if (result == DTRAIN_OK) *out = comm;
+    else (void)dtrain__engine_destroy(&comm->base);
     return result;
 }
 
-/* Join the halves of all ranks. Without shared memory failures are reported to the world. */
-static void dtrain__engine_join(dtrain__engine *comm, const int64_t *addresses)
+/* Make a communicator of `members` (size) of a parent; NULL: of the world. All ranks of the parent
+ * call it, those that join none with a size of 0. They exchange the addresses of their halves, 0
+ * where one could not be made. Then no rank gets a communicator: a group that lacks a rank would
+ * wait for ever. Where no memory is shared, its failures are reported to the world. */
+static dtrain_result dtrain__engine_form(dtrain_world *world, dtrain_comm *parent,
+                                         const int *members, int size, int rank, dtrain_comm **out)
 {
-    void *report = comm->transport->join(&comm->base, addresses);
-    comm->report = report ? (dtrain__abort_record *)report : &comm->base.world->control->aborted;
-}
-
-/* Make the world's communicator. */
-DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out)
-{
-    int64_t address, addresses[DTRAIN_MAX_RANKS];
-    dtrain__engine *comm;
-    DTRAIN__TRY(
-        dtrain__engine_make(world, world->comm_ops, world->size, world->rank, &comm, &address));
-    const dtrain_result result =
-        dtrain_world_all_gather(world, &address, sizeof address, addresses);
-    if (result != DTRAIN_OK) {
-        (void)dtrain__engine_destroy(&comm->base);
-        return result;
+    dtrain__engine *comm = NULL;
+    int64_t address = 1, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
+    int lacking = -1;
+    dtrain_result result =
+        size ? dtrain__engine_make(world, size, rank, &comm, &address) : DTRAIN_OK;
+    if (!parent) DTRAIN__TRY(result);
+    if (result != DTRAIN_OK) address = 0;
+    result = parent ? dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
+                                  DTRAIN_DTYPE_I64, 0, -1, NULL)
+                    : dtrain_world_all_gather(world, &address, sizeof address, addresses);
+    for (int i = 0; parent && i < parent->size && result == DTRAIN_OK; i++)
+        if (!addresses[i]) lacking = i;
+    if (lacking >= 0)
+        result =
+            dtrain_fail(DTRAIN_ERROR_MEMORY,
+                        "dtrain_comm_split: rank %d could not make its part: it has no memory, "
+                        "or too many communicators have been made; keep them",
+                        parent->world_ranks[lacking]);
+    if (result != DTRAIN_OK && comm) (void)dtrain__engine_destroy(&comm->base);
+    if (result != DTRAIN_OK || !comm) return result;
+    for (int i = 0; i < size; i++) {
+        joined[i] = addresses[members[i]];
+        comm->base.world_ranks[i] = parent ? parent->world_ranks[members[i]] : members[i];
     }
-    for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
-    world->look_for_circle = dtrain__look_for_circle;
-    dtrain__engine_join(comm, addresses);
+    void *report = comm->transport->join(&comm->base, joined);
+    comm->report = report ? (dtrain__abort_record *)report : &world->control->aborted;
     *out = &comm->base;
     return DTRAIN_OK;
 }
 
-/* Split in two exchanges: colors and keys; then the address of each rank's half, 0 where it could
- * not be made. Then no rank gets a communicator: a group that lacks a rank would wait for ever.
- *
- * The new communicator has a number that no member has used; the groups of one split share it, as
- * no two ranks are in two of them. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out)
+{
+    int members[DTRAIN_MAX_RANKS];
+    for (int i = 0; i < world->size; i++) members[i] = i;
+    world->look_for_circle = dtrain__look_for_circle;
+    return dtrain__engine_form(world, NULL, members, world->size, world->rank, out);
+}
+
+/* Exchange colors and keys, and make a communicator of the ranks with this rank's color. It has a
+ * number that no member has used; the groups of one split share it, as no two ranks are in two of
+ * them. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {
-    dtrain__engine *comm = NULL;
     dtrain_world *world = base->world;
     int64_t mine[3] = {color < 0 ? -1 : color, key, world->comm_count}, all[DTRAIN_MAX_RANKS][3];
-    int64_t address = 1, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
-    int members[DTRAIN_MAX_RANKS], size = 0, rank = 0, lacking = -1;
+    int members[DTRAIN_MAX_RANKS], size = 0, rank = 0;
     DTRAIN__TRY(
         dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
     for (int i = 0; i < base->size; i++) {
@@ -647,24 +643,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     }
     while (members[rank] != base->rank) rank++;
     if (color < 0) world->comm_count++;
-    else (void)dtrain__engine_make(world, base->ops, size, rank, &comm, &address);
-    dtrain_result result = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
-                                       DTRAIN_DTYPE_I64, 0, -1, NULL);
-    for (int i = 0; i < base->size && result == DTRAIN_OK; i++)
-        if (!addresses[i]) lacking = i;
-    if (lacking >= 0)
-        result =
-            dtrain_fail(DTRAIN_ERROR_MEMORY,
-                        "dtrain_comm_split: rank %d could not make its part: it has no memory, "
-                        "or too many communicators have been made; keep them",
-                        base->world_ranks[lacking]);
-    if (result != DTRAIN_OK && comm) (void)dtrain__engine_destroy(&comm->base);
-    if (result != DTRAIN_OK || !comm) return result;
-    for (int i = 0; i < size; i++) {
-        joined[i] = addresses[members[i]];
-        comm->base.world_ranks[i] = base->world_ranks[members[i]];
-    }
-    dtrain__engine_join(comm, joined);
-    *out = &comm->base;
-    return DTRAIN_OK;
+    return dtrain__engine_form(world, base, members, color < 0 ? 0 : size, rank, out);
 }

@@ -60,10 +60,10 @@ typedef struct dtrain__bounce {
 
 /* The engine's part of a work precedes the part that the transport sees. */
 struct dtrain__work {
-    dtrain__work *next;       /* in the queue, or among the idle */
-    dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
-    dtrain__bounce bounce;    /* stays, too */
-    int heard;                /* all ranks below this one have been heard, and call the same */
+    dtrain__work *next;      /* in the queue, or among the idle */
+    dtrain__work *next_made; /* works and their bounces stay until the end */
+    dtrain__bounce bounce;
+    int heard; /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
     bool done;
     dtrain_transport_work op;
@@ -78,7 +78,7 @@ struct dtrain__engine {
     uint64_t sequence;                /* of the collective started last */
     uint64_t agreed;                  /* of the collective agreed on last */
     dtrain__work *queue, **queue_end; /* not done, in the order of their start */
-    dtrain__work *idle, *blocks;
+    dtrain__work *idle, *works;
     bool staged;           /* the host cannot read the device's memory: copies before and after */
     dtrain_stream *stream; /* of those copies */
     dtrain_comm base;
