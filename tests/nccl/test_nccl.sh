@@ -114,10 +114,6 @@ for pair in "gcc -std=c99" "clang -std=c99" "g++ -std=c++17 -x c++"; do
     have "$compiler" || { skip "the real header, $pair" "not installed"; continue; }
     try "the real header, $pair" $pair -pedantic -Wall -Wextra -Werror $real -fsyntax-only "$out/nccl.c"
 done
-echo '#include <mpi.h>' >"$out/mpi.c"
-if mpicc -E "$out/mpi.c" >/dev/null 2>&1; then
-    try "the real header, MPI" mpicc -std=c99 -Wall -Wextra -Werror -DDTRAIN_NCCL_USE_MPI $real -fsyntax-only "$out/nccl.c"
-else skip "the real header, MPI" "mpicc is not installed"; fi
 
 # The library says "no device" in its own words, through the same calls that a world makes.
 cat >"$out/alone.c" <<'END'

@@ -220,33 +220,6 @@ typedef struct dtrain_nccl__id_record {
     ncclUniqueId id; /* the first rank's is used */
 } dtrain_nccl__id_record;
 
-#ifdef DTRAIN_NCCL_USE_MPI
-/* All-gather a small record of each rank. */
-static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine, size_t bytes,
-                                           void *all)
-{
-    int ready = 0, rank = -1, size = 0;
-    MPI_Initialized(&ready);
-    if (ready) MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    if (ready) MPI_Comm_size(MPI_COMM_WORLD, &size);
-    if (rank != dtrain_world_rank(world) || size != dtrain_world_size(world))
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "DTRAIN_NCCL_USE_MPI: this is rank %d of %d in MPI_COMM_WORLD (-1: call "
-                           "MPI_Init first) but rank %d of %d in the world",
-                           rank, size, dtrain_world_rank(world), dtrain_world_size(world));
-    if (MPI_Allgather((void *)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
-                      MPI_COMM_WORLD) == MPI_SUCCESS)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_PEER, "MPI_Allgather failed while the ranks met");
-}
-#else
-static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine, size_t bytes,
-                                           void *all)
-{
-    return dtrain_world_all_gather(world, mine, bytes, all);
-}
-#endif
-
 /* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
  * so far, whose sentence goes to all. */
 static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
@@ -270,7 +243,7 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
-    DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &hello, sizeof hello, all));
+    DTRAIN_NCCL_TRY(dtrain_world_all_gather(world, &hello, sizeof hello, all));
     const dtrain_nccl__hello *hellos = (const dtrain_nccl__hello *)all;
     for (int i = 0; i < size; i++) {
         if (hellos[i].magic != DTRAIN_NCCL_HELLO)
@@ -281,7 +254,7 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
             return dtrain_fail((dtrain_result)hellos[i].status, "on rank %d: %.*s",
                                hellos[i].world_rank, (int)sizeof hellos[i].error, hellos[i].error);
     }
-    for (int i = 1; i < size; i++)
+    for (int i = 1; i < size; i++) {
         if (hellos[i].version != hellos[0].version)
             return dtrain_fail(
                 DTRAIN_ERROR_MISMATCH,
@@ -289,7 +262,6 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
                 "the same version everywhere",
                 hellos[0].world_rank, dtrain_nccl__version_text(hellos[0].version, first),
                 hellos[i].world_rank, dtrain_nccl__version_text(hellos[i].version, other));
-    for (int i = 1; i < size; i++)
         for (int j = 0; j < i; j++)
             if (strncmp(hellos[i].device, hellos[j].device, sizeof hellos[i].device) == 0)
                 return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -297,13 +269,14 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
                                    "refuses; start as many ranks as there are GPUs, or leave "
                                    "comm_ops NULL for the local communicator",
                                    hellos[j].world_rank, hellos[i].world_rank, hellos[i].device);
+    }
     if (dtrain_world_rank(world) == 0) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
         id_record.status = dtrain_nccl__code(made);
         snprintf(id_record.error, sizeof id_record.error, "%s; %s", hub->nccl.GetErrorString(made),
                  hub->nccl.GetLastError(NULL));
     }
-    DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &id_record, sizeof id_record, all));
+    DTRAIN_NCCL_TRY(dtrain_world_all_gather(world, &id_record, sizeof id_record, all));
     memcpy(&id_record, all, sizeof id_record); /* the first rank's */
     *id = id_record.id;
     if (id_record.status == DTRAIN_OK) return DTRAIN_OK;

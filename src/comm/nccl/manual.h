@@ -24,8 +24,6 @@
    Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
        DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
        DTRAIN_NCCL_LINKED     link NCCL (-lnccl, or libnccl_static.a) instead of opening it
-       DTRAIN_NCCL_USE_MPI    ranks meet over MPI_COMM_WORLD, which must number them as the world
-                              does, instead of over the world's control plane
 
    Differences from the local communicator
        Order     Send and receive keep their place among the collectives: two ranks must start

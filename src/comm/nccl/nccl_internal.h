@@ -21,9 +21,6 @@
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
-#ifdef DTRAIN_NCCL_USE_MPI
-#include <mpi.h>
-#endif
 
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 15, 1)
 #error "dtrain_nccl.h needs the header of NCCL 2.15.1 or newer"

@@ -9,28 +9,24 @@
 
 #include "comm/nccl/nccl_internal.h"
 
-static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
+/* Return the bytes that this rank's send buffer gives or, if `received`, its receive buffer gets. */
+static size_t dtrain_nccl__bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what,
+                                 bool received)
 {
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool cuts = what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
-                      what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
-    if (what->kind == DTRAIN_COLLECTIVE_RECV) return 0;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank) return 0;
-    return what->count * unit * (cuts ? (size_t)comm->base.size : 1);
-}
-
-static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
-{
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
     const bool root = what->root == comm->base.rank;
-    const bool joins = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
-                       what->kind == DTRAIN_COLLECTIVE_SPLIT ||
-                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
-    if (what->kind == DTRAIN_COLLECTIVE_SEND) return 0;
-    if ((what->kind == DTRAIN_COLLECTIVE_BROADCAST && root) ||
-        (what->kind == DTRAIN_COLLECTIVE_REDUCE && !root))
-        return 0;
-    return what->count * unit * (joins ? (size_t)comm->base.size : 1);
+    size_t slices = 1;
+    switch (what->kind) {
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER: slices = received ? 1 : (size_t)comm->base.size; break;
+    case DTRAIN_COLLECTIVE_SPLIT:
+    case DTRAIN_COLLECTIVE_ALL_GATHER: slices = received ? (size_t)comm->base.size : 1; break;
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL: slices = (size_t)comm->base.size; break;
+    case DTRAIN_COLLECTIVE_BROADCAST: slices = root != received; break;
+    case DTRAIN_COLLECTIVE_REDUCE: slices = root || !received; break;
+    case DTRAIN_COLLECTIVE_SEND: slices = !received; break;
+    case DTRAIN_COLLECTIVE_RECV: slices = received; break;
+    default: break;
+    }
+    return what->count * dtrain_dtype_bytes(what->dtype) * slices;
 }
 
 /* ---- Staging ----------------------------------------------------------------------------------*/
@@ -79,8 +75,8 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
     const dtrain_collective *what = &work->what;
-    const size_t send_bytes = dtrain_nccl__send_bytes(comm, what);
-    const size_t recv_bytes = dtrain_nccl__recv_bytes(comm, what);
+    const size_t send_bytes = dtrain_nccl__bytes(comm, what, false);
+    const size_t recv_bytes = dtrain_nccl__bytes(comm, what, true);
     const bool send_host = send_bytes && !ops->is_device_memory(hub->device, what->send);
     const bool recv_host = recv_bytes && !ops->is_device_memory(hub->device, what->recv);
     work->send = what->send;
@@ -122,7 +118,7 @@ static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_ncc
     if (work->host_recv)
         DTRAIN_NCCL_TRY(ops->copy_async(hub->device,
                                         (char *)work->block->host + dtrain_nccl__recv_at(work),
-                                        work->recv, dtrain_nccl__recv_bytes(comm, &work->what),
+                                        work->recv, dtrain_nccl__bytes(comm, &work->what, true),
                                         DTRAIN_COPY_DEVICE_TO_HOST, comm->lane->stream));
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, work->record->done, comm->lane->stream));
     work->record->launched = true;
@@ -222,17 +218,18 @@ static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrai
     const size_t count = work->what.count, bytes = count * dtrain_dtype_bytes(work->what.dtype);
     const char *send = (const char *)work->send;
     char *recv = (char *)work->recv;
-    ncclResult_t result = ncclSuccess;
+    ncclResult_t failed = ncclSuccess;
     nccl->GroupStart();
-    for (int r = 0; r < comm->base.size; r++) {
+    for (int i = 0; i < 2 * comm->base.size && failed == ncclSuccess; i++) {
+        const int r = i / 2;
         const size_t at = (size_t)r * bytes;
-        result = nccl->Send(send + at, count, type, r, comm->nccl, stream);
-        if (result == ncclSuccess || result == ncclInProgress)
-            result = nccl->Recv(recv + at, count, type, r, comm->nccl, stream);
-        if (result != ncclSuccess && result != ncclInProgress) break;
+        const ncclResult_t result = i % 2
+                                        ? nccl->Recv(recv + at, count, type, r, comm->nccl, stream)
+                                        : nccl->Send(send + at, count, type, r, comm->nccl, stream);
+        if (result != ncclInProgress) failed = result;
     }
     const ncclResult_t end = nccl->GroupEnd();
-    return result == ncclSuccess || result == ncclInProgress ? end : result;
+    return failed == ncclSuccess ? end : failed;
 }
 
 static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
@@ -433,7 +430,7 @@ static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_ncc
 {
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_collective *what = &work->what;
-    const size_t recv_bytes = dtrain_nccl__recv_bytes(comm, what);
+    const size_t recv_bytes = dtrain_nccl__bytes(comm, what, true);
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     if (work->block)
         DTRAIN_NCCL_TRY(dtrain_nccl__await_event(hub, work->record,

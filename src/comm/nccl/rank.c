@@ -84,16 +84,12 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     const dtrain_collective *what = &record->what;
     const bool point = dtrain_nccl__is_point_to_point(what->kind);
-    int used =
-        snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
-                 (unsigned long long)record->number, comm->name,
-                 dtrain_nccl__names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0][1],
-                 ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
-    if (what->kind != DTRAIN_COLLECTIVE_BARRIER && used >= 0 && (size_t)used < room)
-        used += snprintf(text + used, room - (size_t)used, " %s count %zu",
-                         dtrain_dtype_name(what->dtype), what->count);
-    if (what->root >= 0 && used >= 0 && (size_t)used < room)
-        used += snprintf(text + used, room - (size_t)used, " %s %d", point ? "peer" : "root",
-                         what->root);
-    if (used >= 0 && (size_t)used < room) snprintf(text + used, room - (size_t)used, "]");
+    char counts[48] = "", root[24] = "";
+    if (what->kind != DTRAIN_COLLECTIVE_BARRIER)
+        snprintf(counts, sizeof counts, " %s count %zu", dtrain_dtype_name(what->dtype),
+                 what->count);
+    if (what->root >= 0) snprintf(root, sizeof root, " %s %d", point ? "peer" : "root", what->root);
+    snprintf(text, room, "%s %llu on %s [%s%s%s%s]", point ? "transfer" : "collective",
+             (unsigned long long)record->number, comm->name, dtrain_nccl__names[what->kind][1],
+             ops[what->op], counts, root);
 }
