@@ -90,8 +90,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
  * own was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
-    if (world->comm && world->comm->ops->start != dtrain__engine_start)
-        (void)world->comm->ops->destroy(world->comm);
+    if (world->comm && !world->comm->ops->transport) (void)world->comm->ops->destroy(world->comm);
     while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 

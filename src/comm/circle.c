@@ -90,20 +90,6 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
     return false;
 }
 
-/* During wait m of this rank, write a fact for each rank whose wait may need what this rank has not
- * started. If rank i begins another wait while this rank reads, the fact is about a wait that is
- * over, and rank i does not confirm it. */
-static void dtrain__write_facts(const dtrain_world *world, uint64_t m)
-{
-    for (int i = 0; i < world->size; i++) {
-        const dtrain__long_wait *other = &world->control->long_waits[i];
-        uint64_t *fact = &world->control->facts[world->rank][i];
-        const uint64_t n = dtrain__load(&other->number);
-        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
-        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
-    }
-}
-
 /* Confirm what other ranks have written about the wait of this one, after moving what they did
  * before. A transport that is slower than the page gets its grace, from the newest fact on. */
 static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
@@ -166,7 +152,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
         return DTRAIN_OK;
     wait->looked_ns = wait->last_ns;
     if (!wait->number) dtrain__show_wait(world, comm, work, wait);
-    dtrain__write_facts(world, wait->number);
+    /* Write a fact for each rank whose wait may need what this rank has not started. If rank i
+     * begins another wait while this rank reads, the fact is about a wait that is over, and rank i
+     * does not confirm it. */
+    const uint64_t m = wait->number;
+    for (int i = 0; i < world->size; i++) {
+        const dtrain__long_wait *other = &world->control->long_waits[i];
+        uint64_t *fact = &world->control->facts[world->rank][i];
+        const uint64_t n = dtrain__load(&other->number);
+        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
+        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
+    }
     dtrain__confirm_facts(world, comm, work, wait);
     const int length = dtrain__find_circle(world, wait->number, path);
     for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)

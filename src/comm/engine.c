@@ -311,15 +311,15 @@ static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *wai
     for (int k = 0; k < 2 * size && used + 96 < sizeof list; k++) { /* first who does not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
-        const int next = dtrain__waits(world, ranks[i]), end = dtrain__behind(world, ranks[i]);
-        const int behind = end < 0 ? ranks[i] : end;
+        const int end = dtrain__behind(world, ranks[i]), behind = end < 0 ? ranks[i] : end;
         if (listed[behind] || (behind == ranks[i]) != (k < size)) continue;
         listed[behind] = true;
         used += (size_t)snprintf(list + used, sizeof list - used, "%srank %d", used ? ", " : "",
                                  ranks[i]);
-        if (behind != ranks[i] || (end < 0 && next >= 0))
+        if (end != ranks[i])
             used += (size_t)snprintf(list + used, sizeof list - used, ", which waits for rank %d%s",
-                                     end < 0 ? next : behind, end < 0 ? " in a circle" : "");
+                                     end < 0 ? dtrain__waits(world, ranks[i]) : end,
+                                     end < 0 ? " in a circle" : "");
         for (int at = 0; at < size && end >= 0; at++) {
             if (ranks[at] != behind) continue;
             const uint64_t last = dtrain__last_sequence(comm, at);
