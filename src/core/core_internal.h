@@ -74,9 +74,6 @@ DTRAIN__PRIVATE const char *dtrain__short(const char *name);
 DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void);
 
 /* core/log.c */
-DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out);
-DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t *out);
-DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit);
 DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocator *given);
 DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
                                     size_t item_bytes, const char *what);
@@ -89,13 +86,6 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_level level,
                                     const char *format, ...);
-
-/* core/dtype.c */
-DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
-DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits);
-DTRAIN__PRIVATE bool dtrain__is_finite(float value);
-/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
-#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
 /* core/random.c */
 DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,

@@ -5,47 +5,16 @@
 #include "core/core_internal.h"
 #include "core/dtype.h"
 
-static const struct {
-    const char *name;
-    size_t bytes;
-} dtrain__dtypes[] = {{"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4},
-                      {"i64", 8}, {"f64", 8},  {"?", 0}};
-
-/* Return the row of a type in the table; the last for an unknown one. */
-static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
-{
-    return (uint32_t)dtype <= DTRAIN_DTYPE_F64 ? (uint32_t)dtype : DTRAIN_DTYPE_F64 + 1u;
-}
-
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 {
-    return dtrain__dtypes[dtrain__dtype_row(dtype)].bytes;
+    static const size_t bytes[] = {4, 2, 2, 4, 8, 8};
+    return (uint32_t)dtype <= DTRAIN_DTYPE_F64 ? bytes[dtype] : 0;
 }
 
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 {
-    return dtrain__dtypes[dtrain__dtype_row(dtype)].name;
-}
-
-DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
- * remove it. */
-DTRAIN__PRIVATE bool dtrain__is_finite(float value)
-{
-    return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
+    static const char *const names[] = {"f32", "bf16", "f16", "i32", "i64", "f64"};
+    return (uint32_t)dtype <= DTRAIN_DTYPE_F64 ? names[dtype] : "?";
 }
 
 /* Conversions are integer arithmetic on the bits: exact, independent of the rounding mode, of

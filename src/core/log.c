@@ -1,24 +1,9 @@
-/* Log, allocator, checked sizes. */
+/* Log and allocator. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-
-/* Multiply sizes that come from outside, here only; false on overflow. */
-DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out)
-{
-    return !__builtin_mul_overflow(a, b, out);
-}
-DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t *out)
-{
-    return !__builtin_add_overflow(a, b, out);
-}
-/* Round up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
-DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit)
-{
-    return (bytes + unit - 1) & ~(unit - 1);
-}
 
 static void *dtrain__default_alloc(void *user, size_t bytes)
 {

@@ -140,3 +140,41 @@ static inline uint64_t dtrain__now_ns(void)
 
 static inline int64_t dtrain__min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Multiply or add sizes that come from outside; false on overflow. */
+static inline bool dtrain__size_mul(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_mul_overflow(a, b, out);
+}
+static inline bool dtrain__size_add(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_add_overflow(a, b, out);
+}
+
+/* Round up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
+static inline size_t dtrain__round_up(size_t bytes, size_t unit)
+{
+    return (bytes + unit - 1) & ~(unit - 1);
+}
+
+static inline uint32_t dtrain__f32_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+static inline float dtrain__f32_from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Return false for NaN and infinity: by the exponent bits, so that -ffast-math cannot remove it. */
+static inline bool dtrain__is_finite(float value)
+{
+    return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
+}
+
+/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
+#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
