@@ -20,9 +20,8 @@
  * to that mark: this also closes what a callback of the host, or an early return, has left open. A
  * span is recorded when it ends, and only while there is a trace.
  *
- * A call is recorded from its begin on, trace or not: a rank that hangs is in one. Its times are
- * readings of the clock that calls and waits make anyway: it is queued and started at the last one
- * before, done at the next one after.
+ * A call is recorded from its begin on, trace or not: a rank that hangs is in one. It is queued and
+ * started when calls and waits last read the clock, which they do anyway.
  *
  *     dtrain__run: queued     engine: started     engine, wait or test: done
  *          |                                                       |
@@ -104,27 +103,20 @@ static void dtrain__event_names(dtrain__event *event, const char *name, const ch
     dtrain__name_cut(event->name + used, DTRAIN__EVENT_NAME - used, of);
 }
 
-/* Count the time since the last reading of the clock to the kind that was on top. It is the end of
- * the calls that are done since. */
+/* Count the time since the last reading of the clock to the kind that was on top. */
 static void dtrain__tick(dtrain_world *world, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
-    dtrain__ring *ring = timeline->ring;
     if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
     timeline->since_ns = now;
-    for (uint32_t i = 0; ring && i < ring->done_count; i++) {
-        ring->events[ring->done[i] & (ring->room - 1)].end_ns = now;
-        if (timeline->traced) timeline->reader->late(world, ring->done[i]);
-    }
-    if (ring) ring->done_count = 0;
 }
 
 /* ---- Spans ------------------------------------------------------------------------------------*/
 
 /* Open a span at a time that the clock was read anyway, and return the mark that closes it. Waits
  * for other ranks inside a checkpoint are part of the checkpoint. */
-DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
-                                               int64_t number, uint64_t now)
+static uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                      int64_t number, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
     const uint32_t mark = timeline->depth++;
@@ -145,7 +137,7 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kin
 }
 
 /* Close all spans from a mark on. */
-DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
+static void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
     dtrain__tick(world, now);
@@ -264,14 +256,13 @@ DTRAIN__PRIVATE void dtrain__call_started(const dtrain_world *world, uint64_t nu
 DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 {
     dtrain__event *event = dtrain__event_at(world, number);
-    dtrain__ring *ring = world->timeline.ring;
     if (!event || event->state >= DTRAIN__CALL_DONE) return;
     if (!event->started_ns) event->started_ns = event->begin_ns;
     event->state = DTRAIN__CALL_DONE;
+    event->end_ns = dtrain__now_ns();
     if (event->call.comm == 0 && event->call.sequence)
         dtrain__store(&world->control->pulses[world->rank].world_done, event->call.sequence);
-    if (ring->done_count == DTRAIN__EVENT_DONE) dtrain__tick(world, dtrain__now_ns());
-    ring->done[ring->done_count++] = number;
+    if (world->timeline.traced) world->timeline.reader->late(world, number);
 }
 
 /* ---- Signs of life ----------------------------------------------------------------------------*/
@@ -321,9 +312,8 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
     return now;
 }
 
-/* Note the first failure of this rank, whose sentence is the last error, and dump if the launch
- * desc says where: this dump stands, because what comes after it is a consequence. Leave the last
- * error as it was. */
+/* Note the first failure of this rank, which has left its sentence as the last error, and dump if
+ * the launch desc says where: later failures are consequences. Leave the last error as it was. */
 DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
 {
     dtrain__ring *ring = world->timeline.ring;

@@ -12,7 +12,6 @@
 #define DTRAIN__UNNUMBERED INT64_MIN
 #define DTRAIN__NO_SPAN UINT32_MAX
 #define DTRAIN__EVENT_NAME 130      /* bytes of both names of an event: 48, the rest */
-#define DTRAIN__EVENT_DONE 8u       /* calls that are done since the clock was last read */
 #define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; without a trace, all of the ring */
 #define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name, its 0 included */
 #define DTRAIN__TRACE_LANES 32u     /* tracks for calls that are in flight at once */
@@ -59,8 +58,6 @@ typedef dtrain_result (*dtrain__dump_fn)(const dtrain_world *world, const char *
 /* The newest events; number n, from 1, is at n % room. */
 typedef struct dtrain__ring {
     uint64_t count, room;
-    uint64_t done[DTRAIN__EVENT_DONE]; /* calls whose end_ns is the next reading of the clock */
-    uint32_t done_count;
     uint32_t asked;               /* requests to dump that had come when last checked */
     const char *part, *part_name; /* label of the next call */
     int64_t part_number;
@@ -127,9 +124,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
                                                       dtrain__dump_fn dump);
 DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world);
 DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number);
-DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
-                                               int64_t number, uint64_t now);
-DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now);
 DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
                                             int64_t number);
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);

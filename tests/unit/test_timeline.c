@@ -1,5 +1,6 @@
 /* Spans: random programs of them against a naive reckoning, spans of the library, depth, ranks that are threads. */
 
+#include "world/timeline.c"
 #include "test.h"
 
 #include "dtrain.h"
