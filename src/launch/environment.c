@@ -8,10 +8,9 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/result.h"
+#include "world/link_internal.h"
 #include "world/world.h"
-#include "world/world_internal.h"
-#include "launch/environment_internal.h"
-#include "launch/launch.h"
+#include "launch/launch_internal.h"
 
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */

@@ -16,11 +16,12 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
-#include "launch/environment_internal.h"
 #include "launch/launch.h"
 #include "launch/launch_internal.h"
 #include "device/device.h"
 #include "device/device_internal.h"
+
+static const dtrain_launch_info dtrain__no_end = {0, -1, 1, 0, 0, 0}; /* until ranks have run */
 
 static uint32_t dtrain__cores(void)
 {
@@ -165,8 +166,8 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 #endif
             if (getppid() != launch->launcher) _exit(1);
             if (launch->desc.catch_signals)
-                dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
-            pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+                dtrain__signals_install(launch->desc.flight_directory != NULL, launch->old_mask);
+            else pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
             const int code = dtrain__rank_run(launch, i);
             fflush(NULL);
             _exit(dtrain__exit_code(code));
@@ -239,14 +240,19 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     uint32_t most = desc->rank_count;
     if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
         most = desc->default_rank_count;
-    if (most > DTRAIN_MAX_RANKS || desc->mode > DTRAIN_LAUNCH_THREADS ||
-        desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: rank_count is %d (at most %d), mode is %u (0, processes, "
-            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
-            "4096)", /* %d: a negative number is what a program was given */
-            (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
+    if (!desc->flight_directory || !desc->flight_directory[0])
+        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
+    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
+    const dtrain__bound bounds[] = {
+        /* (int): a program may have been given a negative number */
+        {most > DTRAIN_MAX_RANKS, "rank_count", (int)most, "at most 256 (DTRAIN_MAX_RANKS)"},
+        {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", desc->mode, "0 (processes) or 1 (threads)"},
+        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", desc->log_level, "0 to 4"},
+        {desc->threads_per_rank > 4096, "threads_per_rank", (int)desc->threads_per_rank,
+         "0 to 4096"},
+        {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
+         "at most 1023 bytes"}};
+    DTRAIN__TRY(dtrain__check_bounds("dtrain_launch", bounds, sizeof bounds / sizeof *bounds));
     if (desc->device_ops == dtrain__plan_device_ops())
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: the plan device runs no kernel: expected cpu or cuda");
@@ -271,13 +277,6 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "dtrain_launch: node_ranks is %u, expected a divisor of the %d ranks (1 "
                            "makes every rank a node)",
                            desc->node_ranks, place->size);
-    if (!desc->flight_directory || !desc->flight_directory[0])
-        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
-    if (desc->flight_directory && strlen(desc->flight_directory) >= DTRAIN__FLIGHT_PATH)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
-            strlen(desc->flight_directory), DTRAIN__FLIGHT_PATH - 1);
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -350,9 +349,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     launch->kill_ns = 0;
     launch->announced = 0;
     launch->passed_on = 0;
-    info->first_failed_rank = -1;
-    info->exit_code = 1;
-    info->signal = 0;
+    *info = dtrain__no_end;
     dtrain_result result =
         dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
     if (result != DTRAIN_OK) return result;
@@ -403,12 +400,9 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     dtrain_launch_info ignored;
     struct sigaction child_action;
     bool ignores_children = false, child_was_pending = false;
-    sigset_t old_mask;
     if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
-    memset(info, 0, sizeof *info);
-    info->first_failed_rank = -1;
-    info->exit_code = 1;
+    *info = dtrain__no_end;
     if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
     if (dtrain__rank_of_thread() >= 0)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -419,8 +413,9 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
     launch.job = dtrain__job_number(&launch);
     const bool catches = launch.desc.catch_signals && !launch.launcher;
+    pthread_sigmask(SIG_SETMASK, NULL, &launch.old_mask);
     if (result == DTRAIN_OK && catches)
-        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, &old_mask);
+        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, launch.old_mask);
     if (result == DTRAIN_OK && launch.launcher) {
         sigemptyset(&launch.watched);
         sigaddset(&launch.watched, SIGCHLD);
@@ -429,7 +424,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
         sigaction(SIGCHLD, NULL, &child_action);
         ignores_children =
             child_action.sa_handler == SIG_IGN || (child_action.sa_flags & SA_NOCLDWAIT);
-        pthread_sigmask(SIG_BLOCK, &launch.watched, &launch.old_mask);
+        pthread_sigmask(SIG_BLOCK, &launch.watched, NULL);
         child_was_pending = dtrain__take_child_signal();
         if (ignores_children) signal(SIGCHLD, SIG_DFL);
     }
@@ -438,14 +433,14 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
         while (dtrain__restart(&launch, &result, info));
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
         info->restart_count = launch.place.restart_count + launch.restart_count;
-        if (catches) dtrain__signals_end(&old_mask);
+        if (catches) dtrain__signals_end();
 
         /* Remove the last SIGCHLD of a rank from the queue: a handler of the host would wait for a
          * child that is gone. One that was pending before, of another child, is raised again. */
         while (launch.launcher && dtrain__take_child_signal()) continue;
         if (ignores_children) sigaction(SIGCHLD, &child_action, NULL);
         if (child_was_pending) kill(getpid(), SIGCHLD);
-        if (launch.launcher) pthread_sigmask(SIG_SETMASK, &launch.old_mask, NULL);
+        pthread_sigmask(SIG_SETMASK, &launch.old_mask, NULL);
     }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;

@@ -7,8 +7,8 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world.h"
+#include "world/link_internal.h"
 #include "world/world_internal.h"
-#include "launch/environment_internal.h"
 #include "launch/launch.h"
 
 #define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
@@ -55,6 +55,12 @@ typedef struct dtrain__launch {
     dtrain_result code; /* of the last error of the rank that failed first */
     int caught;         /* signal that a rank of this attempt has seen, see signals.c */
 } dtrain__launch;
+
+typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
+
+/* launch/environment.c */
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 /* launch/rank.c */
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index);

@@ -16,7 +16,6 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm_internal.h"
-#include "launch/environment_internal.h"
 #include "launch/launch.h"
 #include "launch/launch_internal.h"
 #include "device/device.h"
@@ -26,20 +25,17 @@
  * that is dead, and name another file: without the magic it is not touched. */
 static uint64_t *dtrain__progress_open(void)
 {
-    const char *path = getenv("DTRAIN_PROGRESS_FILE");
-    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
-    struct stat status;
-    if (!path || !path[0]) return NULL;
-    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
-    if (file < 0) return NULL;
+    const char *path = dtrain__env_text(getenv, "DTRAIN_PROGRESS_FILE");
+    const size_t magic = sizeof DTRAIN__PROGRESS_MAGIC;
+    char head[sizeof DTRAIN__PROGRESS_MAGIC + sizeof(uint64_t)]; /* pread takes nothing of a pipe */
+    const int file = path ? dtrain__open(path, O_RDWR | O_NONBLOCK) : -1;
     void *page = MAP_FAILED;
-    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
-        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
-        read(file, magic, sizeof magic) == sizeof magic &&
-        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+    if (file < 0) return NULL;
+    if (pread(file, head, sizeof head, 0) == sizeof head &&
+        memcmp(head, DTRAIN__PROGRESS_MAGIC, magic) == 0)
         page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
-    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + magic / sizeof(uint64_t);
 }
 
 static void dtrain__world_destroy(dtrain_world *world)

@@ -56,10 +56,10 @@ DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
     return sigaction(SIGHUP, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
 }
 
-/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; remove these signals
- * from a mask that the caller sets afterwards. In this order a signal that is already pending is
+/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; then set this thread's
+ * mask to `mask` without these signals. In this order a signal that is already pending is
  * caught. */
-DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask)
 {
     struct sigaction action;
     memset(&action, 0, sizeof action);
@@ -70,38 +70,33 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
     dtrain__store(&dtrain__stop_ns, 0u);
     for (int i = 0; i < DTRAIN__CAUGHT; i++) {
         const int number = dtrain__caught_signals[i];
-        dtrain__caught[i] = number == SIGUSR2  ? dumps
-                            : number == SIGHUP ? !dtrain__hangup_ignored()
-                                               : true;
+        dtrain__caught[i] =
+            number == SIGUSR2 ? dumps : number != SIGHUP || !dtrain__hangup_ignored();
         if (!dtrain__caught[i]) continue;
         sigaction(number, &action, &dtrain__found[i]);
-        sigdelset(mask, number);
+        sigdelset(&mask, number);
     }
+    pthread_sigmask(SIG_SETMASK, &mask, NULL);
 }
 
-/* Begin to catch signals in a process that goes on after its ranks: one run at a time. */
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask)
+/* Begin to catch signals in a process that outlives its ranks: one run at a time. */
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t mask)
 {
     uint32_t none = 0;
-    sigset_t mask;
     if (!__atomic_compare_exchange_n(&dtrain__signals_taken, &none, 1u, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "dtrain_launch: catch_signals is set, and another run of this process "
                            "catches signals now; set it in one of them, a process has one handler");
-    pthread_sigmask(SIG_SETMASK, NULL, old_mask);
-    mask = *old_mask;
-    dtrain__signals_install(dumps, &mask);
-    pthread_sigmask(SIG_SETMASK, &mask, NULL);
+    dtrain__signals_install(dumps, mask);
     return DTRAIN_OK;
 }
 
-/* Give the host its handlers and its mask back. */
-DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask)
+/* Give the host its handlers back. */
+DTRAIN__PRIVATE void dtrain__signals_end(void)
 {
     for (int i = 0; i < DTRAIN__CAUGHT; i++)
         if (dtrain__caught[i]) sigaction(dtrain__caught_signals[i], &dtrain__found[i], NULL);
-    pthread_sigmask(SIG_SETMASK, old_mask, NULL);
     dtrain__store(&dtrain__signals_taken, 0u);
 }
 

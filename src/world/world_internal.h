@@ -222,8 +222,8 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
 
 /* world/signals.c */
 DTRAIN__PRIVATE bool dtrain__hangup_ignored(void);
-DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
-DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask);
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t mask);
+DTRAIN__PRIVATE void dtrain__signals_end(void);
 DTRAIN__PRIVATE int dtrain__signal_caught(void);
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
