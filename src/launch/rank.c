@@ -139,8 +139,8 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
 }
 
 /* Send how this rank has ended, and stay until everybody has been sent it. Rank 0 stays until all
- * ranks have ended, because their frames pass through it. After a failure the grace period limits
- * both. */
+ * ranks that came have ended, because their frames pass through it. After a failure the grace
+ * period limits both. */
 static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 {
     const dtrain__exit_record *own = &world->control->exits[world->rank];
@@ -155,7 +155,8 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
             end_ns = now + (uint64_t)grace_ms * 1000000u;
         all = dtrain__link_unsent(world) < 0;
         for (int i = 0; i < world->size && world->rank == 0; i++)
-            all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
+            all = all && (world->link->ends[i].socket < 0 ||
+                          dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING);
         if (end_ns && now >= end_ns) break;
     }
 }

@@ -161,9 +161,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
     world->control = world->page.control;
     DTRAIN__TRY(dtrain__link_create(world));
-    const dtrain_result met = dtrain__meet(world, place);
-    if (met != DTRAIN_OK) dtrain__link_destroy(world); /* no other rank knows this one */
-    DTRAIN__TRY(met);
+    DTRAIN__TRY(dtrain__meet(world, place));
     DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
     const size_t ranks = (size_t)world->size;

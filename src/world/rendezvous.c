@@ -3,9 +3,11 @@
  *     rank r                                           rank 0, listening
  *     hello: magic, version, layout, job,        ->
  *            rank, size, pid, host, proof
- *                                                <-    reply: wait, at once
- *                                                <-    reply: how the rendezvous went, with a
- *                                                      sentence when it failed
+ *                                                <-    reply, at once: rank r is in, or a
+ *                                                      sentence that says why not
+ *
+ * From then on the connection is the link's (link.c), and all ranks gather. The gathering ends when
+ * the last rank has come; where one does not come, rank 0 aborts it with its own sentence.
  *
  * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else the launcher's name of the run).
  * In a hello it covers the other fields; in a reply also the proof of the hello that is answered.
@@ -33,14 +35,13 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-#define DTRAIN__HELLO_MAGIC 0x364b5444u /* "DTK6": the sixth protocol */
+#define DTRAIN__HELLO_MAGIC 0x374b5444u /* "DTK7": the seventh protocol */
 #define DTRAIN__PENDING_MOST 64u
-#define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the first reply */
+#define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
 #define DTRAIN__REFUSAL_NS \
-    3000000000u              /* after a failure, send it so long to ranks that come late */
-#define DTRAIN__REPLY_WAIT 1 /* result of a first reply: a second reply follows */
-#define DTRAIN__REPLY_OTHER_JOB 2
+    3000000000u /* after a failure, send it so long to ranks that come late */
+#define DTRAIN__REPLY_OTHER_JOB 1
 #define DTRAIN__OTHER_JOB_NS 10000000000u /* prefer ranks of this job so long: other_job */
 
 typedef struct dtrain__hello {
@@ -52,7 +53,7 @@ typedef struct dtrain__hello {
 } dtrain__hello;
 
 typedef struct dtrain__reply {
-    int32_t result, unused; /* dtrain_result, or REPLY_WAIT */
+    int32_t result, unused; /* dtrain_result, or REPLY_OTHER_JOB */
     char why[400];
     uint64_t proof;
 } dtrain__reply;
@@ -80,7 +81,7 @@ typedef struct dtrain__rendezvous {
     int came;                                      /* ranks whose hello has been answered */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* connection n is at n % PENDING_MOST */
     uint32_t accepted;                             /* connections so far */
-    uint64_t proofs[DTRAIN_MAX_RANKS];             /* of each rank's first hello; 0: none came */
+    bool answered[DTRAIN_MAX_RANKS];
 } dtrain__rendezvous;
 
 /* Hash a message without the proof at its end, under the key of the run. `challenge` is the proof
@@ -290,11 +291,10 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
         dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                           "rank %d was started twice: as %s and as %s, pid %d", rank,
                           rank ? end->name : "this rank 0", hello->host, hello->pid);
-    const int result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
-    const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
-    if (sent && end && rank && !r->proofs[rank]) {
+    const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, (int)r->result, r->why);
+    if (sent && end && rank && !r->answered[rank]) {
         r->came++; /* a rank that got no reply calls again */
-        r->proofs[rank] = hello->proof;
+        r->answered[rank] = true;
     }
     if (!sent || r->result != DTRAIN_OK) {
         dtrain__socket_close(&pending->socket);
@@ -305,10 +305,10 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     pending->socket = -1;
 }
 
-/* Wait up to 0.1 s for connections and hellos, and handle them. A rank that has joined sends
- * nothing until the end, so when its socket is readable it has been closed. A new connection
- * replaces the oldest pending one: ranks send their hello at once, so that one is a stranger. Log
- * every 10 s which ranks are missing, and fail when the deadline has passed. */
+/* Wait up to 0.1 s for connections and hellos, and handle them. What a rank that has come sends is
+ * read when all have come; until then only the end of its connection is of interest. A new
+ * connection replaces the oldest pending one: ranks send their hello at once, so that one is a
+ * stranger. Log every 10 s which ranks are missing, and fail when the deadline has passed. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -318,7 +318,7 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         polls[i].fd = i >= first ? ends[i - first].socket
                       : i        ? r->pending[i - 1].socket
                                  : r->listener;
-        polls[i].events = POLLIN;
+        polls[i].events = i >= first ? POLLRDHUP : POLLIN;
         polls[i].revents = 0;
     }
     (void)poll(polls, (nfds_t)count, 100);
@@ -368,8 +368,8 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
-/* Wait for all ranks and send them the result; after a failure, until the shortened deadline also
- * to ranks that come late. */
+/* Wait for all ranks. Abort after a failure, and until the shortened deadline reply it to ranks
+ * that come late. */
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
@@ -391,12 +391,7 @@ static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
             r->place->job ? "only what it was told to train" : "nothing");
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
     while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
-    for (int i = 1; i <= others; i++) {
-        dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket >= 0)
-            (void)dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
-        if (r->result != DTRAIN_OK) dtrain__socket_close(&end->socket);
-    }
+    if (r->result != DTRAIN_OK) dtrain_world_abort(r->world, r->result, r->why);
     while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
     dtrain__socket_close(&r->listener);
@@ -418,9 +413,8 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
     return false;
 }
 
-/* Wait for a reply until `until_ns`: 1 it is complete, 0 it is not, -1 the connection was
- * closed. */
-static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
+/* Wait for a reply until `until_ns`; false: it has not come. */
+static bool dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
 {
     size_t got = 0;
     while (got < sizeof *reply) {
@@ -428,18 +422,18 @@ static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *rep
         struct pollfd one;
         one.fd = socket;
         one.events = POLLIN;
-        if (now >= until_ns) return 0;
+        if (now >= until_ns) return false;
         if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
         const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
-        if (more == 0 || (more < 0 && !dtrain__try_again(errno))) return -1;
+        if (more == 0 || (more < 0 && !dtrain__try_again(errno))) return false;
         if (more > 0) got += (size_t)more;
     }
     reply->why[sizeof reply->why - 1] = 0;
-    return 1;
+    return true;
 }
 
-/* Connect to rank 0 at one of its addresses, send the hello, and wait for the result of the
- * rendezvous. False when another call may succeed. */
+/* Connect to rank 0 at one of its addresses, send the hello, and wait for the reply. False when
+ * another call may succeed. */
 static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
@@ -462,8 +456,7 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     dtrain__socket_tune(end->socket);
     if (!dtrain__send_whole(end->socket, &hello, sizeof hello))
         return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
-    int there = dtrain__await_reply(end->socket, until_ns, &reply);
-    if (there != 1)
+    if (!dtrain__await_reply(end->socket, until_ns, &reply))
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
                                   end->name, r->place->port);
     const bool known = reply.proof == dtrain__proof(r, hello.proof, &reply, sizeof reply);
@@ -479,17 +472,7 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
         r->stranger = true;
         return false;
     }
-    const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
-    if (reply.result == DTRAIN__REPLY_WAIT)
-        there = dtrain__await_reply(end->socket, r->deadline_ns + slack, &reply);
-    if (there < 0)
-        dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
-                          end->name);
-    else if (there == 0)
-        dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
-                          "rank 0 (%s) has not said for %.1f s whether all ranks have come",
-                          end->name, 1e-9 * (double)(dtrain__now_ns() - r->start_ns));
-    else if (reply.result != DTRAIN_OK)
+    if (reply.result != DTRAIN_OK)
         dtrain__meet_fail(r, (dtrain_result)reply.result, "%s", reply.why);
     return true;
 }
@@ -534,6 +517,24 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
     }
 }
 
+/* Gather until all ranks have come, or rank 0 says what is wrong. Rank 0 has the better sentence, so
+ * the others wait a little longer than it does. */
+static dtrain_result dtrain__await_all(dtrain__rendezvous *r)
+{
+    dtrain_world *world = r->world;
+    const dtrain__abort_record *aborted = &world->control->aborted;
+    const uint64_t timeout_ns = world->timeout_ns, now = dtrain__now_ns();
+    world->timeout_ns = (r->deadline_ns > now ? r->deadline_ns - now : 0) + 2000000000u;
+    const dtrain_result result = dtrain_world_all_gather(world, NULL, 0, NULL);
+    world->timeout_ns = timeout_ns;
+    if (result == DTRAIN_ERROR_PEER && dtrain__load(&aborted->state) == 2 && !aborted->rank)
+        return dtrain__meet_fail(r, (dtrain_result)aborted->code, "%s", aborted->text);
+    if (result != DTRAIN_OK)
+        dtrain__meet_fail(r, result, "%s; not all ranks had come",
+                          dtrain__bare(dtrain_last_error()));
+    return result;
+}
+
 /* Connect all ranks of a world that another launcher has started: fill link->ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
@@ -543,7 +544,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     r.place = place;
     r.start_ns = r.logged_ns = dtrain__now_ns();
     r.deadline_ns = r.start_ns + world->join_ns;
-    if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
+    if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK &&
+        dtrain__await_all(&r) == DTRAIN_OK)
         return DTRAIN_OK;
     if (r.result != DTRAIN_ERROR_TIMEOUT || !place->family)
         return dtrain_fail(r.result, "rendezvous: %s", r.why);
