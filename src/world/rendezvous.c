@@ -69,8 +69,6 @@ typedef struct dtrain__rendezvous {
     dtrain_world *world;
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
-    dtrain_result result;
-    char why[400];     /* the sentence of result */
     char problem[200]; /* rank 0: the last stranger; other ranks: why the last call failed */
     uint64_t other_ns; /* rank 0: when a rank of another job first called */
     bool stranger;     /* other ranks: rank 0 of another run has answered ... */
@@ -114,20 +112,10 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     return hello;
 }
 
-/* Record the failure of the rendezvous, unless one is recorded. Shorten the deadline to REFUSAL_NS,
- * in which late ranks can still come and receive the failure. */
-DTRAIN__PRINTF(3, 4)
-static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
-                                       const char *format, ...)
+/* Say whether it has failed: then the control page has the abort, which is the result of all. */
+static bool dtrain__meet_failed(const dtrain__rendezvous *r)
 {
-    va_list args;
-    if (r->result != DTRAIN_OK) return r->result;
-    va_start(args, format);
-    vsnprintf(r->why, sizeof r->why, format, args);
-    va_end(args);
-    const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
-    if (end_ns < r->deadline_ns) r->deadline_ns = end_ns;
-    return r->result = code;
+    return dtrain__load(&r->world->control->aborted.state) == 2;
 }
 
 /* Set the options of a socket: small frames are sent at once, and a lost host is noticed within
@@ -166,7 +154,7 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 /* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
  * rank 0's address is a loopback address, which only this host can reach, listen at that one
  * alone. */
-static dtrain_result dtrain__listen(dtrain__rendezvous *r)
+static bool dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
     const int on = 1, off = 0;
@@ -191,14 +179,15 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
         setsockopt(r->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
         bind(r->listener, address, both ? sizeof six : sizeof four) == 0 &&
         listen(r->listener, SOMAXCONN) == 0)
-        return DTRAIN_OK;
+        return true;
     const int error = errno;
     dtrain__socket_close(&r->listener);
-    return dtrain__meet_fail(
-        r, DTRAIN_ERROR_SYSTEM,
+    (void)dtrain__abort_with(
+        r->world, DTRAIN_ERROR_SYSTEM,
         "rank 0 cannot listen at %s port %u: %s; is another run there? Set DTRAIN_PORT, the same "
         "on all ranks, to a free port",
         host, r->place->port, strerror(error));
+    return false;
 }
 
 /* Answer the hello that had this proof; false when the connection is broken. */
@@ -234,7 +223,7 @@ static bool dtrain__other_job(dtrain__rendezvous *r, dtrain__pending *pending)
 {
     const dtrain__hello *hello = &pending->hello;
     const uint64_t now = dtrain__now_ns();
-    if (hello->job == r->place->job || r->result != DTRAIN_OK) return false;
+    if (hello->job == r->place->job || dtrain__meet_failed(r)) return false;
     const bool inside = hello->rank > 0 && hello->rank < r->world->size;
     const bool came = inside && r->world->link->ends[hello->rank].socket >= 0;
     if (!r->other_ns)
@@ -276,27 +265,32 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     const int rank = hello->rank;
     dtrain__connection *end = rank >= 0 && rank < own.size ? &r->world->link->ends[rank] : NULL;
     if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
-        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                          "rank %d (%s, pid %d) was built with another dtrain, version %s; rank 0 "
-                          "has %s: start the same program on all ranks",
-                          rank, hello->host, hello->pid, hello->version, own.version);
+        (void)dtrain__abort_with(
+            r->world, DTRAIN_ERROR_MISMATCH,
+            "rank %d (%s, pid %d) was built with another dtrain, version %s; rank 0 "
+            "has %s: start the same program on all ranks",
+            rank, hello->host, hello->pid, hello->version, own.version);
     else if (hello->size != own.size)
-        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                          "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d", rank,
-                          hello->host, hello->pid, hello->size, own.size);
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
+                                 "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
+                                 rank, hello->host, hello->pid, hello->size, own.size);
     else if (!end)
-        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "a rank %d joins (%s, pid %d) in a world of %d",
-                          rank, hello->host, hello->pid, own.size);
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
+                                 "a rank %d joins (%s, pid %d) in a world of %d", rank, hello->host,
+                                 hello->pid, own.size);
     else if (!rank || end->socket >= 0)
-        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                          "rank %d was started twice: as %s and as %s, pid %d", rank,
-                          rank ? end->name : "this rank 0", hello->host, hello->pid);
-    const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, (int)r->result, r->why);
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
+                                 "rank %d was started twice: as %s and as %s, pid %d", rank,
+                                 rank ? end->name : "this rank 0", hello->host, hello->pid);
+    const bool failed = dtrain__meet_failed(r);
+    const dtrain__abort_record *why = &r->world->control->aborted;
+    const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, failed ? why->code : 0,
+                                       failed ? why->text : "");
     if (sent && end && rank && !r->answered[rank]) {
         r->came++; /* a rank that got no reply calls again */
         r->answered[rank] = true;
     }
-    if (!sent || r->result != DTRAIN_OK) {
+    if (!sent || failed) {
         dtrain__socket_close(&pending->socket);
         return;
     }
@@ -328,8 +322,9 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
             dtrain__read_pending(r, &r->pending[i - 1]);
             continue;
         }
-        dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
-                          i - first, ends[i - first].name);
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_PEER,
+                                 "rank %d (%s) left before all ranks had come", i - first,
+                                 ends[i - first].name);
         dtrain__socket_close(&ends[i - first].socket);
     }
     const int socket = polls[0].revents ? dtrain__above_stdio(accept(r->listener, NULL, NULL)) : -1;
@@ -350,9 +345,9 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     }
     const uint64_t now = dtrain__now_ns();
     const bool late = now >= r->deadline_ns;
-    char missing[160] = "", text[sizeof r->why + 400];
+    char missing[160] = "", text[DTRAIN__ERROR_BYTES];
     size_t used = 0;
-    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
+    if (dtrain__meet_failed(r) || r->came == r->world->size - 1) return;
     if (!late && now - r->logged_ns < 10000000000u) return;
     r->logged_ns = now;
     for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
@@ -364,24 +359,26 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
              1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
              r->world->size - 1 - r->came, r->world->size, missing,
              r->problem[0] ? "; the last trouble: " : "", r->problem);
-    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
+    if (late) (void)dtrain__abort_with(r->world, DTRAIN_ERROR_TIMEOUT, "%s", text);
     else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
 /* Wait for all ranks. Abort after a failure, and until the shortened deadline reply it to ranks
  * that come late. */
-static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
+static void dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
     const rlim_t needed = 1 + DTRAIN__PENDING_MOST + (rlim_t)r->world->size;
     struct rlimit files;
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < needed) /* poll() refuses more */
-        return dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM,
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < needed) { /* poll refuses more */
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_SYSTEM,
                                  "rank 0 may open %llu files and needs %llu for %d ranks; raise "
                                  "the limit (ulimit -n)",
                                  (unsigned long long)files.rlim_cur, (unsigned long long)needed,
                                  r->world->size);
-    DTRAIN__TRY(dtrain__listen(r));
+        return;
+    }
+    if (!dtrain__listen(r)) return;
     if (!r->place->named)
         dtrain_log(
             r->world, DTRAIN_LOG_INFO,
@@ -390,12 +387,12 @@ static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
             r->place->address, r->place->port,
             r->place->job ? "only what it was told to train" : "nothing");
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
-    if (r->result != DTRAIN_OK) dtrain_world_abort(r->world, r->result, r->why);
+    while (r->came < others && !dtrain__meet_failed(r)) dtrain__meet_round(r);
+    const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
+    if (dtrain__meet_failed(r) && end_ns < r->deadline_ns) r->deadline_ns = end_ns;
     while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
     dtrain__socket_close(&r->listener);
-    return r->result;
 }
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
@@ -473,13 +470,13 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
         return false;
     }
     if (reply.result != DTRAIN_OK)
-        dtrain__meet_fail(r, (dtrain_result)reply.result, "%s", reply.why);
+        (void)dtrain__abort_with(r->world, (dtrain_result)reply.result, "%s", reply.why);
     return true;
 }
 
 /* Call rank 0 at all its addresses until one call has a result. Rank 0 may not have started yet,
  * and another run may still listen at its port. */
-static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
+static void dtrain__join_world(dtrain__rendezvous *r)
 {
     struct addrinfo wanted;
     char port[16];
@@ -500,7 +497,7 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
         for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
             settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
-        if (settled) return r->result;
+        if (settled) return;
         now = dtrain__now_ns();
         if (now - r->logged_ns >= 10000000000u) {
             r->logged_ns = now;
@@ -510,47 +507,38 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
                        r->problem);
         }
         if (now < r->deadline_ns && (!r->stranger || now < r->until_ns)) continue;
-        return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-                                 "rank 0 was not found at %s port %u for %.1f s: %s",
-                                 r->place->address, r->place->port,
-                                 1e-9 * (double)(now - r->start_ns), r->problem);
+        (void)dtrain__abort_with(
+            r->world, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
+            "rank 0 was not found at %s port %u for %.1f s: %s", r->place->address, r->place->port,
+            1e-9 * (double)(now - r->start_ns), r->problem);
+        return;
     }
 }
 
-/* Gather until all ranks have come, or rank 0 says what is wrong. Rank 0 has the better sentence, so
- * the others wait a little longer than it does. */
-static dtrain_result dtrain__await_all(dtrain__rendezvous *r)
-{
-    dtrain_world *world = r->world;
-    const dtrain__abort_record *aborted = &world->control->aborted;
-    const uint64_t timeout_ns = world->timeout_ns, now = dtrain__now_ns();
-    world->timeout_ns = (r->deadline_ns > now ? r->deadline_ns - now : 0) + 2000000000u;
-    const dtrain_result result = dtrain_world_all_gather(world, NULL, 0, NULL);
-    world->timeout_ns = timeout_ns;
-    if (result == DTRAIN_ERROR_PEER && dtrain__load(&aborted->state) == 2 && !aborted->rank)
-        return dtrain__meet_fail(r, (dtrain_result)aborted->code, "%s", aborted->text);
-    if (result != DTRAIN_OK)
-        dtrain__meet_fail(r, result, "%s; not all ranks had come",
-                          dtrain__bare(dtrain_last_error()));
-    return result;
-}
-
-/* Connect all ranks of a world that another launcher has started: fill link->ends. */
+/* Connect all ranks of a world that another launcher has started: fill link->ends. Then gather until
+ * all have come; rank 0 has the better sentence, so the others wait a little longer than it does. An
+ * abort is the result of every rank, with its code and its sentence. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
+    const dtrain__abort_record *aborted = &world->control->aborted;
+    const uint64_t timeout_ns = world->timeout_ns;
     dtrain__rendezvous r;
     memset(&r, 0, sizeof r);
     r.world = world;
     r.place = place;
     r.start_ns = r.logged_ns = dtrain__now_ns();
     r.deadline_ns = r.start_ns + world->join_ns;
-    if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK &&
-        dtrain__await_all(&r) == DTRAIN_OK)
-        return DTRAIN_OK;
-    if (r.result != DTRAIN_ERROR_TIMEOUT || !place->family)
-        return dtrain_fail(r.result, "rendezvous: %s", r.why);
-    return dtrain_fail(r.result,
-                       "rendezvous: %s; this process is rank %d of %d by the variables of %s in "
-                       "the environment",
-                       r.why, world->rank, world->size, place->family);
+    if (world->rank) dtrain__join_world(&r);
+    else dtrain__host_world(&r);
+    const uint64_t now = dtrain__now_ns();
+    world->timeout_ns = (r.deadline_ns > now ? r.deadline_ns - now : 0) + 2000000000u;
+    dtrain_result result = dtrain_world_all_gather(world, NULL, 0, NULL);
+    world->timeout_ns = timeout_ns;
+    if (result == DTRAIN_OK) return DTRAIN_OK;
+    const bool failed = dtrain__meet_failed(&r);
+    if (failed) result = (dtrain_result)aborted->code;
+    return dtrain_fail(result,
+                       "rendezvous: %s; this process is rank %d of %d by the variables of %s",
+                       failed ? aborted->text : dtrain__bare(dtrain_last_error()), world->rank,
+                       world->size, place->family ? place->family : "the environment");
 }

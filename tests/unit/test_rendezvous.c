@@ -648,7 +648,7 @@ static void test_rank_leaves_early(void)
     meet_and_kill(&c, 1);
     crew_check(&c, 0, 1, DTRAIN_ERROR_PEER, "rank 1", "before all ranks had come");
     meet_and_kill(&c, 0);
-    crew_check(&c, 1, 2, DTRAIN_ERROR_PEER, "rank 0", "not all ranks had come");
+    crew_check(&c, 1, 2, DTRAIN_ERROR_PEER, "rank 0", "rendezvous: rank 0 is gone");
 }
 
 /* The same port run after run: nothing of the last one is in the way. */
