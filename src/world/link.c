@@ -140,8 +140,8 @@ static bool dtrain__link_takes_waits(const dtrain__link *link)
     return link->out_bytes < (size_t)link->count << 10;
 }
 
-/* Send for which rank this one waits (-1: none) after a quarter of its deadline, and then every
- * eighth. */
+/* Tell peers for which rank this one waits (-1: none): first after a quarter of its deadline, because
+ * what is told counts even when the wait has ended, then every eighth. */
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 {
     const int32_t target = rank;

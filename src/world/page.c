@@ -12,12 +12,6 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-/* The host on which a rank is. */
-typedef struct dtrain__host_record {
-    uint64_t host;
-    int32_t error, unused; /* errno: why the host is unknown; 0: it is known */
-} dtrain__host_record;
-
 /* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. A
  * host is a hash of what is equal for ranks that can see each other's processes and memory: host
  * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks
@@ -28,10 +22,9 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     uint64_t spaces[2] = {0, 0};
     char text[320];
     struct stat status;
-    dtrain__host_record own, all[DTRAIN_MAX_RANKS];
+    uint64_t all[DTRAIN_MAX_RANKS];
     int local_rank = 0, local_size = 0, hosts = 0, error = 0;
     memset(text, 0, sizeof text);
-    memset(&own, 0, sizeof own);
     if (gethostname(text, 255) != 0) text[0] = 0;
     const int file = dtrain__open("/proc/sys/kernel/random/boot_id", O_RDONLY);
     if (file < 0 || read(file, text + 256, 64) < 0) error = errno;
@@ -39,24 +32,21 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     for (int i = 0; i < 2; i++)
         if (stat(names[i], &status) == 0) spaces[i] = (uint64_t)status.st_ino;
         else if (!error) error = errno;
-    if (error == EMFILE || error == ENFILE || error == ENOMEM || error == EIO) own.error = error;
-    const uint64_t mine = own.host = dtrain__siphash(spaces, text, sizeof text);
-    DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
+    if (error == EMFILE || error == ENFILE || error == ENOMEM || error == EIO)
+        return dtrain__abort_with(
+            world, DTRAIN_ERROR_SYSTEM,
+            "dtrain_launch: rank %d cannot find out on which host it is: %s%s", world->rank,
+            strerror(error),
+            error == EMFILE || error == ENFILE ? "; raise the limit (ulimit -n)" : "");
+    const uint64_t mine = dtrain__siphash(spaces, text, sizeof text);
+    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     for (int i = 0; i < world->size; i++) {
         int first = 0;
-        while (all[first].host != all[i].host) first++;
-        if (all[i].host == mine && first == i) world->node = hosts;
-        local_rank += i < world->rank && all[i].host == mine;
-        local_size += all[i].host == mine;
+        while (all[first] != all[i]) first++;
+        if (all[i] == mine && first == i) world->node = hosts;
+        local_rank += i < world->rank && all[i] == mine;
+        local_size += all[i] == mine;
         hosts += first == i;
-        if (all[i].error)
-            return dtrain__abort_with(world, DTRAIN_ERROR_SYSTEM,
-                                      "dtrain_launch: rank %d cannot find out on which host it is: "
-                                      "%s%s",
-                                      i, strerror(all[i].error),
-                                      all[i].error == EMFILE || all[i].error == ENFILE
-                                          ? "; raise the limit (ulimit -n)"
-                                          : "");
     }
     world->node_count = hosts;
     if (place->forks) local_rank = world->rank - place->rank;
