@@ -46,12 +46,11 @@ DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *
     return text && text[0] ? text : NULL;
 }
 
-/* Read a number of at most nine digits, without sign or blank; *found says whether it is set. */
-static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name, bool *found,
-                                        int *value)
+/* Read a number of at most nine digits, without sign or blank; -1: it is not set. */
+static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name, int *value)
 {
     const char *text = dtrain__env_text(env, name);
-    *found = text != NULL;
+    *value = -1;
     if (!text) return DTRAIN_OK;
     const size_t digits = strspn(text, "0123456789");
     if (text[digits] || digits > 9)
@@ -79,24 +78,23 @@ static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_n
                                        const char *size_name, bool size_alone,
                                        dtrain__placement *out)
 {
-    bool has_rank, has_size;
+    int rank, size;
     out->rank = out->size = 0;
-    DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
-    DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    if (!has_rank && (!has_size || size_alone)) {
-        out->size = 0;
-        return DTRAIN_OK;
-    }
-    if (has_rank != has_size) {
-        const char *there = has_rank ? rank_name : size_name;
-        const char *missing = has_rank ? size_name : rank_name;
+    DTRAIN__TRY(dtrain__env_number(env, rank_name, &rank));
+    DTRAIN__TRY(dtrain__env_number(env, size_name, &size));
+    if (rank < 0 && (size < 0 || size_alone)) return DTRAIN_OK;
+    if (rank < 0 || size < 0) {
+        const char *there = size < 0 ? rank_name : size_name;
+        const char *missing = size < 0 ? size_name : rank_name;
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: %s=%d is in the environment and %s is not; a launcher "
                            "sets both: set %s too or unset %s",
-                           there, has_rank ? out->rank : out->size, missing, missing, there);
+                           there, size < 0 ? rank : size, missing, missing, there);
     }
-    if (out->rank < out->size) return DTRAIN_OK;
-    return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
+    out->rank = rank;
+    out->size = size;
+    if (rank < size) return DTRAIN_OK;
+    return dtrain__env_conflict(rank_name, rank, size_name, size,
                                 "numbers go from 0 to the size less one");
 }
 
@@ -148,15 +146,14 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement
     const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
     dtrain__placement said;
-    bool has_nodes;
-    int nodes = 0;
+    int nodes;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__read_pair(env, "SLURM_PROCID",
                                   recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, out));
     DTRAIN__TRY(dtrain__read_pair(env, "PMI_RANK", "PMI_SIZE", false, &said));
     if (said.size && (said.rank != out->rank || said.size != out->size)) out->size = 0;
     if (!out->size) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
+    DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &nodes));
     if (nodes == 1) out->local_size = out->size;
     if (!hosts || dtrain__first_host(hosts, out->address, sizeof out->address)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -187,18 +184,18 @@ static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, dtrain__placeme
  * wants one launcher a node. */
 static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, dtrain__placement *out)
 {
-    int forks = 1;
-    bool has_forks;
+    int forks;
     DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, out));
-    DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    const int nodes = out->size ? out->size : 1, node = out->size ? out->rank : 0;
-    if (!out->size && !has_forks) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &forks));
+    const int nodes = out->size ? out->size : 1;
+    if (!out->size && forks < 0) return DTRAIN_OK;
+    if (forks < 0) forks = 1;
     if (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes)
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
     out->forks = out->local_size = forks;
     out->size = nodes * forks;
-    out->rank = node * forks;
+    out->rank *= forks;
     return DTRAIN_OK;
 }
 
@@ -239,19 +236,19 @@ static dtrain_result dtrain__env_meeting(dtrain__lookup_fn env, const dtrain__fa
 {
     const char *const *names = family->variables;
     const char *const ports[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", names[DTRAIN__PORT]};
-    int port = DTRAIN__DEFAULT_PORT, offset = 0;
-    bool found = false;
-    for (int i = 0; i < 3 && !found; i++) {
-        DTRAIN__TRY(dtrain__env_number(env, ports[i], &found, &port));
-        if (port < 1 || port > 65535)
+    int port = -1;
+    for (int i = 0; i < 3 && port < 0; i++) {
+        DTRAIN__TRY(dtrain__env_number(env, ports[i], &port));
+        if (port == 0 || port > 65535)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
                 ports[i], port);
-        if (i == 2) offset = DTRAIN__PORT_OFFSET;
+        if (i < 2) continue;
+        if (port < 0) port = DTRAIN__DEFAULT_PORT;
+        port += port + DTRAIN__PORT_OFFSET > 65535 ? -DTRAIN__PORT_OFFSET : DTRAIN__PORT_OFFSET;
     }
-    if (port + offset > 65535) offset = -offset;
-    out->port = (uint32_t)(port + offset);
+    out->port = (uint32_t)port;
 
     const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
     if (!address) address = dtrain__env_text(env, names[DTRAIN__ADDRESS]);
@@ -283,8 +280,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     static const char *const counts[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
                                          "SLURM_RESTART_COUNT"};
     const dtrain__family *family = dtrain__families;
-    bool found = false, counted = false;
-    int count = 0;
+    bool found = false;
+    int count = -1;
     for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
@@ -297,20 +294,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     }
     if (found) {
         const char *const *names = family->variables;
-        bool has_rank, has_size;
-        DTRAIN__TRY(
-            dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &has_rank, &out->local_rank));
-        DTRAIN__TRY(
-            dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &has_size, &out->local_size));
-        if (has_size && (out->local_size < 1 || out->local_size > out->size))
-            return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], out->local_size,
-                                        names[DTRAIN__SIZE], out->size,
-                                        "a node has from 1 to world size ranks");
-        const int limit = has_size ? out->local_size : out->size;
-        if (has_rank && out->local_rank >= limit)
+        int size;
+        DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &out->local_rank));
+        DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &size));
+        if (size == 0 || size > out->size)
+            return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], size, names[DTRAIN__SIZE],
+                                        out->size, "a node has from 1 to world size ranks");
+        const int limit = size > 0 ? size : out->size;
+        if (out->local_rank >= limit)
             return dtrain__env_conflict(names[DTRAIN__LOCAL_RANK], out->local_rank,
-                                        names[has_size ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
+                                        names[size > 0 ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
                                         "local ranks go from 0 to the local size less one");
+        if (size > 0) out->local_size = size;
     }
     const bool alone = !found || out->size == 1;
     if (alone) memset(out, 0, sizeof *out), out->size = 1;
@@ -318,9 +313,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
 
     /* How often the launcher around this process has started it again. Whether that launcher has
      * started one rank, a node or a shell makes no difference. */
-    for (int i = 0; i < 3 && !counted; i++)
-        DTRAIN__TRY(dtrain__env_number(env, counts[i], &counted, &count));
-    out->restart_count = (uint32_t)count;
+    for (int i = 0; i < 3 && count < 0; i++)
+        DTRAIN__TRY(dtrain__env_number(env, counts[i], &count));
+    out->restart_count = count < 0 ? 0 : (uint32_t)count;
     if (alone) return DTRAIN_OK;
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
