@@ -15,7 +15,7 @@
 #include "state/checkpoint.h"
 #include "state/safetensors_internal.h"
 #include "state/state.h"
-#include "state/storage.h"
+#include "state/storage_internal.h"
 
 /* Checksums are of blocks of a piece, so that a rank that needs a part of it can check what it
  * reads without reading all of it. */
@@ -27,14 +27,8 @@ static inline size_t dtrain__blocks_of(uint64_t bytes)
 }
 
 #define DTRAIN__PIECE_KEY "piece:" /* before a piece's name in the metadata of its file */
-#define DTRAIN__PATH 768
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
-
-/* A path that is long enough for all that a checkpoint names. */
-typedef struct dtrain__file_path {
-    char text[DTRAIN__PATH];
-} dtrain__file_path;
 
 /* A result with its sentence, kept from calls that leave others. */
 typedef struct dtrain__outcome {
@@ -104,9 +98,6 @@ typedef struct dtrain__steps {
 } dtrain__steps;
 
 /* state/directory.c */
-DTRAIN__PRINTF(2, 3)
-DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
-DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path);
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,

@@ -24,26 +24,6 @@
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
-/* Return the path of a name in a directory. */
-DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...)
-{
-    dtrain__file_path path;
-    va_list args;
-    const int used = snprintf(path.text, sizeof path.text, "%.*s/", DTRAIN__PATH - 2, directory);
-    va_start(args, format);
-    vsnprintf(path.text + used, sizeof path.text - (size_t)used, format, args);
-    va_end(args);
-    return path;
-}
-
-/* Check a path that a caller gave: what is added to it must have room. */
-DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path)
-{
-    if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
-                       DTRAIN__PATH - 128);
-}
-
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix)
 {
@@ -148,14 +128,6 @@ DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 
 /* ---- Removal ----------------------------------------------------------------------------------*/
 
-/* Rename a name of the folder, and bring that to the disk. */
-static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__file_path *from,
-                                    const dtrain__file_path *to)
-{
-    DTRAIN__TRY(dtrain__storage_rename(folder->storage, from->text, to->text));
-    return dtrain__storage_sync_directory(folder->storage, folder->path);
-}
-
 /* Remove a checkpoint, or a directory that is none any more, or not yet, with all that is in it,
  * unless something in it is not ours. A checkpoint is renamed first: a crash in the middle leaves a
  * step-N.tmp. */
@@ -172,7 +144,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, 
             result = dtrain_fail(DTRAIN_ERROR_FILE,
                                  "%s is not removed: there are files in it that no checkpoint has",
                                  path.text);
-    if (result == DTRAIN_OK && !*suffix) result = dtrain__rename(folder, &path, &tmp);
+    if (result == DTRAIN_OK && !*suffix)
+        result = dtrain__storage_rename(folder->storage, path.text, tmp.text);
     for (const char *name = NULL;
          result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
         const dtrain__file_path file = dtrain__path_in(tmp.text, "%s", name);
@@ -208,7 +181,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
             bool is_old = false;
             if (s) result = dtrain__step_is_old(folder, list.steps[i], &is_old);
             if (result == DTRAIN_OK)
-                result = is_old ? dtrain__rename(folder, &left, &path)
+                result = is_old ? dtrain__storage_rename(folder->storage, left.text, path.text)
                                 : dtrain__step_remove(folder, list.steps[i], suffixes[s]);
         }
         dtrain__steps_free(&list);
@@ -227,7 +200,7 @@ static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t 
     const char *name = path.text + strlen(folder->path) + 1;
     DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* of a save that was cut off */
     DTRAIN__TRY(dtrain__storage_put(folder->storage, tmp.text, name, strlen(name)));
-    return dtrain__rename(folder, &tmp, &latest);
+    return dtrain__storage_rename(folder->storage, tmp.text, latest.text);
 }
 
 /* Move the checkpoints of later steps than `above`, from which a run goes on without them, to a new
@@ -257,7 +230,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     }
     dtrain__steps_free(&list);
     if (result != DTRAIN_OK || !later) return result;
-    DTRAIN__TRY(dtrain__storage_sync_directory(folder->storage, aside->text));
     if (newest >= 0) return dtrain__write_latest(folder, newest);
     const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
     DTRAIN__TRY(dtrain__storage_remove(folder->storage, latest.text));
@@ -276,7 +248,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
     DTRAIN__TRY(dtrain__storage_sync_directory(storage, tmp.text));
     const int code = storage->rename(storage->user, path.text, old.text);
     if (code < 0 && code != -ENOENT) return dtrain__storage_fail(path.text, "renamed", code);
-    DTRAIN__TRY(dtrain__rename(folder, &tmp, &path));
+    DTRAIN__TRY(dtrain__storage_rename(folder->storage, tmp.text, path.text));
     if (code >= 0) DTRAIN__TRY(dtrain__step_remove(folder, step, ".old"));
     return dtrain__write_latest(folder, step);
 }

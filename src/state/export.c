@@ -108,14 +108,6 @@ static bool dtrain__ends_with(const char *text, const char *end)
     return bytes >= end_bytes && strcmp(text + bytes - end_bytes, end) == 0;
 }
 
-/* Write the directory of a path. */
-static void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path)
-{
-    const char *slash = strrchr(path, '/');
-    const int bytes = slash == path ? 1 : slash ? (int)(slash - path) : 1;
-    snprintf(directory, DTRAIN__PATH, "%.*s", bytes, slash ? path : ".");
-}
-
 /* ---- Export -----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__export {
@@ -139,23 +131,20 @@ static const char dtrain__export_call[] = "dtrain_checkpoint_export";
 static dtrain_result dtrain__export_header(dtrain__export *e)
 {
     static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers reads no file without */
-    const size_t count = e->weights.count;
     char why[DTRAIN__ERROR_BYTES];
     uint64_t at = 0;
-    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
-        e->weights.allocator, count, sizeof *stored, "the header of a file");
-    if (!stored) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < e->weights.count; i++) {
         const dtrain__weight *weight = &e->weights.list[i];
-        stored[i].name = weight->name;
-        stored[i].dtype = e->desc.dtype;
-        stored[i].dims = weight->dims;
-        memcpy(stored[i].shape, weight->shape, sizeof weight->shape);
-        stored[i].begin = at;
-        stored[i].end = at += (uint64_t)weight->total * dtrain__stored_bytes(e->desc.dtype);
+        dtrain__stored stored;
+        stored.name = weight->name;
+        stored.dtype = e->desc.dtype;
+        stored.dims = weight->dims;
+        memcpy(stored.shape, weight->shape, sizeof weight->shape);
+        stored.begin = at;
+        stored.end = at += (uint64_t)weight->total * dtrain__stored_bytes(e->desc.dtype);
+        dtrain__safetensors_add(&e->header, &stored);
     }
-    const dtrain_result result = dtrain__safetensors_write(&e->header, stored, count, metadata);
-    dtrain__free(e->weights.allocator, stored, count, sizeof *stored);
+    const dtrain_result result = dtrain__safetensors_end(&e->header, metadata, at);
     if (result != DTRAIN_ERROR_DATA) return result;
     snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: a name cannot be used: %s", dtrain__export_call,
@@ -222,7 +211,6 @@ static dtrain_result dtrain__export_values(dtrain__export *e)
 {
     const dtrain_storage *storage = e->desc.storage;
     const bool writes = e->block != NULL;
-    char directory[DTRAIN__PATH];
     dtrain_result result = DTRAIN_OK;
     if (writes) {
         (void)storage->remove(storage->user, e->tmp);
@@ -237,10 +225,8 @@ static dtrain_result dtrain__export_values(dtrain__export *e)
     }
     if (!writes) return result;
     if (e->file >= 0) result = dtrain__storage_finish(storage, e->file, e->tmp, result);
-    dtrain__directory_of(directory, e->path);
     if (result == DTRAIN_OK) result = dtrain__storage_rename(storage, e->tmp, e->path);
-    if (result == DTRAIN_OK) return dtrain__storage_sync_directory(storage, directory);
-    (void)storage->remove(storage->user, e->tmp);
+    if (result != DTRAIN_OK) (void)storage->remove(storage->user, e->tmp);
     return result;
 }
 
@@ -311,11 +297,11 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
     const dtrain_allocator *allocator = &im->state->allocator;
-    char key[DTRAIN__TENSOR_NAME], name[DTRAIN__WEIGHT_FILE_NAME], directory[DTRAIN__PATH];
+    char key[DTRAIN__TENSOR_NAME], name[DTRAIN__WEIGHT_FILE_NAME];
     char path[2 * DTRAIN__PATH], *text;
     size_t bytes, count = 0;
     bool seen = false;
-    dtrain__directory_of(directory, im->index);
+    const dtrain__file_path directory = dtrain__directory_of(im->index);
     DTRAIN__TRY(dtrain__storage_get(im->desc.storage, allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
     dtrain__json json = dtrain__json_begin(im->index, text, bytes);
@@ -332,7 +318,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
         for (; result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key); count++) {
             json.inside = key;
             if (!dtrain__json_string(&json, name, sizeof name)) break;
-            snprintf(path, sizeof path, "%s/%s", directory, name);
+            snprintf(path, sizeof path, "%s/%s", directory.text, name);
             if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
                 result = dtrain__import_file(im, path);
             else

@@ -53,35 +53,29 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
-                                                        const dtrain__stored *tensors, size_t count,
-                                                        const char *metadata)
+DTRAIN__PRIVATE void dtrain__safetensors_add(dtrain__text *text, const dtrain__stored *tensor)
 {
-    const size_t start = text->bytes, header = start + DTRAIN__LENGTH_BYTES;
+    if (!text->bytes) dtrain__text_add(text, "%8s{", ""); /* the length comes last */
+    dtrain__text_add_string(text, tensor->name);
+    dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
+    for (int d = 0; d < tensor->dims; d++)
+        dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
+    dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]},", (unsigned long long)tensor->begin,
+                     (unsigned long long)tensor->end);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_end(dtrain__text *text, const char *metadata,
+                                                      uint64_t data_bytes)
+{
     dtrain__tensor_file check;
-    dtrain__text_add(text, "%8s{\"__metadata__\":%s", "", metadata); /* the length comes last */
-    for (size_t i = 0; i < count; i++) {
-        const dtrain__stored *tensor = &tensors[i];
-        dtrain__text_add(text, ",");
-        dtrain__text_add_string(text, tensor->name);
-        dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[",
-                         dtrain__stored_name(tensor->dtype));
-        for (int d = 0; d < tensor->dims; d++)
-            dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
-        dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)tensor->begin,
-                         (unsigned long long)tensor->end);
-    }
-    dtrain__text_add(text, "}");
-    const size_t end = start + dtrain__round_up(text->bytes - start, 8);
-    dtrain__text_add(text, "%*s", (int)(end - text->bytes), "");
+    if (!text->bytes) dtrain__text_add(text, "%8s{", "");
+    dtrain__text_add(text, "\"__metadata__\":%s}", metadata);
+    dtrain__text_add(text, "%*s", (int)(dtrain__round_up(text->bytes, 8) - text->bytes), "");
     if (text->failed) return DTRAIN_ERROR_MEMORY;
-    const size_t bytes = end - header;
-    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES; i++)
-        text->at[start + i] = (char)(bytes >> (8 * i) & 255);
-    const uint64_t data_bytes = count ? tensors[count - 1].end : 0;
-    DTRAIN__TRY(dtrain__safetensors_parse("a new file", text->at + header, bytes,
-                                          DTRAIN__LENGTH_BYTES + bytes + data_bytes,
-                                          text->allocator, &check));
+    const size_t bytes = text->bytes - DTRAIN__LENGTH_BYTES;
+    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES; i++) text->at[i] = (char)(bytes >> (8 * i) & 255);
+    DTRAIN__TRY(dtrain__safetensors_parse("a new file", text->at + DTRAIN__LENGTH_BYTES, bytes,
+                                          text->bytes + data_bytes, text->allocator, &check));
     dtrain__safetensors_free(&check);
     return DTRAIN_OK;
 }

@@ -35,13 +35,13 @@ typedef struct dtrain__tensor_file {
     uint32_t crc;                        /* of the header, if it was read from a file */
 } dtrain__tensor_file;
 
-/* Append the beginning of a file to the text: length and header, padded with blanks to a multiple
- * of 8. tensors (count) follow each other in the order of their data, from 0 on; metadata is a JSON
- * object of strings. The header is read again at once: what would not be read later, a name that
+/* Write the header of a file to a text that is empty at first: add each tensor, in the order of
+ * their data, from byte 0 on, then end. metadata is a JSON object of strings. The header is padded
+ * with blanks to a multiple of 8 and read again at once: what would not be read later, a name that
  * occurs twice for example, is DTRAIN_ERROR_DATA. */
-DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
-                                                        const dtrain__stored *tensors, size_t count,
-                                                        const char *metadata);
+DTRAIN__PRIVATE void dtrain__safetensors_add(dtrain__text *text, const dtrain__stored *tensor);
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_end(dtrain__text *text, const char *metadata,
+                                                      uint64_t data_bytes);
 /* Read the header of a file and check all of it, first its checksum (crc: 8 digits; NULL: it is not
  * known). This takes at most six times the memory of the header, and leaves nothing to free after
  * an error. */

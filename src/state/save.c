@@ -66,32 +66,38 @@ static void dtrain__poll_sleep(void)
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-/* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
- * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
- * "wte[0:16384]". The names of all kinds but values begin with the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, char *name,
+/* Append the name of a piece in its file, and describe the piece as the file has it. A whole tensor
+ * has its own name and shape. A box adds its place along each axis, "wte[0:64,0:128]"; a run adds
+ * its elements of the tensor or box, "wte[0:16384]". The names of all kinds but values begin with
+ * the kind. */
+static dtrain_result dtrain__piece_stored(const dtrain__write_piece *piece, dtrain__text *name,
                                           dtrain__stored *stored)
 {
-    const dtrain_piece *piece = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
-    const bool boxed = !dtrain__box_same(piece, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
-    const bool run = piece->count != dtrain__box_count(piece);
-    char where[200] = "", range[48] = "";
+    const dtrain_state_tensor *tensor = &piece->held->tensor;
+    const dtrain_piece *part = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
+    const bool boxed = !dtrain__box_same(part, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
+    const bool run = part->count != dtrain__box_count(part);
+    const size_t before = name->bytes;
+    stored->dtype = tensor->dtype;
+    stored->begin = piece->at;
+    stored->end = piece->at + piece->bytes;
     stored->dims = run ? 1 : 0;
-    stored->shape[0] = piece->count;
-    for (int d = 0; d < 4 && (d == 0 || piece->length[d]); d++) {
-        const size_t used = strlen(where);
-        if (!run) stored->shape[stored->dims++] = piece->length[d];
+    stored->shape[0] = part->count;
+    dtrain__text_add(name, "%s%s%s", value ? "" : dtrain__state_kind_name(tensor->kind),
+                     value ? "" : ".", tensor->name);
+    for (int d = 0; d < 4 && (d == 0 || part->length[d]); d++) {
+        if (!run) stored->shape[stored->dims++] = part->length[d];
         if (boxed)
-            snprintf(where + used, sizeof where - used, "%s%lld:%lld", d ? "," : "[",
-                     (long long)piece->first[d], (long long)(piece->first[d] + piece->length[d]));
+            dtrain__text_add(name, "%c%lld:%lld", d ? ',' : '[', (long long)part->first[d],
+                             (long long)(part->first[d] + part->length[d]));
     }
+    if (boxed) dtrain__text_add(name, "]");
     if (run)
-        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
-                 (long long)(piece->offset + piece->count));
-    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s%s%s%s",
-                                value ? "" : dtrain__state_kind_name(tensor->kind),
-                                value ? "" : ".", tensor->name, where, boxed ? "]" : "", range);
-    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+        dtrain__text_add(name, "[%lld:%lld]", (long long)part->offset,
+                         (long long)(part->offset + part->count));
+    if (name->failed) return DTRAIN_ERROR_MEMORY;
+    stored->name = name->at + before;
+    if (name->bytes - before < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the name \"%s\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
@@ -102,51 +108,40 @@ static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, cha
  * does not depend on the checksums. */
 static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__write_file *file)
 {
-    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1;
-    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
-        &c->allocator, file->count, sizeof *stored, "the header of a file");
-    char(*keys)[sizeof DTRAIN__PIECE_KEY + DTRAIN__TENSOR_NAME] =
-        (char(*)[sizeof DTRAIN__PIECE_KEY + DTRAIN__TENSOR_NAME])
-            dtrain__alloc(&c->allocator, file->count, sizeof *keys, "the header of a file");
-    dtrain__text metadata, value;
-    dtrain_result result = stored && keys ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    memset(&metadata, 0, sizeof metadata);
-    metadata.allocator = &c->allocator;
-    value = metadata;
-    dtrain__text_add(&metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
+    dtrain__text texts[3], *metadata = &texts[0], *key = &texts[1], *value = &texts[2];
+    dtrain_result result = DTRAIN_OK;
+    memset(texts, 0, sizeof texts);
+    for (int i = 0; i < 3; i++) texts[i].allocator = &c->allocator;
+    file->header.allocator = &c->allocator;
+    file->header.bytes = 0;
+    dtrain__text_add(metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
         const dtrain_state_tensor *tensor = &piece->held->tensor;
+        dtrain__stored stored;
         int64_t numbers[16] = {tensor->kind, tensor->own};
         memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
         memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
-        memcpy(keys[i], DTRAIN__PIECE_KEY, prefix);
-        result = dtrain__piece_stored(tensor, keys[i] + prefix, &stored[i]);
-        stored[i].name = keys[i] + prefix;
-        stored[i].dtype = tensor->dtype;
-        stored[i].begin = piece->at;
-        stored[i].end = piece->at + piece->bytes;
-        value.bytes = 0;
-        for (int n = 0; n < 16; n++) dtrain__text_add(&value, "%lld ", (long long)numbers[n]);
+        key->bytes = value->bytes = 0;
+        dtrain__text_add(key, DTRAIN__PIECE_KEY);
+        result = dtrain__piece_stored(piece, key, &stored);
+        for (int n = 0; n < 16; n++) dtrain__text_add(value, "%lld ", (long long)numbers[n]);
         for (size_t b = 0; b < dtrain__blocks_of(piece->bytes); b++)
-            dtrain__text_add(&value, "%08x", piece->crc[b]);
-        dtrain__text_add(&value, " %s", tensor->name);
-        dtrain__text_add(&metadata, ",");
-        dtrain__text_add_string(&metadata, keys[i]);
-        dtrain__text_add(&metadata, ":");
-        dtrain__text_add_string(&metadata, value.failed ? "" : value.at);
-        metadata.failed = metadata.failed || value.failed;
+            dtrain__text_add(value, "%08x", piece->crc[b]);
+        dtrain__text_add(value, " %s", tensor->name);
+        if (result == DTRAIN_OK && value->failed) result = DTRAIN_ERROR_MEMORY;
+        if (result != DTRAIN_OK) break;
+        dtrain__safetensors_add(&file->header, &stored);
+        dtrain__text_add(metadata, ",");
+        dtrain__text_add_string(metadata, key->at);
+        dtrain__text_add(metadata, ":");
+        dtrain__text_add_string(metadata, value->at);
     }
-    dtrain__text_add(&metadata, "}");
-    if (result == DTRAIN_OK && metadata.failed) result = DTRAIN_ERROR_MEMORY;
-    file->header.allocator = &c->allocator;
-    file->header.bytes = 0;
+    dtrain__text_add(metadata, "}");
+    if (result == DTRAIN_OK && metadata->failed) result = DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
-        result = dtrain__safetensors_write(&file->header, stored, file->count, metadata.at);
-    dtrain__text_free(&value);
-    dtrain__text_free(&metadata);
-    dtrain__free(&c->allocator, keys, file->count, sizeof *keys);
-    dtrain__free(&c->allocator, stored, file->count, sizeof *stored);
+        result = dtrain__safetensors_end(&file->header, metadata->at, file->bytes);
+    for (int i = 0; i < 3; i++) dtrain__text_free(&texts[i]);
     return result;
 }
 
@@ -281,7 +276,9 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
             result =
                 dtrain__storage_write(storage, file, tmp.text, plan->header.at, (size_t)data, 0);
         DTRAIN__TRY(dtrain__storage_finish(storage, file, tmp.text, result));
-        DTRAIN__TRY(dtrain__storage_rename(storage, tmp.text, path.text));
+        /* the names are brought to the disk all at once, when the checkpoint is published */
+        const int code = storage->rename(storage->user, tmp.text, path.text);
+        if (code < 0) return dtrain__storage_fail(tmp.text, "renamed", code);
         c->bytes += data + plan->bytes;
     }
     return DTRAIN_OK;
@@ -341,17 +338,15 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
     const dtrain_storage *storage = c->folder.storage;
     const char *const all = c->folder.path, *unlocked = getenv("DTRAIN_NO_LOCK");
     const dtrain__file_path lock = dtrain__path_in(all, "lock");
-    char path[DTRAIN__PATH], above[DTRAIN__PATH];
-    const size_t length = strlen(all);
-    snprintf(above, sizeof above, "%s", all[0] == '/' ? "/" : ".");
-    for (size_t end = 1; end <= length; end++) {
+    for (size_t end = 1, length = strlen(all); end <= length; end++) {
+        dtrain__file_path path;
         if (end < length && all[end] != '/') continue;
-        snprintf(path, sizeof path, "%.*s", (int)end, all);
-        const int made = storage->make_directory(storage->user, path);
+        snprintf(path.text, sizeof path.text, "%.*s", (int)end, all);
+        const dtrain__file_path above = dtrain__directory_of(path.text);
+        const int made = storage->make_directory(storage->user, path.text);
         if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
-            return dtrain__storage_fail(path, "made", made);
-        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
-        memcpy(above, path, sizeof above);
+            return dtrain__storage_fail(path.text, "made", made);
+        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above.text));
     }
     c->lock = dtrain__storage_try(storage, lock.text, DTRAIN_STORAGE_LOCK);
     if (c->lock == -EAGAIN)

@@ -138,6 +138,38 @@ DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_stor
     return given ? given : &table;
 }
 
+/* ---- Paths ------------------------------------------------------------------------------------*/
+
+/* Return the path of a name in a directory. */
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...)
+{
+    dtrain__file_path path;
+    va_list args;
+    const int used = snprintf(path.text, sizeof path.text, "%.*s/", DTRAIN__PATH - 2, directory);
+    va_start(args, format);
+    vsnprintf(path.text + used, sizeof path.text - (size_t)used, format, args);
+    va_end(args);
+    return path;
+}
+
+/* Check a path that a caller gave: what is added to it must have room. */
+DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path)
+{
+    if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
+                       DTRAIN__PATH - 128);
+}
+
+/* Return the directory of a path. */
+DTRAIN__PRIVATE dtrain__file_path dtrain__directory_of(const char *path)
+{
+    dtrain__file_path directory;
+    const char *slash = strrchr(path, '/');
+    const int bytes = !slash || slash == path ? 1 : (int)(slash - path);
+    snprintf(directory.text, sizeof directory.text, "%.*s", bytes, slash ? path : ".");
+    return directory;
+}
+
 /* ---- Over any table ---------------------------------------------------------------------------*/
 
 /* Fail because something could not be done with a path, for the reason of a negated errno. */
@@ -231,11 +263,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storag
     return dtrain__storage_finish(storage, file, path, DTRAIN_OK);
 }
 
+/* Give a file or directory another name, and bring that name to the disk. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
                                                      const char *from, const char *to)
 {
+    const dtrain__file_path directory = dtrain__directory_of(to);
     const int code = storage->rename(storage->user, from, to);
-    if (code >= 0) return DTRAIN_OK;
+    if (code >= 0) return dtrain__storage_sync_directory(storage, directory.text);
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be renamed to %s: %s", from, to,
                        strerror(-code));
 }

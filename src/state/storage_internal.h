@@ -1,11 +1,22 @@
-/* Whole reads and writes over any storage table. */
+/* Paths, and whole reads and writes over any storage table. */
 
 #pragma once
 
 #include "core/core_internal.h"
 #include "state/storage.h"
 
+#define DTRAIN__PATH 768
+
+/* A path that is long enough for all that a checkpoint names. */
+typedef struct dtrain__file_path {
+    char text[DTRAIN__PATH];
+} dtrain__file_path;
+
 /* state/storage.c */
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path);
+DTRAIN__PRIVATE dtrain__file_path dtrain__directory_of(const char *path);
 DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_storage *given);
 DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
                                         dtrain_storage_mode mode);

@@ -341,7 +341,8 @@ static void divide(const dtrain_storage *given, const char *path)
         const size_t data = (size_t)(one.end - one.begin);
         one.begin = part.bytes = 0;
         one.end = data;
-        CHECK(dtrain__safetensors_write(&part, &one, 1, "{}") == DTRAIN_OK);
+        dtrain__safetensors_add(&part, &one);
+        CHECK(dtrain__safetensors_end(&part, "{}", one.end) == DTRAIN_OK);
         char *file = (char *)malloc(part.bytes + data);
         if (!file) exit(3);
         memcpy(file, part.at, part.bytes);
@@ -751,9 +752,9 @@ static void test_refusals(void)
         if (i == 5) says = "19 rows of \"" N_UP_BIAS "\"", refused[UP_BIAS].rows = 19;
         if (i == 6) says = "a string of more than 511 bytes", refused[ONE].name = name;
         if (i == 7)
-            says = "\"a?b\", at byte 650 of the JSON: a name with control",
+            says = "\"a?b\", at byte 619 of the JSON: a name with control",
             refused[ONE].name = "a\nb";
-        if (i == 8) says = "a second \"__metadata__\"", refused[ONE].name = "__metadata__";
+        if (i == 8) says = "\"__metadata__\", at byte 650 of the JSON: expected a string", refused[ONE].name = "__metadata__";
         if (i == 9) says = "dtype is 3, expected F32", j->how_to.dtype = DTRAIN_DTYPE_I32;
         if (i == 10)
             says = "import: two parameters are called \"" N_WPE "\"", refused[UP].name = N_WPE;

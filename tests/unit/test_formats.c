@@ -528,6 +528,14 @@ static void check_file(const dtrain__tensor_file *file, uint64_t file_bytes)
     CHECK(covered == file_bytes - file->data);
 }
 
+/* Write a header: tensors, then metadata. */
+static dtrain_result write_header(dtrain__text *text, const dtrain__stored *tensors, size_t count,
+                                  const char *metadata)
+{
+    for (size_t i = 0; i < count; i++) dtrain__safetensors_add(text, &tensors[i]);
+    return dtrain__safetensors_end(text, metadata, count ? tensors[count - 1].end : 0);
+}
+
 static void test_safetensors_vectors(void)
 {
     static const int64_t shape[] = {1, 2, 3};
@@ -537,7 +545,7 @@ static void test_safetensors_vectors(void)
     const dtrain__stored one = stored("attn.0", DTRAIN_DTYPE_F32, 3, shape, 0);
     dtrain__text text = text_of(allocator);
     dtrain__tensor_file file;
-    CHECK(dtrain__safetensors_write(&text, NULL, 0, "{}") == DTRAIN_OK);
+    CHECK(write_header(&text, NULL, 0, "{}") == DTRAIN_OK);
     CHECK(text.bytes == 32 &&
           memcmp(text.at, "\x18\0\0\0\0\0\0\0{\"__metadata__\":{}}     ", 32) == 0);
     CHECK(read_memory(text.at, 32, allocator, &file) == DTRAIN_OK && file.count == 0);
@@ -545,26 +553,25 @@ static void test_safetensors_vectors(void)
     dtrain__safetensors_free(&file);
     dtrain__text_free(&text);
 
-    CHECK(dtrain__safetensors_write(&text, &one, 1, metadata) == DTRAIN_OK);
+    CHECK(write_header(&text, &one, 1, metadata) == DTRAIN_OK);
     CHECK(
         text.bytes == 120 &&
         memcmp(
             text.at,
-            "\x70\0\0\0\0\0\0\0{\"__metadata__\":{\"format\":\"pt\",\"a \\\"b\\\"\":\"\xc3\xa9\"},"
-            "\"attn.0\":{\"dtype\":\"F32\",\"shape\":[1,2,3],"
-            "\"data_offsets\":[0,24]}}  ",
+            "\x70\0\0\0\0\0\0\0{\"attn.0\":{\"dtype\":\"F32\",\"shape\":[1,2,3],"
+            "\"data_offsets\":[0,24]},"
+            "\"__metadata__\":{\"format\":\"pt\",\"a \\\"b\\\"\":\"\xc3\xa9\"}}  ",
             120) == 0);
     dtrain__text_free(&text);
 
-    dtrain__text_add(&text, "before");
-    CHECK(dtrain__safetensors_write(&text, &one, 1, metadata) == DTRAIN_OK);
-    CHECK((text.bytes - 6) % 8 == 0);
+    CHECK(write_header(&text, &one, 1, metadata) == DTRAIN_OK);
+    CHECK(text.bytes % 8 == 0);
     dtrain__text_add(&text, "%24s", "");
-    CHECK(read_memory(text.at + 6, text.bytes - 6, allocator, &file) == DTRAIN_OK);
-    CHECK(file.count == 1 && file.data == text.bytes - 6 - 24);
+    CHECK(read_memory(text.at, text.bytes, allocator, &file) == DTRAIN_OK);
+    CHECK(file.count == 1 && file.data == text.bytes - 24);
     CHECK(dtrain__safetensors_find(&file, "attn.0") == file.tensors);
     CHECK(!dtrain__safetensors_find(&file, "attn.1") && !dtrain__safetensors_find(&file, ""));
-    check_file(&file, text.bytes - 6);
+    check_file(&file, text.bytes);
     dtrain__safetensors_free(&file);
     dtrain__text_free(&text);
     CHECK(strcmp(dtrain__stored_name(DTRAIN_DTYPE_BF16), "BF16") == 0);
@@ -603,7 +610,7 @@ static size_t random_tensors(dtrain__stored *tensors, char names[MOST][80])
 static dtrain_result write_file(dtrain__text *text, const dtrain__stored *tensors, size_t count,
                                 const char *metadata)
 {
-    const dtrain_result result = dtrain__safetensors_write(text, tensors, count, metadata);
+    const dtrain_result result = write_header(text, tensors, count, metadata);
     for (uint64_t i = 0; result == DTRAIN_OK && i < (count ? tensors[count - 1].end : 0); i++)
         dtrain__text_add(text, "%c", (int)random_below(256));
     return result;
@@ -654,7 +661,7 @@ static void test_safetensors_writer_refuses(void)
                             : c == 4 ? "__metadata__"
                                      : "b",
                             DTRAIN_DTYPE_F32, 1, shape, c == 5 ? 20 : 16);
-        const dtrain_result result = dtrain__safetensors_write(&text, tensors, 2, "{}");
+        const dtrain_result result = write_header(&text, tensors, 2, "{}");
         CHECK_MSG(result == (c ? DTRAIN_ERROR_DATA : DTRAIN_OK), "case %d: %s", c,
                   dtrain_last_error());
         dtrain__text_free(&text);
@@ -691,7 +698,7 @@ static void test_safetensors_no_memory(void)
         dtrain__text again = text_of(allocator);
         memory.calls = 0;
         memory.fail_at = fail_at;
-        result = dtrain__safetensors_write(&again, tensors, count, metadata);
+        result = write_header(&again, tensors, count, metadata);
         CHECK(result == (memory.calls < fail_at ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
         dtrain__text_free(&again);
     }
