@@ -73,7 +73,7 @@ typedef struct dtrain__manifest {
     uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
     bool hierarchical;
-    dtrain__object model, settings, scalars;
+    dtrain__object model, settings;
     dtrain__tensor_file *files;    /* (file_count) */
     dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
     dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */

@@ -269,8 +269,7 @@ typedef struct dtrain__import {
     uint32_t file_count;
     size_t file_room, tensor_count; /* of all files */
     dtrain__reader reader;
-    uint64_t values;
-    char note[600];
+    dtrain_import_info info; /* of a success */
 } dtrain__import;
 
 static const char dtrain__import_call[] = "dtrain_checkpoint_import";
@@ -434,23 +433,24 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
-    dtrain__name_list misfits[DTRAIN__MISFITS];
-    memset(misfits, 0, sizeof misfits);
+    dtrain__name_list lists[DTRAIN__REFUSED];
+    memset(lists, 0, sizeof lists);
     for (size_t i = 0; i < im->weights.count; i++) {
         dtrain__weight *weight = &im->weights.list[i];
-        char found[64], expected[64], difference[200];
+        char found[64], expected[64];
         DTRAIN__TRY(dtrain__import_place(im, weight));
         const dtrain__stored *stored = weight->stored;
         bool fits = stored && stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
         for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
-        im->values += fits;
-        if (!stored) dtrain__name_add(&misfits[DTRAIN__MISSING], "", weight->name, "");
+        im->info.values += fits;
+        if (!stored)
+            dtrain__name_add(&lists[DTRAIN__MISSING], "\"%s\"", dtrain__short(weight->name));
         if (fits || !stored) continue;
         dtrain__weight_shape_text(stored->shape, stored->dims, found);
         dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-        snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
-                 dtrain__stored_name(stored->dtype), found, expected);
-        dtrain__name_add(&misfits[DTRAIN__DIFFERENT], "", weight->name, difference);
+        dtrain__name_add(&lists[DTRAIN__DIFFERENT], "\"%s\" is %s %s, expected F32, BF16 or F16 %s",
+                         dtrain__short(weight->name), dtrain__stored_name(stored->dtype), found,
+                         expected);
         weight->stored = NULL;
     }
     for (uint32_t i = 0; i < im->file_count; i++)
@@ -459,15 +459,19 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
             const char *const *end = im->desc.ignore;
             while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
             if (!stored->user && (!end || !*end))
-                dtrain__name_add(&misfits[DTRAIN__EXTRA], "", stored->name, "");
+                dtrain__name_add(&lists[DTRAIN__EXTRA], "\"%s\"", dtrain__short(stored->name));
         }
-    if (!dtrain__misfit_text(misfits, sentence, sizeof sentence)) return DTRAIN_OK;
-    char *to = im->desc.partial ? im->note : NULL;
-    if (to) snprintf(to, sizeof im->note, "%.*s", (int)sizeof im->note - 1, sentence);
-    if (to && (im->values || !im->weights.count)) return DTRAIN_OK;
+    if (!dtrain__difference_text(lists, DTRAIN__REFUSED, sentence, sizeof sentence))
+        return DTRAIN_OK;
+    if (im->desc.partial && (im->info.values || !im->weights.count)) {
+        snprintf(im->info.note, sizeof im->info.note, "%.*s", (int)sizeof im->info.note - 1,
+                 sentence);
+        return DTRAIN_OK;
+    }
     return dtrain_fail(DTRAIN_ERROR_DATA, "%.300s does not fit this model: %s; see `names`, %s",
                        im->path, sentence,
-                       to ? "as no parameter is in it" : "`prefix`, `ignore` or `partial`");
+                       im->desc.partial ? "as no parameter is in it"
+                                        : "`prefix`, `ignore` or `partial`");
 }
 
 /* ---- Import: values ---------------------------------------------------------------------------*/
@@ -538,7 +542,7 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
     const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
+        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, 0};
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
         const dtrain__weight *next = weight; /* after weights of other stages */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
@@ -585,12 +589,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
         result = dtrain__agree(state->comm, dtrain__import_values(&im));
     }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
-    if (result == DTRAIN_OK && info) {
-        info->values = im.values;
-        info->bytes = im.reader.bytes;
-        info->seconds = dtrain_seconds() - start;
-        memcpy(info->note, im.note, sizeof im.note);
-    }
+    im.info.bytes = im.reader.bytes;
+    im.info.seconds = dtrain_seconds() - start;
+    if (result == DTRAIN_OK && info) *info = im.info;
     dtrain__reader_end(&im.reader, state);
     for (uint32_t i = 0; i < im.file_count; i++) dtrain__safetensors_free(&im.files[i].header);
     dtrain__free(&state->allocator, im.files, im.file_room, sizeof *im.files);

@@ -5,7 +5,6 @@
  *      "run": 83, "job": 83, "config": "...",
  *      "model": {"heads": "4", ...},
  *      "settings": {"seed": "1337", ...},
- *      "scalars": {"optimizer.step": 1000, ...},
  *      "headers": "8a9136aa62a8ab4346dd794e113fdb5c", "crc32c": "e3069283"}
  *
  * A float is stored as its bits. "run" numbers the history that this checkpoint continues, and
@@ -80,15 +79,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain__text_add_string(text, c->desc.config ? c->desc.config : "");
     dtrain__write_settings(text, "model", state->desc.model);
     dtrain__write_settings(text, "settings", state->desc.settings);
-    dtrain__text_add(text, ",\n \"scalars\": {");
-    for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain__scalar *scalar = &state->scalars[i];
-        bits = 0;
-        memcpy(&bits, scalar->memory, scalar->bytes); /* little-endian */
-        dtrain__text_add(text, "%s\"%s\": %llu", i ? ", " : "", scalar->name,
-                         (unsigned long long)bits);
-    }
-    dtrain__text_add(text, "},\n \"headers\": \"");
+    dtrain__text_add(text, ",\n \"headers\": \"");
 }
 
 /* End the manifest, and its list of checksums, with the checksum of what there is of it. */
@@ -145,7 +136,6 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
         else if (strcmp(name, "job") == 0) (void)dtrain__json_u64(j, &m->job);
         else if (strcmp(name, "model") == 0) (void)dtrain__read_object(j, &m->model);
         else if (strcmp(name, "settings") == 0) (void)dtrain__read_object(j, &m->settings);
-        else if (strcmp(name, "scalars") == 0) (void)dtrain__read_object(j, &m->scalars);
         else if (strcmp(name, "headers") == 0) (void)dtrain__read_text(m, j, &m->headers);
         else (void)dtrain__json_skip(j);
     DTRAIN__TRY(dtrain__json_end(j));
@@ -241,7 +231,7 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
             fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
             if (fits) tensor->total *= tensor->shape[d];
         }
-        if (!fits || numbers[0] >= DTRAIN_STATE_SCALAR || stored->dtype > DTRAIN_STATE_BYTES ||
+        if (!fits || numbers[0] >= DTRAIN_STATE_KINDS || stored->dtype > DTRAIN_STATE_BYTES ||
             (numbers[0] == DTRAIN_STATE_VALUE) != (f % 2 == 0) ||
             !dtrain__piece_fits(&tensor->piece, tensor->shape))
             return dtrain__json_fail(&json, "this piece cannot be"), json.result;

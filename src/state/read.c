@@ -92,7 +92,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
 {
     const dtrain_piece *a = &source->piece, *b = &target->piece;
     const bool widen = source->dtype != target->dtype;
-    const bool direct = !target->add && reader->device->ops->host_memory;
+    const bool direct = target->scale == 0 && reader->device->ops->host_memory;
     const size_t each = dtrain__stored_bytes(target->dtype); /* in the block */
     const int64_t block = (int64_t)(DTRAIN__BLOCK / each);
     dtrain_piece common;
@@ -119,10 +119,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
             reader->high = high;
         }
         const char *block_at = reader->block + (size_t)(from - reader->low) * each;
-        if (!target->add)
+        if (target->scale == 0)
             DTRAIN__TRY(dtrain_device_copy(reader->device, to, block_at, (size_t)count * each));
-        for (int64_t e = 0; e < count && target->add; e++)
-            ((float *)(void *)to)[e] += ((const float *)(const void *)block_at)[e];
+        for (int64_t e = 0; e < count && target->scale != 0; e++)
+            ((float *)(void *)to)[e] += target->scale * ((const float *)(const void *)block_at)[e];
     }
     return DTRAIN_OK;
 }
@@ -130,26 +130,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
 /* Add a name to a list, if it is one of the first six and there is room for all of it. */
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
-                                      const char *difference)
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...)
 {
-    const size_t used = strlen(list->text), room = sizeof list->text - sizeof ", ..." - used;
-    char one[340];
-    const int bytes = snprintf(one, sizeof one, "%s%s%s\"%s\"%s", used ? ", " : "", kind,
-                               kind[0] ? " " : "", dtrain__short(name), difference);
+    const size_t used = strlen(list->text);
+    const int room = (int)(sizeof list->text - sizeof ", , ...") - (int)used;
+    char one[sizeof list->text];
+    va_list args;
+    va_start(args, format);
+    const int bytes = vsnprintf(one, sizeof one, format, args);
+    va_end(args);
     if (list->count == 7) return;
-    list->count = (size_t)bytes > room ? 7 : list->count + 1;
-    snprintf(list->text + used, sizeof list->text - used, "%s", list->count == 7 ? ", ..." : one);
+    list->count = used && bytes > room ? 7 : list->count + 1;
+    snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? ", " : "",
+             list->count == 7 ? "..." : one);
 }
 
-/* Write the differences as a sentence; false: there are none. */
-DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__MISFITS], char *text,
-                                         size_t room)
+/* Write the first lists as a sentence; false: they are empty. */
+DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
+                                             size_t room)
 {
-    static const char *const titles[] = {"missing in it", "of another shape or type", "only in it"};
+    static const char *const titles[DTRAIN__DIFFERENCES] = {
+        "of another model",
+        "missing in it",
+        "of another shape or type",
+        "only in it",
+        "of other settings",
+        "begins anew",
+        "left out",
+        "the mean over the ranks that saved it"};
     size_t used = 0;
     *text = 0;
-    for (int i = 0; i < DTRAIN__MISFITS && used < room; i++)
+    for (int i = 0; i < count && used < room; i++)
         if (lists[i].count)
             used += (size_t)snprintf(text + used, room - used, "%s%s: %s", used ? "; " : "",
                                      titles[i], lists[i].text);

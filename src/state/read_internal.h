@@ -19,10 +19,10 @@ typedef struct dtrain__source {
 
 /* The piece that a rank wants. */
 typedef struct dtrain__target {
-    void *memory; /* (piece.count) of the device; of the host with `add` */
+    void *memory; /* (piece.count) of the device; of the host with a scale */
     dtrain_piece piece;
     uint32_t dtype; /* the source's, or F32 for BF16 and F16, which are widened */
-    bool add;       /* memory is sums of fp32 */
+    float scale;    /* not 0: elements, times this, are added to sums of fp32 */
 } dtrain__target;
 
 /* One file is open at a time, and one block in memory. */
@@ -42,8 +42,20 @@ typedef struct dtrain__name_list {
     int count; /* 7: the text ends with "..." */
 } dtrain__name_list;
 
-/* The differences between a file and the tensors that a run wants from it, a list of each kind. */
-enum { DTRAIN__MISSING, DTRAIN__DIFFERENT, DTRAIN__EXTRA, DTRAIN__MISFITS };
+/* The differences between a file and what a run wants from it, a list of each kind. Those before
+ * DTRAIN__REFUSED are errors, unless a load or import is partial. */
+enum {
+    DTRAIN__OTHER_MODEL,
+    DTRAIN__MISSING,
+    DTRAIN__DIFFERENT,
+    DTRAIN__EXTRA,
+    DTRAIN__REFUSED,
+    DTRAIN__OTHER_SETTINGS = DTRAIN__REFUSED,
+    DTRAIN__ANEW,
+    DTRAIN__LEFT_OUT,
+    DTRAIN__AVERAGED,
+    DTRAIN__DIFFERENCES
+};
 
 /* state/read.c */
 DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
@@ -56,7 +68,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
 DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
                                                  const dtrain__source *source,
                                                  const dtrain__target *target);
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
-                                      const char *difference);
-DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__MISFITS], char *text,
-                                         size_t room);
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
+                                             size_t room);

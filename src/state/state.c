@@ -228,45 +228,46 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-static void dtrain__state_scalar(dtrain_state *state, const char *name, void *memory, size_t bytes)
+/* Append numbers, up to the first without a name, as tensors of one element. */
+static dtrain_result dtrain__state_numbers(dtrain_state *state, const dtrain__scalar *list)
 {
-    const dtrain__scalar scalar = {name, memory, bytes};
-    state->scalars[state->scalar_count++] = scalar;
+    for (; list && list->name; list++) {
+        const bool real = strcmp(list->name, "scaler.scale") == 0;
+        const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
+        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, list->name,
+                                  list->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow,
+                                  dtrain__one, list->memory))
+            return DTRAIN_ERROR_MEMORY;
+    }
+    return DTRAIN_OK;
 }
 
-/* List the numbers of those objects that there are, and append them after all tensors. tensor_count
- * leaves them out, because a manifest has its own list of scalars. Compression depends on the
- * strategy's step; a schedule and the seeds of dropout depend on the trainer's. */
+/* Append the numbers of those objects that there are. Compression depends on the strategy's step; a
+ * schedule and the seeds of dropout depend on the trainer's. */
 static dtrain_result dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
     const dtrain__state_source *trainer = dtrain__source_of(desc->trainer);
-    dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
-    dtrain__state_scalar(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
-    if (desc->optimizer)
-        dtrain__state_scalar(state, "optimizer.step", &desc->optimizer->step_count, 8);
-    for (const dtrain__scalar *s = trainer ? trainer->scalars : NULL; s && s->name; s++)
-        dtrain__state_scalar(state, s->name, s->memory, s->bytes);
-    if (scaler) {
-        dtrain__state_scalar(state, "scaler.scale", &scaler->scale, 4);
-        dtrain__state_scalar(state, "scaler.good_steps", &scaler->good_steps, 4);
-        dtrain__state_scalar(state, "scaler.bad_steps", &scaler->bad_steps, 4);
-        dtrain__state_scalar(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
-    }
     const dtrain__state_source *loader = dtrain__source_of(desc->loader);
-    for (const dtrain__scalar *s = loader ? loader->scalars : NULL; s && s->name; s++)
-        dtrain__state_scalar(state, s->name, s->memory, s->bytes);
-    for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain__scalar *s = &state->scalars[i];
-        const bool real = strcmp(s->name, "scaler.scale") == 0;
-        const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
-        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, s->name,
-                                  s->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow, dtrain__one,
-                                  s->memory))
-            return DTRAIN_ERROR_MEMORY;
+    dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
+    const dtrain__scalar steps[] = {{"strategy.step", dtrain__step_count_of(desc->strategy), 8},
+                                    {NULL, NULL, 0}};
+    DTRAIN__TRY(dtrain__state_numbers(state, steps));
+    if (desc->optimizer) {
+        const dtrain__scalar updates[] = {{"optimizer.step", &desc->optimizer->step_count, 8},
+                                          {NULL, NULL, 0}};
+        DTRAIN__TRY(dtrain__state_numbers(state, updates));
     }
-    state->tensor_count -= state->scalar_count;
-    return DTRAIN_OK;
+    if (scaler) {
+        const dtrain__scalar scale[] = {{"scaler.scale", &scaler->scale, 4},
+                                        {"scaler.good_steps", &scaler->good_steps, 4},
+                                        {"scaler.bad_steps", &scaler->bad_steps, 4},
+                                        {"scaler.skipped_steps", &scaler->skipped_steps, 8},
+                                        {NULL, NULL, 0}};
+        DTRAIN__TRY(dtrain__state_numbers(state, scale));
+    }
+    DTRAIN__TRY(dtrain__state_numbers(state, trainer ? trainer->scalars : NULL));
+    return dtrain__state_numbers(state, loader ? loader->scalars : NULL);
 }
 
 /* Refuse settings that are no pairs, or that no manifest could give back. */
@@ -339,7 +340,7 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
     DTRAIN__GIVEN("dtrain_state_tensors", tensors);
     DTRAIN__GIVEN("dtrain_state_tensors", count);
     *tensors = state->tensors;
-    *count = state->tensor_count + state->scalar_count;
+    *count = state->tensor_count;
     return DTRAIN_OK;
 }
 

@@ -8,7 +8,6 @@
 #include "state/state.h"
 
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
-#define DTRAIN__SCALARS 16  /* at most */
 
 struct dtrain_state {
     dtrain_world *world;
@@ -18,8 +17,6 @@ struct dtrain_state {
     dtrain_device *device;
     dtrain_state_tensor *tensors; /* (tensor_room), tensor_count in use */
     size_t tensor_count, tensor_room;
-    dtrain__scalar scalars[DTRAIN__SCALARS];
-    size_t scalar_count;
 
     /* Its history, as rank 0 knows it: the run of the checkpoint that was loaded or saved last, 0 =
      * unknown, and the step, -1 = there was none. */

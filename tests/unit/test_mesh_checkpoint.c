@@ -543,7 +543,7 @@ static void test_compression(void)
         to->load = folder;
         if (!job_go(to, "compressed")) break;
         const bool same = list[i].t == 2 && list[i].d == 2;
-        CHECK_MSG(same ? !to->note[0][0] : strstr(to->note[0], "are the mean over") != NULL,
+        CHECK_MSG(same ? !to->note[0][0] : strstr(to->note[0], "the mean over") != NULL,
                   "%d x %d: \"%s\"", list[i].t, list[i].d, to->note[0]);
     }
     folder_remove();
