@@ -89,24 +89,26 @@ typedef struct dtrain__folder {
     const char *path;
 } dtrain__folder;
 
-/* The steps of a folder, newest first. */
+/* The steps of a folder, newest first: twice the step of a directory that is being replaced (.old),
+ * one more of any other. */
 typedef struct dtrain__steps {
     const dtrain_allocator *allocator;
-    int64_t *steps; /* (room), count in use */
+    const char *suffix; /* of the directories */
+    int64_t *keys;      /* (room), count in use */
     size_t count, room;
     bool remains; /* there are files of a checkpoint beside them */
+    bool failed;  /* no memory */
 } dtrain__steps;
 
 /* state/directory.c */
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix);
+DTRAIN__PRIVATE dtrain__file_path dtrain__key_path(const dtrain__folder *folder, int64_t key);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
                                                   const char *suffix);
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
-                                                  bool *old);
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
                                                 dtrain__file_path *aside);

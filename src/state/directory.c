@@ -49,30 +49,30 @@ static bool dtrain__is_ours(const char *name)
     return false;
 }
 
+/* Return the path of a checkpoint in a list. */
+DTRAIN__PRIVATE dtrain__file_path dtrain__key_path(const dtrain__folder *folder, int64_t key)
+{
+    return dtrain__step_path(folder, key / 2, key % 2 ? "" : ".old");
+}
+
 /* ---- Lists ------------------------------------------------------------------------------------*/
 
-static void dtrain__add_name(void *list, const char *name)
+static void dtrain__list_step(void *user, const char *name)
 {
-    dtrain__text_append((dtrain__text *)list, name, strlen(name) + 1);
-}
-
-/* List the names in a directory, each with a 0 behind it. The caller frees *names in any case. */
-static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char *path,
-                                        dtrain__text *names)
-{
-    const dtrain_storage *storage = folder->storage;
-    memset(names, 0, sizeof *names);
-    names->allocator = folder->allocator;
-    const int code = storage->list(storage->user, path, dtrain__add_name, names);
-    if (code < 0) return dtrain__storage_fail(path, "read", code);
-    return names->failed ? DTRAIN_ERROR_MEMORY : DTRAIN_OK;
-}
-
-/* Return the name after `name`, or the first one if that is NULL; NULL: there is no other. */
-static const char *dtrain__next_name(const dtrain__text *names, const char *name)
-{
-    const char *next = name ? name + strlen(name) + 1 : names->at;
-    return names->bytes && next < names->at + names->bytes ? next : NULL;
+    dtrain__steps *list = (dtrain__steps *)user;
+    const size_t prefix = sizeof DTRAIN__STEP_PREFIX - 1;
+    const char *at = strncmp(name, DTRAIN__STEP_PREFIX, prefix) == 0 ? name + prefix : "";
+    const size_t digits = strspn(at, "0123456789");
+    const int64_t step = strtoll(at, NULL, 10);
+    const bool old = !*list->suffix && strcmp(at + digits, ".old") == 0;
+    list->remains |= dtrain__is_ours(name);
+    if (digits < DTRAIN__STEP_DIGITS || step > DTRAIN__STEP_MOST ||
+        (!old && strcmp(at + digits, list->suffix) != 0))
+        return;
+    list->failed =
+        list->failed || !dtrain__grow(list->allocator, (void **)&list->keys, list->count,
+                                      &list->room, sizeof *list->keys, "a list of steps");
+    if (!list->failed) list->keys[list->count++] = 2 * step + !old;
 }
 
 static int dtrain__newest_first(const void *left, const void *right)
@@ -81,52 +81,38 @@ static int dtrain__newest_first(const void *left, const void *right)
     return a > b ? -1 : a < b;
 }
 
-/* List the steps whose directories have such a suffix, each once: "" for checkpoints, those that
- * are being replaced included. After an error nothing is left to free. */
+/* List the directories of steps that have a suffix: "" for checkpoints, those that are being
+ * replaced included. After an error nothing is left to free. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
-    const size_t prefix = sizeof DTRAIN__STEP_PREFIX - 1;
-    dtrain__text names;
     memset(out, 0, sizeof *out);
     out->allocator = folder->allocator;
-    dtrain_result result = dtrain__names_list(folder, folder->path, &names);
-    for (const char *name = NULL;
-         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const bool is_step = strncmp(name, DTRAIN__STEP_PREFIX, prefix) == 0;
-        const char *at = is_step ? name + prefix : "";
-        const size_t digits = strspn(at, "0123456789");
-        const int64_t step = strtoll(at, NULL, 10);
-        const bool fits = strcmp(at + digits, suffix) == 0;
-        out->remains |= dtrain__is_ours(name);
-        if (digits < DTRAIN__STEP_DIGITS || step > DTRAIN__STEP_MOST ||
-            (!fits && (*suffix || strcmp(at + digits, ".old") != 0)))
-            continue;
-        if (!dtrain__grow(out->allocator, (void **)&out->steps, out->count, &out->room,
-                          sizeof *out->steps, "a list of steps"))
-            result = DTRAIN_ERROR_MEMORY;
-        else out->steps[out->count++] = step;
+    out->suffix = suffix;
+    const int code =
+        folder->storage->list(folder->storage->user, folder->path, dtrain__list_step, out);
+    if (code < 0 || out->failed) {
+        dtrain__steps_free(out);
+        return out->failed ? DTRAIN_ERROR_MEMORY : dtrain__storage_fail(folder->path, "read", code);
     }
-    dtrain__text_free(&names);
-    if (result != DTRAIN_OK) dtrain__steps_free(out);
-    if (!out->count) return result;
-    size_t count = 1;
-    qsort(out->steps, out->count, sizeof *out->steps, dtrain__newest_first);
-    for (size_t i = 1; i < out->count; i++)
-        if (out->steps[i] != out->steps[i - 1]) out->steps[count++] = out->steps[i];
-    out->count = count;
-    return result;
+    if (out->count) qsort(out->keys, out->count, sizeof *out->keys, dtrain__newest_first);
+    return DTRAIN_OK;
 }
 
 /* Free a list; one that was never made is empty. */
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 {
-    dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
-    steps->steps = NULL;
+    dtrain__free(steps->allocator, steps->keys, steps->room, sizeof *steps->keys);
+    steps->keys = NULL;
     steps->count = steps->room = 0;
 }
 
 /* ---- Removal ----------------------------------------------------------------------------------*/
+
+static void dtrain__list_name(void *names, const char *name)
+{
+    dtrain__text_append((dtrain__text *)names, name, strlen(name) + 1);
+}
 
 /* Remove a checkpoint, or a directory that is none any more, or not yet, with all that is in it,
  * unless something in it is not ours. A checkpoint is renamed first: a crash in the middle leaves a
@@ -134,58 +120,53 @@ DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
                                                   const char *suffix)
 {
+    const dtrain_storage *storage = folder->storage;
     const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
     const dtrain__file_path tmp = dtrain__step_path(folder, step, *suffix ? suffix : ".tmp");
-    dtrain__text names;
-    dtrain_result result = dtrain__names_list(folder, path.text, &names);
-    for (const char *name = NULL;
-         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;)
-        if (!dtrain__is_ours(name))
+    dtrain__text names; /* each with a 0 after it */
+    memset(&names, 0, sizeof names);
+    names.allocator = folder->allocator;
+    const int code = storage->list(storage->user, path.text, dtrain__list_name, &names);
+    dtrain_result result = code < 0       ? dtrain__storage_fail(path.text, "read", code)
+                           : names.failed ? DTRAIN_ERROR_MEMORY
+                                          : DTRAIN_OK;
+    for (size_t at = 0; at < names.bytes && result == DTRAIN_OK; at += strlen(names.at + at) + 1)
+        if (!dtrain__is_ours(names.at + at))
             result = dtrain_fail(DTRAIN_ERROR_FILE,
                                  "%s is not removed: there are files in it that no checkpoint has",
                                  path.text);
     if (result == DTRAIN_OK && !*suffix)
-        result = dtrain__storage_rename(folder->storage, path.text, tmp.text);
-    for (const char *name = NULL;
-         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const dtrain__file_path file = dtrain__path_in(tmp.text, "%s", name);
-        result = dtrain__storage_remove(folder->storage, file.text);
+        result = dtrain__storage_rename(storage, path.text, tmp.text);
+    for (size_t at = 0; at < names.bytes && result == DTRAIN_OK; at += strlen(names.at + at) + 1) {
+        const dtrain__file_path file = dtrain__path_in(tmp.text, "%s", names.at + at);
+        result = dtrain__storage_remove(storage, file.text);
     }
     dtrain__text_free(&names);
-    return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, tmp.text) : result;
+    return result == DTRAIN_OK ? dtrain__storage_remove(storage, tmp.text) : result;
 }
 
-/* Tell whether a step has nothing under its own name but a checkpoint that was being replaced: a
- * crash came between the two renames of dtrain__publish_step. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
-                                                  bool *old)
-{
-    const dtrain__file_path path = dtrain__step_path(folder, step, "");
-    const int code = dtrain__storage_probe(folder->storage, path.text, DTRAIN_STORAGE_DIRECTORY);
-    *old = code == -ENOENT;
-    return !code || *old ? DTRAIN_OK : dtrain__storage_fail(path.text, "opened", code);
-}
-
-/* Clear away what saves, or removals, have left unfinished. A checkpoint that was being replaced
- * gets its name back, or is removed if the new one has that. */
+/* Clear away what saves, or removals, have left unfinished. A checkpoint that was being replaced is
+ * removed if the new one has its name, and gets the name back if a crash came between the two
+ * renames of dtrain__publish_step. */
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder)
 {
-    static const char *const suffixes[] = {".tmp", ".old"};
+    dtrain__steps list;
+    DTRAIN__TRY(dtrain__steps_list(folder, ".tmp", &list));
     dtrain_result result = DTRAIN_OK;
-    for (int s = 0; s < 2 && result == DTRAIN_OK; s++) {
-        dtrain__steps list;
-        DTRAIN__TRY(dtrain__steps_list(folder, suffixes[s], &list));
-        for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++) {
-            const dtrain__file_path path = dtrain__step_path(folder, list.steps[i], "");
-            const dtrain__file_path left = dtrain__step_path(folder, list.steps[i], suffixes[s]);
-            bool is_old = false;
-            if (s) result = dtrain__step_is_old(folder, list.steps[i], &is_old);
-            if (result == DTRAIN_OK)
-                result = is_old ? dtrain__storage_rename(folder->storage, left.text, path.text)
-                                : dtrain__step_remove(folder, list.steps[i], suffixes[s]);
-        }
-        dtrain__steps_free(&list);
+    for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++)
+        result = dtrain__step_remove(folder, list.keys[i] / 2, ".tmp");
+    dtrain__steps_free(&list);
+    if (result == DTRAIN_OK) result = dtrain__steps_list(folder, "", &list);
+    for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++) {
+        const int64_t key = list.keys[i];
+        const dtrain__file_path old = dtrain__key_path(folder, key);
+        const dtrain__file_path path = dtrain__key_path(folder, key + 1);
+        if (key % 2) continue;
+        result = i && list.keys[i - 1] == key + 1
+                     ? dtrain__step_remove(folder, key / 2, ".old")
+                     : dtrain__storage_rename(folder->storage, old.text, path.text);
     }
+    dtrain__steps_free(&list);
     return result;
 }
 
@@ -214,8 +195,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     int code = 0, number = 0;
     aside->text[0] = 0;
     DTRAIN__TRY(dtrain__steps_list(folder, "", &list));
-    while (later < list.count && list.steps[later] > above) later++;
-    const int64_t newest = later < list.count ? list.steps[later] : -1;
+    while (later < list.count && list.keys[later] / 2 > above) later++;
+    const int64_t newest = later < list.count ? list.keys[later] / 2 : -1;
     do {
         if (!later) break;
         *aside = dtrain__path_in(folder->path, "aside-%d", ++number);
@@ -224,8 +205,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     dtrain_result result = code >= 0 ? DTRAIN_OK : dtrain__storage_fail(aside->text, "made", code);
     const dtrain__folder there = {folder->storage, folder->allocator, aside->text};
     for (size_t i = later; i-- > 0 && result == DTRAIN_OK;) {
-        const dtrain__file_path from = dtrain__step_path(folder, list.steps[i], "");
-        const dtrain__file_path to = dtrain__step_path(&there, list.steps[i], "");
+        const dtrain__file_path from = dtrain__key_path(folder, list.keys[i]);
+        const dtrain__file_path to = dtrain__key_path(&there, list.keys[i]);
         result = dtrain__storage_rename(folder->storage, from.text, to.text);
     }
     dtrain__steps_free(&list);

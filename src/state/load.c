@@ -335,16 +335,14 @@ static dtrain_result dtrain__load_newest(dtrain__load *load)
     const dtrain_state *state = load->state;
     char passed[256] = "";
     for (size_t i = 0;; i++) {
-        int64_t which[2] = {i < load->steps.count ? load->steps.steps[i] : -1, 0}; /* of rank 0 */
-        bool differs, old = false;
-        if (which[0] >= 0) (void)dtrain__step_is_old(&load->folder, which[0], &old);
-        which[1] = old;
-        DTRAIN__TRY(dtrain_broadcast(state->comm, which, 2, DTRAIN_DTYPE_I64, 0, NULL));
-        if (which[0] < 0)
+        int64_t key = i < load->steps.count ? load->steps.keys[i] : -1; /* of rank 0 */
+        bool differs;
+        DTRAIN__TRY(dtrain_broadcast(state->comm, &key, 1, DTRAIN_DTYPE_I64, 0, NULL));
+        if (key < 0)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "no checkpoint in %s can be read; the last one that was tried: %s",
                                load->folder.path, passed);
-        load->directory = dtrain__step_path(&load->folder, which[0], which[1] ? ".old" : "");
+        load->directory = dtrain__key_path(&load->folder, key);
         const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
         if (tried.result == DTRAIN_OK && passed[0])
             dtrain__load_note(load, "newer ones were passed over: ", passed);

@@ -312,12 +312,12 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
     bool ours = list.count == 0;
     for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
-        const dtrain__file_path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        const dtrain__file_path path = dtrain__key_path(&c->folder, list.keys[i]);
         if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
         ours = manifest.run == state->run;
         dtrain__manifest_free(&manifest);
     }
-    const int64_t newest = list.count ? list.steps[0] : -1;
+    const int64_t newest = list.count ? list.keys[0] / 2 : -1;
     dtrain__steps_free(&list);
     if (!ours && !c->desc.set_aside)
         return dtrain_fail(
@@ -413,7 +413,7 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
     double *metrics =
         (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
     for (size_t i = 0; i < list.count && metrics && c->desc.keep_best; i++) {
-        const dtrain__file_path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        const dtrain__file_path path = dtrain__key_path(&c->folder, list.keys[i]);
         metrics[i] = DBL_MAX;
         if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
         if ((manifest.metric_bits >> 52 & 0x7ff) != 0x7ff)
@@ -425,8 +425,8 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
         for (size_t k = 0; k < list.count; k++)
             better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
         const bool best = metrics[i] < DBL_MAX && better < c->desc.keep_best;
-        if (list.steps[i] == c->step || best) continue;
-        if (dtrain__step_remove(&c->folder, list.steps[i], "") != DTRAIN_OK)
+        if (list.keys[i] / 2 == c->step || best) continue;
+        if (dtrain__step_remove(&c->folder, list.keys[i] / 2, list.keys[i] % 2 ? "" : ".old"))
             dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
                        dtrain__bare(dtrain_last_error()));
     }
