@@ -45,6 +45,7 @@ typedef struct dtrain__held {
     int64_t rank;               /* whose list or file it is in; -1: none */
     int64_t at;                 /* of the name, in those gathered; of the first byte in the file */
     int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
+    char *copy_at;              /* of a rank that saves: in the snapshot; NULL: there is none */
     const char *crc;            /* of a file: CRC_DIGITS hexadecimal digits for each block */
 } dtrain__held;
 
@@ -130,15 +131,6 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, i
 
 /* ---- Saving -----------------------------------------------------------------------------------*/
 
-/* One piece that this rank writes. */
-typedef struct dtrain__write_piece {
-    const dtrain__held *held;
-    uint64_t bytes;
-    uint64_t at;   /* first byte, from the beginning of the file's data */
-    char *copy;    /* in the snapshot; NULL: there is none */
-    uint32_t *crc; /* of each block */
-} dtrain__write_piece;
-
 typedef struct dtrain__write_file {
     size_t first, count; /* pieces */
     uint64_t bytes;      /* of data */
@@ -159,13 +151,11 @@ struct dtrain_checkpoint {
     int lock;     /* rank 0: the file; -1: none */
     uint64_t run; /* rank 0: whose history the directory has */
 
-    dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
+    dtrain__held *held; /* (held_room) what this rank writes, by file and place */
     char *held_names;   /* (held_names_bytes) */
     size_t held_count, held_room, held_names_bytes;
-    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see save.c */
-    size_t piece_count, piece_room;
-    uint32_t *crcs; /* (crc_count) of all pieces */
-    size_t crc_count;
+    char *crcs; /* (crc_bytes) of all pieces, and a 0 */
+    size_t crc_bytes;
     dtrain__write_file files[2]; /* values; all else */
     char *snapshot;              /* page-locked where the device is no CPU; NULL: there is none */
     char *bounce;                /* (BLOCK) for what is not in host memory; NULL: there is none */

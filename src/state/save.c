@@ -66,21 +66,26 @@ static void dtrain__poll_sleep(void)
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
+static uint64_t dtrain__held_bytes(const dtrain__held *held)
+{
+    return (uint64_t)held->tensor.piece.count * dtrain__state_bytes(held->tensor.dtype);
+}
+
 /* Append the name of a piece in its file, and describe the piece as the file has it. A whole tensor
  * has its own name and shape. A box adds its place along each axis, "wte[0:64,0:128]"; a run adds
  * its elements of the tensor or box, "wte[0:16384]". The names of all kinds but values begin with
  * the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain__write_piece *piece, dtrain__text *name,
+static dtrain_result dtrain__piece_stored(const dtrain__held *held, dtrain__text *name,
                                           dtrain__stored *stored)
 {
-    const dtrain_state_tensor *tensor = &piece->held->tensor;
+    const dtrain_state_tensor *tensor = &held->tensor;
     const dtrain_piece *part = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
     const bool boxed = !dtrain__box_same(part, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
     const bool run = part->count != dtrain__box_count(part);
     const size_t before = name->bytes;
     stored->dtype = tensor->dtype;
-    stored->begin = piece->at;
-    stored->end = piece->at + piece->bytes;
+    stored->begin = (uint64_t)held->at;
+    stored->end = stored->begin + dtrain__held_bytes(held);
     stored->dims = run ? 1 : 0;
     stored->shape[0] = part->count;
     dtrain__text_add(name, "%s%s%s", value ? "" : dtrain__state_kind_name(tensor->kind),
@@ -116,18 +121,18 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__wri
     file->header.bytes = 0;
     dtrain__text_add(metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
-        const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        const dtrain_state_tensor *tensor = &piece->held->tensor;
+        const dtrain__held *held = &c->held[file->first + i];
+        const dtrain_state_tensor *tensor = &held->tensor;
         dtrain__stored stored;
         int64_t numbers[16] = {tensor->kind, tensor->own};
         memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
         memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
         key->bytes = value->bytes = 0;
         dtrain__text_add(key, DTRAIN__PIECE_KEY);
-        result = dtrain__piece_stored(piece, key, &stored);
+        result = dtrain__piece_stored(held, key, &stored);
         for (int n = 0; n < 16; n++) dtrain__text_add(value, "%lld ", (long long)numbers[n]);
-        for (size_t b = 0; b < dtrain__blocks_of(piece->bytes); b++)
-            dtrain__text_add(value, "%08x", piece->crc[b]);
+        dtrain__text_append(value, held->crc,
+                            dtrain__blocks_of(dtrain__held_bytes(held)) * DTRAIN__CRC_DIGITS);
         dtrain__text_add(value, " %s", tensor->name);
         if (result == DTRAIN_OK && value->failed) result = DTRAIN_ERROR_MEMORY;
         if (result != DTRAIN_OK) break;
@@ -145,34 +150,44 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__wri
     return result;
 }
 
-/* Plan both files, wide elements first, so that all are aligned, and make the memory that blocks
- * and snapshots are copied to. A tensor without elements has an entry in its file. */
+/* Order pieces by file, wide elements first: so all are aligned. */
+static int dtrain__file_order(const void *left, const void *right)
+{
+    const dtrain_state_tensor *a = &((const dtrain__held *)left)->tensor;
+    const dtrain_state_tensor *b = &((const dtrain__held *)right)->tensor;
+    const int files = (a->kind != DTRAIN_STATE_VALUE) - (b->kind != DTRAIN_STATE_VALUE);
+    const int widths = (int)dtrain__state_bytes(b->dtype) - (int)dtrain__state_bytes(a->dtype);
+    return files ? files : widths ? widths : dtrain__held_order(left, right);
+}
+
+/* Plan both files, and make the memory that blocks and snapshots are copied to. A tensor without
+ * elements has an entry in its file. */
 static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
-    size_t copied = 0;
+    size_t copied = 0, count = 0;
     void *memory;
-    for (size_t n = 0; n < 8 * c->held_count; n++) {
-        const size_t round = n / c->held_count, each = (size_t)8 >> round % 4;
-        const dtrain__held *held = &c->held[n % c->held_count];
-        dtrain__write_file *file = &c->files[round / 4];
-        if (held->rank != c->rank || (!held->tensor.piece.count && held->tensor.total) ||
-            (held->tensor.kind != DTRAIN_STATE_VALUE) != (round >= 4) ||
-            dtrain__state_bytes(held->tensor.dtype) != each)
-            continue;
-        if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
-                          sizeof *c->pieces, "the plan of a save"))
-            return DTRAIN_ERROR_MEMORY;
-        const uint64_t bytes = (uint64_t)held->tensor.piece.count * each;
-        const dtrain__write_piece piece = {held, bytes, file->bytes, NULL, NULL};
-        if (!file->count++) file->first = c->piece_count;
-        c->pieces[c->piece_count++] = piece;
-        c->crc_count += dtrain__blocks_of(bytes);
-        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
-        file->bytes += bytes;
+    for (size_t i = 0; i < c->held_count; i++) {
+        const dtrain__held *held = &c->held[i];
+        if (held->rank == c->rank && (held->tensor.piece.count || !held->tensor.total))
+            c->held[count++] = *held;
     }
-    c->crcs = (uint32_t *)dtrain__alloc(&c->allocator, c->crc_count, sizeof *c->crcs, "checksums");
+    c->held_count = count;
+    qsort(c->held, count, sizeof *c->held, dtrain__file_order);
+    c->crc_bytes = 1;
+    for (size_t i = 0; i < count; i++) {
+        dtrain__held *held = &c->held[i];
+        dtrain__write_file *file = &c->files[held->tensor.kind != DTRAIN_STATE_VALUE];
+        const uint64_t bytes = dtrain__held_bytes(held);
+        held->at = (int64_t)file->bytes;
+        if (!file->count++) file->first = i;
+        file->bytes += bytes;
+        c->crc_bytes += dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
+        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
+    }
+    c->crcs = (char *)dtrain__alloc(&c->allocator, c->crc_bytes, 1, "checksums");
     if (!c->crcs) return DTRAIN_ERROR_MEMORY;
+    memset(c->crcs, '0', c->crc_bytes);
     if (c->desc.background && copied) {
         DTRAIN__TRY(device->ops->host_alloc(device, copied, &memory));
         c->snapshot = (char *)memory;
@@ -181,14 +196,13 @@ static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
         c->bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
         if (!c->bounce) return DTRAIN_ERROR_MEMORY;
     }
-    char *copy = c->snapshot;
-    uint32_t *crc = c->crcs;
-    for (size_t i = 0; i < c->piece_count; i++) {
-        const uint64_t bytes = c->pieces[i].bytes;
-        c->pieces[i].copy = copy;
-        c->pieces[i].crc = crc;
+    char *copy = c->snapshot, *crc = c->crcs;
+    for (size_t i = 0; i < count; i++) {
+        const uint64_t bytes = dtrain__held_bytes(&c->held[i]);
+        c->held[i].copy_at = copy;
+        c->held[i].crc = crc;
         if (copy) copy += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
-        crc += dtrain__blocks_of(bytes);
+        crc += dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
     }
     for (int f = 0; f < 2; f++) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
     return DTRAIN_OK;
@@ -222,12 +236,12 @@ static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
 static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
-    for (size_t i = 0; i < c->piece_count; i++) {
-        const dtrain__write_piece *piece = &c->pieces[i];
-        const char *from = (const char *)piece->held->tensor.memory;
-        if (device->ops->host_memory)
-            dtrain__copy_past_cache(piece->copy, from, (size_t)piece->bytes);
-        else DTRAIN__TRY(dtrain_device_copy(device, piece->copy, from, (size_t)piece->bytes));
+    for (size_t i = 0; i < c->held_count; i++) {
+        const dtrain__held *held = &c->held[i];
+        const char *from = (const char *)held->tensor.memory;
+        const size_t bytes = (size_t)dtrain__held_bytes(held);
+        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
+        else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
     }
     return DTRAIN_OK;
 }
@@ -236,20 +250,22 @@ static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* Write a piece after the header of its file, block by block. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
-                                         uint64_t data, const dtrain__write_piece *piece)
+                                         uint64_t data, const dtrain__held *held)
 {
-    const char *from = piece->copy ? piece->copy : (const char *)piece->held->tensor.memory;
-    for (uint64_t done = 0; done < piece->bytes; done += DTRAIN__BLOCK) {
-        const size_t count =
-            (size_t)dtrain__min((int64_t)(piece->bytes - done), (int64_t)DTRAIN__BLOCK);
+    const char *from = held->copy_at ? held->copy_at : (const char *)held->tensor.memory;
+    const uint64_t bytes = dtrain__held_bytes(held);
+    char *crc = c->crcs + (held->crc - c->crcs), digits[DTRAIN__CRC_DIGITS + 1];
+    for (uint64_t done = 0; done < bytes; done += DTRAIN__BLOCK, crc += DTRAIN__CRC_DIGITS) {
+        const size_t count = (size_t)dtrain__min((int64_t)(bytes - done), (int64_t)DTRAIN__BLOCK);
         const char *block = from + done;
         if (c->bounce) {
             DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, c->bounce, block, count));
             block = c->bounce;
         }
-        piece->crc[done / DTRAIN__BLOCK] = dtrain__crc32c(0, block, count);
+        snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, block, count));
+        memcpy(crc, digits, DTRAIN__CRC_DIGITS);
         DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count,
-                                          data + piece->at + done));
+                                          data + (uint64_t)held->at + done));
     }
     return DTRAIN_OK;
 }
@@ -270,7 +286,7 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
         int file;
         DTRAIN__TRY(dtrain__storage_open(storage, tmp.text, DTRAIN_STORAGE_CREATE, &file));
         for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++)
-            result = dtrain__piece_write(c, file, tmp.text, data, &c->pieces[plan->first + i]);
+            result = dtrain__piece_write(c, file, tmp.text, data, &c->held[plan->first + i]);
         if (result == DTRAIN_OK) result = dtrain__file_header(c, plan);
         if (result == DTRAIN_OK)
             result =
@@ -769,8 +785,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     dtrain__free(&allocator, c->bounce, DTRAIN__BLOCK, 1);
     dtrain__free(&allocator, c->held, c->held_room, sizeof *c->held);
     dtrain__free(&allocator, c->held_names, c->held_names_bytes, 1);
-    dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
-    dtrain__free(&allocator, c->crcs, c->crc_count, sizeof *c->crcs);
+    dtrain__free(&allocator, c->crcs, c->crc_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;
 }
