@@ -54,12 +54,6 @@ typedef struct dtrain__held {
 /* The largest step or count that is saved or loaded: programs add to it and multiply it. */
 #define DTRAIN__STEP_MOST (INT64_MAX / 4)
 
-/* An object in the text; NULL: there is none. */
-typedef struct dtrain__object {
-    const char *at;
-    size_t bytes;
-} dtrain__object;
-
 typedef struct dtrain__saved_tensor {
     const dtrain__held *pieces; /* (count) */
     size_t count;
@@ -74,7 +68,7 @@ typedef struct dtrain__manifest {
     uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
     bool hierarchical;
-    dtrain__object model, settings;
+    const char *model, *settings;  /* where their objects begin; NULL: there is none */
     dtrain__tensor_file *files;    /* (file_count) */
     dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
     dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */

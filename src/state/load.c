@@ -165,12 +165,14 @@ static bool dtrain__cuts_same(const dtrain__load *load)
 
 /* List the settings that have another text in the manifest. Keys that only one side has do not
  * count. */
-static void dtrain__settings_compare(const dtrain__object *object, const char *const *pairs,
-                                     dtrain__name_list *list)
+static void dtrain__settings_compare(const dtrain__manifest *m, const char *object,
+                                     const char *const *pairs, dtrain__name_list *list)
 {
     char key[DTRAIN__SETTING], was[DTRAIN__SETTING];
-    dtrain__json json = dtrain__json_begin("settings", object->at, object->bytes);
-    if (!object->at || !pairs || !dtrain__json_enter(&json, '{')) return;
+    if (!object || !pairs) return;
+    dtrain__json json =
+        dtrain__json_begin("settings", object, (size_t)(m->text + m->text_bytes - object));
+    (void)dtrain__json_enter(&json, '{');
     while (dtrain__json_member(&json, key, sizeof key) &&
            dtrain__json_string(&json, was, sizeof was)) {
         size_t i = 0;
@@ -181,19 +183,26 @@ static void dtrain__settings_compare(const dtrain__object *object, const char *c
     }
 }
 
-/* List how the checkpoint differs from what this run loads of it. Residuals, and what an optimizer
- * keeps that this one does not, are said once for all parameters. */
-static void dtrain__load_differences(const dtrain__load *load, dtrain__name_list *lists)
+/* List how the checkpoint differs from what this run loads of it: an error names all that cannot be
+ * loaded, the note has the rest. Residuals, and what an optimizer keeps that this one does not, are
+ * said once for all parameters. */
+static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
+    dtrain__name_list lists[DTRAIN__DIFFERENCES];
+    char text[1024];
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
     const int ranks = dtrain_comm_size(state->comm), before = (int)m->ranks;
     const bool all = !load->desc.values_only;
     const bool by_nodes = m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy);
     bool said[DTRAIN_STATE_KINDS] = {false};
-    dtrain__settings_compare(&m->model, state->desc.model, &lists[DTRAIN__OTHER_MODEL]);
+    if (load->desc.this_job && m->job != load->job)
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job",
+                           load->directory.text);
+    memset(lists, 0, sizeof lists);
+    dtrain__settings_compare(m, m->model, state->desc.model, &lists[DTRAIN__OTHER_MODEL]);
     if (all)
-        dtrain__settings_compare(&m->settings, state->desc.settings,
+        dtrain__settings_compare(m, m->settings, state->desc.settings,
                                  &lists[DTRAIN__OTHER_SETTINGS]);
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
@@ -234,19 +243,6 @@ static void dtrain__load_differences(const dtrain__load *load, dtrain__name_list
         else if (!said[tensor->kind]) dtrain__name_add(&lists[DTRAIN__LEFT_OUT], "%s", kind_name);
         said[tensor->kind] = true;
     }
-}
-
-/* Compare the checkpoint with this run: what cannot be loaded is an error that names all
- * differences, and the note has the others. */
-static dtrain_result dtrain__load_compare(dtrain__load *load)
-{
-    dtrain__name_list lists[DTRAIN__DIFFERENCES];
-    char text[1024];
-    if (load->desc.this_job && load->manifest.job != load->job)
-        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job",
-                           load->directory.text);
-    memset(lists, 0, sizeof lists);
-    dtrain__load_differences(load, lists);
     (void)dtrain__difference_text(lists, DTRAIN__DIFFERENCES, load->info.note,
                                   sizeof load->info.note);
     if (load->desc.partial || !dtrain__difference_text(lists, DTRAIN__REFUSED, text, sizeof text))

@@ -101,13 +101,12 @@ static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const cha
     return dtrain__json_string(json, here, (size_t)(json->end - json->at));
 }
 
-static bool dtrain__read_object(dtrain__json *json, dtrain__object *object)
+/* Step over an object that is read later. */
+static bool dtrain__read_later(dtrain__json *json, const char **object)
 {
     (void)dtrain__json_peek(json);
-    object->at = json->at;
-    if (!dtrain__json_skip(json)) return false;
-    object->bytes = (size_t)(json->at - object->at);
-    return true;
+    *object = json->at;
+    return dtrain__json_skip(json);
 }
 
 /* Read the text of a manifest, the seal first. Other members than these are skipped: people, or a
@@ -134,8 +133,8 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
         else if (strcmp(name, "metric_bits") == 0) (void)dtrain__json_u64(j, &m->metric_bits);
         else if (strcmp(name, "run") == 0) (void)dtrain__json_u64(j, &m->run);
         else if (strcmp(name, "job") == 0) (void)dtrain__json_u64(j, &m->job);
-        else if (strcmp(name, "model") == 0) (void)dtrain__read_object(j, &m->model);
-        else if (strcmp(name, "settings") == 0) (void)dtrain__read_object(j, &m->settings);
+        else if (strcmp(name, "model") == 0) (void)dtrain__read_later(j, &m->model);
+        else if (strcmp(name, "settings") == 0) (void)dtrain__read_later(j, &m->settings);
         else if (strcmp(name, "headers") == 0) (void)dtrain__read_text(m, j, &m->headers);
         else (void)dtrain__json_skip(j);
     DTRAIN__TRY(dtrain__json_end(j));
