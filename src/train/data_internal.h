@@ -24,8 +24,8 @@ typedef struct dtrain__data_files {
 typedef struct dtrain__format {
     const char *name;
     int64_t vocab_count;
-    uint32_t item_bytes; /* of a record with its labels, where the format fixes it */
-    uint32_t label_bytes;
+    uint32_t record_bytes; /* of an item with its labels, where the format fixes it */
+    uint32_t label_bytes;  /* at the beginning of a record */
     /* Check the beginning and the size of a file; set its header_bytes and item_count. */
     dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
     dtrain_read_fn read; /* user: the dataset; first and count lie inside */

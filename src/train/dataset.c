@@ -32,6 +32,9 @@
 #define DTRAIN__BIN_MAGIC_U32 20240801u
 #define DTRAIN__TOKEN_BYTES 4096 /* read at once, into the stack, which can be of 64 KiB */
 #define DTRAIN__CIFAR_PIXELS 3072
+#define DTRAIN__RECORD_BYTES (2 + DTRAIN__CIFAR_PIXELS) /* of the largest with a label in it */
+#define DTRAIN__COMPRESSED "compressed data: decompress it first"
+#define DTRAIN__UTF16 "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it"
 #define DTRAIN__IDX_AXES 4
 #define DTRAIN__IDX_BYTES 8u /* the type: unsigned bytes */
 
@@ -45,15 +48,40 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
     return value;
 }
 
-/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
- * file counts as no .bin: the read that follows reports the error. */
-static bool dtrain__is_bin(const dtrain__data_file *file)
+/* What a file is by its first bytes, which no text begins with. */
+#define DTRAIN__MAGICS_BIN 2     /* the first of the table are .bin files of llm.c; ... */
+#define DTRAIN__MAGICS_HEADERS 3 /* these are headers, which no file of mere records begins with */
+static const struct {
+    const char *bytes, *what;
+} dtrain__magics[] = {{"\x88\xd8\x34\x01", "an llm.c token file (DTRAIN_DATA_BIN)"},
+                      {"\xa1\xd9\x34\x01", "an llm.c token file (DTRAIN_DATA_BIN)"},
+                      {"\x93NUMPY", "a .npy file: array.tofile(PATH) writes numbers only"},
+                      {"\xc6\xd7\x34\x01", "a model of llm.c, by its magic 20240326"},
+                      {"\xc7\xd7\x34\x01", "a debugging state of llm.c, by its magic 20240327"},
+                      {"\xc8\xd7\x34\x01", "a tokenizer of llm.c, by its magic 20240328"},
+                      {"\x8a\xd8\x34\x01", "an evaluation of llm.c, by its magic 20240522"},
+                      {"PAR1\x15", "a Parquet file: write its text to a file"},
+                      {"\x1f\x8b\x08", DTRAIN__COMPRESSED}, /* gzip, zstd, xz, bzip2, zip */
+                      {"\x28\xb5\x2f\xfd", DTRAIN__COMPRESSED},
+                      {"\xfd\x37zXZ", DTRAIN__COMPRESSED},
+                      {"BZh91AY&SY", DTRAIN__COMPRESSED},
+                      {"PK\x03\x04", DTRAIN__COMPRESSED},
+                      {"\xff\xfe", DTRAIN__UTF16},
+                      {"\xfe\xff", DTRAIN__UTF16}};
+#define DTRAIN__MAGICS (sizeof dtrain__magics / sizeof *dtrain__magics)
+
+/* Return which magic a file begins with; DTRAIN__MAGICS: none. An unreadable file counts as none:
+ * the read that follows reports the error. */
+static size_t dtrain__magic_of(const dtrain__data_file *file)
 {
-    unsigned char head[4];
-    if (file->opened.st_size < 4 || dtrain__data_file_read(file, 0, head, sizeof head) != DTRAIN_OK)
-        return false;
-    const uint32_t magic = dtrain__le(head, 4);
-    return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+    char head[16] = {0}; /* longer than all of them */
+    size_t i = 0;
+    const int64_t bytes = dtrain__min(file->opened.st_size, (int64_t)sizeof head);
+    if (dtrain__data_file_read(file, 0, head, (size_t)bytes) != DTRAIN_OK) return DTRAIN__MAGICS;
+    while (i < DTRAIN__MAGICS &&
+           memcmp(head, dtrain__magics[i].bytes, strlen(dtrain__magics[i].bytes)) != 0)
+        i++;
+    return i;
 }
 
 /* Bytes of a sample of a file, by their place in a group of four. */
@@ -77,7 +105,7 @@ static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t siz
     if (size % 2) return NULL;
     if ((10 * odd > 18 * n && 10 * letters[0] > 18 * n) ||
         (10 * even > 18 * n && 10 * letters[1] > 18 * n))
-        return "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
+        return DTRAIN__UTF16;
     const bool low = odd >= 2 * n && even < n;
     const bool words = c->high[1] + c->high[3] == 0 && 10 * (c->high[0] + c->high[2]) > n;
     return low || words ? "uint16 tokens, as nanoGPT's .bin" : NULL;
@@ -88,26 +116,10 @@ static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t siz
 static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                                            const dtrain__data_file *file)
 {
-    static const char packed[] = "compressed data: decompress it first",
-                      utf16[] = "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
-    static const struct {
-        const char *magic, *what;
-    } known[] = {{"\xc6\xd7\x34\x01", "a model of llm.c, by its magic 20240326"},
-                 {"\xc7\xd7\x34\x01", "a debugging state of llm.c, by its magic 20240327"},
-                 {"\xc8\xd7\x34\x01", "a tokenizer of llm.c, by its magic 20240328"},
-                 {"\x8a\xd8\x34\x01", "an evaluation of llm.c, by its magic 20240522"},
-                 {"\x93NUMPY", "a .npy file: array.tofile(PATH) writes numbers only"},
-                 {"PAR1\x15", "a Parquet file: write its text to a file"},
-                 {"\x1f\x8b\x08", packed}, /* gzip, zstd, xz, bzip2, zip */
-                 {"\x28\xb5\x2f\xfd", packed},
-                 {"\xfd\x37zXZ", packed},
-                 {"BZh91AY&SY", packed},
-                 {"PK\x03\x04", packed},
-                 {"\xff\xfe", utf16},
-                 {"\xfe\xff", utf16}};
     const int64_t size = (int64_t)file->opened.st_size;
     unsigned char page[4096];
-    const char *what = NULL;
+    const size_t magic = dtrain__magic_of(file);
+    const char *what = magic < DTRAIN__MAGICS ? dtrain__magics[magic].what : NULL;
     bool text = true;
     dtrain__byte_counts c;
     memset(&c, 0, sizeof c);
@@ -122,13 +134,7 @@ static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
             c.high[i % 4] += page[i] > 0xc4;
         }
         c.all += bytes;
-        if (part > 0) continue;
-        text = c.control == 0 || dataset->info.vocab_count <= 256;
-        for (size_t i = 0; i < sizeof known / sizeof *known && !what; i++) {
-            const size_t length = strlen(known[i].magic);
-            if ((size_t)bytes >= length && memcmp(page, known[i].magic, length) == 0)
-                what = known[i].what;
-        }
+        if (part == 0) text = c.control == 0 || dataset->info.vocab_count <= 256;
     }
     if (!what) what = dtrain__wide_tokens(&c, size);
     if (!what && !text) what = "no text, and the vocabulary is larger than 256";
@@ -177,28 +183,30 @@ static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_fil
                        file->path, (long long)file->item_count, (long long)bytes, (long long)size);
 }
 
-/* Take a file of tokens without a header; its format says how many bytes a token has. Any file is
- * one of bytes. */
+/* Take a file of records without a header, tokens or images with labels; its format says how many
+ * bytes a record has. Any file is one of bytes. */
 static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
+    const dtrain__format *format = dataset->format;
     const int64_t size = (int64_t)file->opened.st_size;
-    unsigned char head[6] = {0};
-    dataset->token_bytes = dataset->format->item_bytes;
-    file->item_count = size / dataset->token_bytes;
-    if (dataset->token_bytes == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)dtrain__min(size, sizeof head)));
-    if (dtrain__is_bin(file) || memcmp(head, "\x93NUMPY", sizeof head) == 0)
+    if (format->label_bytes) {
+        static const int64_t shape[3] = {3, 32, 32};
+        dataset->info.item_bytes = DTRAIN__CIFAR_PIXELS;
+        memcpy(dataset->info.shape, shape, sizeof shape);
+    } else dataset->token_bytes = format->record_bytes;
+    file->item_count = size / format->record_bytes;
+    if (format->record_bytes == 1) return DTRAIN_OK;
+    const size_t magic = dtrain__magic_of(file);
+    if (magic < DTRAIN__MAGICS_HEADERS)
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s begins with the header of %s, and %s have none",
-                           file->path,
-                           head[0] != 0x93 ? "an llm.c token file (DTRAIN_DATA_BIN)"
-                                           : "a .npy file (array.tofile(PATH) writes none)",
-                           dataset->format->name);
-    if (size % dataset->token_bytes == 0) return DTRAIN_OK;
+                           "dtrain_dataset_open: %s begins with a header, and %s have none: it is "
+                           "%s",
+                           file->path, format->name, dtrain__magics[magic].what);
+    if (size % format->record_bytes == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
-                       "cut off?",
-                       file->path, (long long)size, dataset->format->name);
+                       "cut off, or another format?",
+                       file->path, (long long)size, format->name);
 }
 
 /* Read tokens of 1, 2 or 4 bytes through a small buffer, file after file. */
@@ -229,40 +237,6 @@ static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t coun
 }
 
 /* ---- Images -----------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file)
-{
-    const dtrain__format *format = dataset->format;
-    dataset->info.item_bytes = DTRAIN__CIFAR_PIXELS;
-    dataset->info.shape[0] = 3;
-    dataset->info.shape[1] = dataset->info.shape[2] = 32;
-    file->item_count = (int64_t)file->opened.st_size / format->item_bytes;
-    if (file->opened.st_size % format->item_bytes == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s has %lld bytes, no whole number of records of %u: "
-                       "is it the binary version of %s, and not cut off?",
-                       file->path, (long long)file->opened.st_size, format->item_bytes,
-                       format->name);
-}
-
-/* Read records one by one: a label or two, then pixels. */
-static dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count, void *items,
-                                        int32_t *labels)
-{
-    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const uint32_t record_bytes = dataset->format->item_bytes,
-                   label_bytes = dataset->format->label_bytes;
-    unsigned char record[2 + DTRAIN__CIFAR_PIXELS];
-    for (int64_t i = 0; i < count; i++) {
-        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
-        const int64_t at = first + i - file->first_item;
-        DTRAIN__TRY(dtrain__data_file_read(file, at * record_bytes, record, record_bytes));
-        memcpy((unsigned char *)items + i * DTRAIN__CIFAR_PIXELS, record + label_bytes,
-               DTRAIN__CIFAR_PIXELS);
-        if (labels) labels[i] = record[label_bytes - 1]; /* the last one is the fine one */
-    }
-    return DTRAIN_OK;
-}
 
 /* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
  * lengths must be exactly the bytes that follow. */
@@ -335,21 +309,26 @@ static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_fil
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count, void *items,
-                                      int32_t *labels)
+/* Read images one by one. A label is the last byte before the pixels of its record, CIFAR-100's fine
+ * one, or in the file beside. */
+static dtrain_result dtrain__images_read(void *user, int64_t first, int64_t count, void *items,
+                                         int32_t *labels)
 {
     const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const size_t bytes = dataset->info.item_bytes;
-    for (int64_t i = 0; i < count; i++) {
+    const size_t bytes = dataset->info.item_bytes, before = dataset->format->label_bytes;
+    unsigned char *to = (unsigned char *)items, record[DTRAIN__RECORD_BYTES];
+    for (int64_t i = 0; i < count; i++, to += bytes) {
         const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
         const int64_t at = first + i - file->first_item;
-        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * (int64_t)bytes,
-                                           (unsigned char *)items + (size_t)i * bytes, bytes));
-        if (!labels) continue;
-        const dtrain__data_file *beside = dtrain__data_file_of(&dataset->labels, first + i);
-        unsigned char label;
-        DTRAIN__TRY(dtrain__data_file_read(beside, beside->header_bytes + at, &label, 1));
-        labels[i] = label;
+        const int64_t offset = file->header_bytes + at * (int64_t)(before + bytes);
+        DTRAIN__TRY(dtrain__data_file_read(file, offset, before ? record : to, before + bytes));
+        unsigned char label = before ? record[before - 1] : 0;
+        if (before) memcpy(to, record + before, bytes);
+        else if (labels) {
+            file = dtrain__data_file_of(&dataset->labels, first + i);
+            DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at, &label, 1));
+        }
+        if (labels) labels[i] = label;
     }
     return DTRAIN_OK;
 }
@@ -362,44 +341,45 @@ static const dtrain__format dtrain__formats[] = {
     {"bytes", 256, 1, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
     {"uint16 tokens", 50257, 2, 0, dtrain__raw_learn, dtrain__tokens_read},
-    {"CIFAR-10", 10, 1 + 3072, 1, dtrain__cifar_learn, dtrain__cifar_read},
-    {"CIFAR-100", 100, 2 + 3072, 2, dtrain__cifar_learn, dtrain__cifar_read},
-    {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__idx_read},
+    {"records of 3073 bytes, the binary version of CIFAR-10", 10, 1 + DTRAIN__CIFAR_PIXELS, 1,
+     dtrain__raw_learn, dtrain__images_read},
+    {"records of 3074 bytes, the binary version of CIFAR-100", 100, 2 + DTRAIN__CIFAR_PIXELS, 2,
+     dtrain__raw_learn, dtrain__images_read},
+    {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__images_read},
     {"uint32 tokens", 50257, 4, 0, dtrain__raw_learn, dtrain__tokens_read},
 };
 
+/* Refuse fields that are out of range or contradict each other. */
 static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
 {
     const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
-    if (desc->format > last || desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: expected a dtrain_data_format, 0 to %u, and "
-                           "vocab_count 0 to 2^31, found %u and %lld",
-                           last, (unsigned)desc->format, (long long)desc->vocab_count);
-    if ((desc->path && !*desc->path) || !desc->path == !desc->read)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: expected a path, or read and item_count for a "
-                           "source of the host's own, found %s",
-                           desc->path && desc->read ? "both"
-                           : desc->path             ? "an empty path"
-                                                    : "neither");
-    if (desc->path && (desc->item_count || desc->item_bytes || desc->user))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: item_count, item_bytes and user are for a source "
-                           "of the host's own; files say what is in them");
-    if (!desc->labels != (desc->format != DTRAIN_DATA_IDX))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           desc->labels
-                               ? "dtrain_dataset_open: labels is for DTRAIN_DATA_IDX: other "
-                                 "formats have no files of labels"
-                               : "dtrain_dataset_open: DTRAIN_DATA_IDX needs labels, the files "
-                                 "with labels of the images in path");
-    if (desc->path) return DTRAIN_OK;
-    if (desc->item_count > 0 && desc->item_bytes <= SIZE_MAX / 2 && !desc->format) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_dataset_open: a source of the host's own has no format and at "
-                       "least 1 item, found %u and %lld items of %zu bytes",
-                       (unsigned)desc->format, (long long)desc->item_count, desc->item_bytes);
+    const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
+    const dtrain__bound bounds[] = {
+        {desc->format > last, "format", desc->format, "a dtrain_data_format"},
+        {desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS, "vocab_count",
+         (double)desc->vocab_count, "0 to 2^31"},
+        {desc->read && desc->item_count < 1, "item_count", (double)desc->item_count,
+         "at least 1 item of a source of the host's own"},
+        {desc->item_bytes > SIZE_MAX / 2, "item_bytes", (double)desc->item_bytes,
+         "the bytes of a sample"}};
+    const char *const wrong =
+        own && !desc->read   ? "a path, or read and item_count for a source of the host's own, is "
+                               "expected, found neither"
+        : !own && desc->read ? "path is for files and read for a source of the host's own; found "
+                               "both"
+        : !own && !*desc->path ? "path is empty"
+        : !own && (desc->item_count || desc->item_bytes || desc->user)
+            ? "item_count, item_bytes and user are for a source of the host's own; files say what "
+              "is in them"
+        : own && desc->format ? "a source of the host's own has no format"
+        : desc->labels && !idx
+            ? "labels is for DTRAIN_DATA_IDX: other formats have no files of labels"
+        : idx && !desc->labels
+            ? "DTRAIN_DATA_IDX needs labels, the files with labels of the images in path"
+            : NULL;
+    DTRAIN__TRY(
+        dtrain__check_bounds("dtrain_dataset_open", bounds, sizeof bounds / sizeof bounds[0]));
+    return wrong ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: %s", wrong) : DTRAIN_OK;
 }
 
 /* Add files to the sizes and the hash by which ranks compare what they read: of each the size and
@@ -429,7 +409,7 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
     DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->path, &dataset->data));
     if (desc->labels)
         DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->labels, &dataset->labels));
-    const bool bin = format == DTRAIN_DATA_AUTO && dtrain__is_bin(dataset->data.files);
+    const bool bin = dtrain__magic_of(dataset->data.files) < DTRAIN__MAGICS_BIN;
     if (format == DTRAIN_DATA_AUTO) format = bin ? DTRAIN_DATA_BIN : DTRAIN_DATA_BYTES;
     dataset->format = &dtrain__formats[format];
     dataset->read = dataset->format->read;
@@ -437,7 +417,8 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
     for (size_t i = 0; i < dataset->data.count; i++) {
         dtrain__data_file *file = &dataset->data.files[i];
         file->first_item = dataset->info.item_count;
-        if (desc->format == DTRAIN_DATA_AUTO && dtrain__is_bin(file) != bin)
+        if (desc->format == DTRAIN_DATA_AUTO &&
+            (dtrain__magic_of(file) < DTRAIN__MAGICS_BIN) != bin)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "dtrain_dataset_open: %s is %s and %s is not: name the format, or "
                                "leave one of them out",

@@ -28,55 +28,44 @@ static int dtrain__data_open(const char *path)
     return file;
 }
 
-/* Check that the file is the one that was opened, unchanged. Two changes within one tick of the
- * kernel's clock, a few ms, that leave the size alone look like one. */
-static dtrain_result dtrain__data_file_check(const dtrain__data_file *file, int descriptor)
-{
-    const struct stat *then = &file->opened;
-    struct stat now;
-    if (fstat(descriptor, &now) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be looked at: %s", file->path,
-                           strerror(errno));
-    if (now.st_size == then->st_size && now.st_mtim.tv_sec == then->st_mtim.tv_sec &&
-        now.st_mtim.tv_nsec == then->st_mtim.tv_nsec && now.st_ino == then->st_ino &&
-        now.st_dev == then->st_dev)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "%s changed while it was in use: it had %lld bytes when it was opened and "
-                       "has %lld now, %s; open the dataset again when nobody writes to its files",
-                       file->path, (long long)then->st_size, (long long)now.st_size,
-                       now.st_ino != then->st_ino    ? "being another file"
-                       : now.st_size < then->st_size ? "having been cut"
-                                                     : "having been written to");
-}
-
-/* Read all `bytes` at `offset`; fail if the file has changed since it was opened. */
+/* Read all `bytes` at `offset`; fail if the file is not the one that was opened, unchanged. Two
+ * changes within one tick of the kernel's clock, a few ms, that leave its size look like one. */
 DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
                                                      void *buffer, size_t bytes)
 {
+    const struct stat *then = &file->opened;
     const int descriptor = file->file >= 0 ? file->file : dtrain__data_open(file->path);
-    dtrain_result result = DTRAIN_OK;
+    struct stat now;
+    size_t done = 0;
+    ssize_t got = 1;
     if (descriptor < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened again: %s", file->path,
                            strerror(errno));
-    for (size_t done = 0; done < bytes && result == DTRAIN_OK;) {
-        const long long at = (long long)offset + (long long)done;
-        const ssize_t got =
-            pread(descriptor, (unsigned char *)buffer + done, bytes - done, (off_t)at);
+    while (done < bytes && (got > 0 || (got < 0 && errno == EINTR))) {
+        got = pread(descriptor, (unsigned char *)buffer + done, bytes - done,
+                    (off_t)(offset + (int64_t)done));
         if (got > 0) done += (size_t)got;
-        else if (got < 0 && errno != EINTR)
-            result = dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
-                                 file->path, at, strerror(errno));
-        else if (got == 0) { /* the file is shorter now: offsets lie inside its size at open */
-            result = dtrain__data_file_check(file, descriptor);
-            if (result == DTRAIN_OK)
-                result = dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
-                                     at, (long long)file->opened.st_size);
-        }
     }
-    if (result == DTRAIN_OK) result = dtrain__data_file_check(file, descriptor);
+    const bool failed = got < 0 || fstat(descriptor, &now) != 0;
+    const int error = errno;
     if (file->file < 0) close(descriptor);
-    return result;
+    if (failed)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s", file->path,
+                           (long long)offset + (long long)done, strerror(error));
+    if (now.st_size != then->st_size || now.st_mtim.tv_sec != then->st_mtim.tv_sec ||
+        now.st_mtim.tv_nsec != then->st_mtim.tv_nsec || now.st_ino != then->st_ino ||
+        now.st_dev != then->st_dev)
+        return dtrain_fail(
+            DTRAIN_ERROR_FILE,
+            "%s changed while it was in use: it had %lld bytes when it was opened and has %lld "
+            "now, %s; open the dataset again when nobody writes to its files",
+            file->path, (long long)then->st_size, (long long)now.st_size,
+            now.st_ino != then->st_ino    ? "being another file"
+            : now.st_size < then->st_size ? "having been cut"
+                                          : "having been written to");
+    if (done == bytes) return DTRAIN_OK; /* offsets lie inside the size at open */
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
+                       (long long)offset + (long long)done, (long long)then->st_size);
 }
 
 /* Return the file that holds an item of the dataset. */
@@ -207,5 +196,4 @@ DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
         dtrain__free(allocator, file->path, strlen(file->path) + 1, 1);
     }
     dtrain__free(allocator, files->files, files->room, sizeof *files->files);
-    memset(files, 0, sizeof *files);
 }

@@ -405,40 +405,31 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Refuse fields that contradict each other. */
+/* Refuse fields that are out of range or contradict each other. */
 static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
-    const bool tokens = desc->dataset && desc->dataset->info.item_bytes == 0;
-    if (!desc->dataset || desc->batch == 0 || desc->sequence < 0 || (tokens && !desc->sequence))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: expected a dataset and batch and sequence of at "
-                           "least 1, found %s, %u and %lld",
-                           desc->dataset ? "one" : "none", (unsigned)desc->batch,
-                           (long long)desc->sequence);
-    if (!tokens && desc->sequence)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: sequence is %lld, but %s holds samples, which "
-                           "are not cut: expected 0",
-                           (long long)desc->sequence, desc->dataset->name);
-    if (!desc->transform != !desc->output_bytes || (desc->user && !desc->transform) ||
-        (desc->transform && tokens))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: %s",
-                           desc->transform && tokens ? "transform is for samples, not for tokens"
-                           : desc->transform         ? "transform needs output_bytes"
-                                                     : "output_bytes and user are for a transform");
-    if ((desc->mesh && desc->comm) || desc->sample_limit < DTRAIN_ONE_EPOCH)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: sample_limit is %lld, expected DTRAIN_ONE_EPOCH, "
-                           "0 or more; or mesh and comm are both given",
-                           (long long)desc->sample_limit);
-    if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
-        (desc->prefetch && !desc->workers))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: workers is %u and prefetch %u; expected at most "
-                           "%d and %d, and no prefetch without workers",
-                           (unsigned)desc->workers, (unsigned)desc->prefetch, DTRAIN__MOST_WORKERS,
-                           DTRAIN__MOST_PREFETCH);
-    return DTRAIN_OK;
+    const char *const call = "dtrain_loader_create";
+    DTRAIN__GIVEN(call, desc->dataset);
+    const bool tokens = desc->dataset->info.item_bytes == 0;
+    const dtrain__bound bounds[] = {
+        {desc->batch == 0, "batch", 0, "at least 1"},
+        {tokens && desc->sequence < 1, "sequence", (double)desc->sequence, "at least 1"},
+        {!tokens && desc->sequence, "sequence", (double)desc->sequence,
+         "0, as the dataset holds samples, which are not cut"},
+        {desc->sample_limit < DTRAIN_ONE_EPOCH, "sample_limit", (double)desc->sample_limit,
+         "DTRAIN_ONE_EPOCH, 0 or more"},
+        {desc->workers > DTRAIN__MOST_WORKERS, "workers", desc->workers, "at most 64"},
+        {desc->prefetch > (desc->workers ? DTRAIN__MOST_PREFETCH : 0), "prefetch", desc->prefetch,
+         "at most 65536, and 0 without workers"}};
+    const char *const wrong = desc->transform && tokens ? "transform is for samples, not for tokens"
+                              : desc->transform && !desc->output_bytes
+                                  ? "transform needs output_bytes"
+                              : !desc->transform && (desc->output_bytes || desc->user)
+                                  ? "output_bytes and user are for a transform"
+                              : desc->mesh && desc->comm ? "mesh and comm are both given"
+                                                         : NULL;
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
+    return wrong ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s", call, wrong) : DTRAIN_OK;
 }
 
 /* Resolve item_count, and count the windows of an epoch and the shifts to choose from, by the rule

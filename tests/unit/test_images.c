@@ -110,12 +110,12 @@ static void test_cifar(void)
 
     CHECK(open_images(DTRAIN_DATA_CIFAR10, path_of("hundred"), NULL, &dataset) ==
           DTRAIN_ERROR_DATA);
-    CHECK(strstr(dtrain_last_error(), "has 184440 bytes, no whole number of records of 3073: is it "
+    CHECK(strstr(dtrain_last_error(), "has 184440 bytes, no whole number of records of 3073 bytes, "
                                       "the binary version of CIFAR-10") != NULL);
     CHECK(truncate(path_of("hundred"), 3074 * 30 + 1) == 0);
     CHECK(open_images(DTRAIN_DATA_CIFAR100, path_of("hundred"), NULL, &dataset) ==
           DTRAIN_ERROR_DATA);
-    CHECK(strstr(dtrain_last_error(), "records of 3074") != NULL);
+    CHECK(strstr(dtrain_last_error(), "records of 3074 bytes, the binary version of CIFAR-100") != NULL);
     CHECK(open_images(DTRAIN_DATA_CIFAR10, path_of("data_batch_1.bin"), path_of("hundred"),
                       &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "labels is for DTRAIN_DATA_IDX") != NULL);
@@ -416,7 +416,7 @@ static void test_refusals(void)
     CHECK(open_images(DTRAIN_DATA_BYTES, path_of("text"), NULL, &text) == DTRAIN_OK);
     dtrain_loader_desc desc = samples_desc(images, 1);
     desc.sequence = 4;
-    check_loader_refused(&desc, "sequence is 4, but");
+    check_loader_refused(&desc, "sequence is 4; expected 0");
     desc = samples_desc(images, 1);
     desc.output_bytes = 0;
     check_loader_refused(&desc, "transform needs output_bytes");
@@ -436,9 +436,9 @@ static void test_refusals(void)
     check_loader_refused(&desc, "0 samples from 2 on");
     desc = samples_desc(images, 1);
     desc.workers = 65;
-    check_loader_refused(&desc, "expected at most 64");
+    check_loader_refused(&desc, "workers is 65; expected at most 64");
     desc.workers = 0, desc.prefetch = 1;
-    check_loader_refused(&desc, "no prefetch without workers");
+    check_loader_refused(&desc, "prefetch is 1; expected at most 65536, and 0 without workers");
     dtrain_dataset_close(images);
     dtrain_dataset_close(text);
 
