@@ -64,6 +64,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
                     "steps that have data; use graph = false, or give all ranks as many batches"));
 }
 
+DTRAIN__PRIVATE dtrain__model_pass dtrain__step_pass(const dtrain_trainer_desc *desc)
+{
+    const dtrain__model_pass pass = {"dtrain_trainer", "loss", desc->loss, desc->user,
+                                     desc->tape_flags, NULL,   1};
+    return pass;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_t number,
+                                                const dtrain_tensor *loss)
+{
+    dtrain_device *device = trainer->tape->device;
+    if (!trainer->results)
+        return dtrain_tensor_read(trainer->tape, loss, &trainer->micros[number].loss, NULL);
+    return device->ops->copy_async(device, trainer->results + number, loss->data, sizeof(float),
+                                   DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__losses_await(dtrain_trainer *trainer)
+{
+    dtrain_device *device = trainer->tape->device;
+    if (!trainer->results) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->synchronize(device));
+    for (uint32_t m = 0; m < trainer->desc.micro_batches; m++)
+        if (!trainer->micros[m].joined) trainer->micros[m].loss = trainer->results[m];
+    return DTRAIN_OK;
+}
+
 /* Run the micro-batches of a step, from the first that is not done: fetch, unless the queue holds
  * its inputs already, pass forwards and backwards, and let the strategy reduce the gradients: after
  * the last one they are the step's mean. The loss is read last, or its copy queued, so that a
@@ -78,7 +105,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain_strategy *strategy = desc->strategy;
     dtrain_tape *tape = trainer->tape;
-    dtrain_device *device = tape->device;
     dtrain__queue *queue = trainer->queue;
     for (; trainer->micro < desc->micro_batches; trainer->micro++) {
         const uint32_t number = trainer->micro;
@@ -113,31 +139,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
         DTRAIN__TRY(result);
         if (!loss) continue;
         micro->samples = ((const dtrain__tape_tensor *)loss)->samples;
-        result = queue ? device->ops->copy_async(device, queue->results + number, loss->data,
-                                                 sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL)
-                       : dtrain_tensor_read(tape, loss, &micro->loss, NULL);
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__loss_read(trainer, number, loss)));
     }
     trainer->micro = 0;
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
-                                                 dtrain_loss_fn function, const dtrain_tensor *made,
-                                                 int64_t count)
+DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain__model_pass *pass,
+                                                 const dtrain_tensor *made)
 {
-    const bool loss = function == trainer->desc.loss;
-    const char *const call = !loss ? "dtrain_trainer_forward"
-                             : trainer->tape->pass.flags & DTRAIN_TAPE_NO_GRAD
-                                 ? "dtrain_trainer_evaluate"
-                                 : "dtrain_trainer";
     if (!made)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", call,
-                           loss ? "loss" : "forward");
-    if (loss) return dtrain__check_loss(call, made);
-    if (made->count == count) return DTRAIN_OK;
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", pass->call, pass->name);
+    if (made->count == pass->count) return DTRAIN_OK;
+    if (strcmp(pass->name, "loss") == 0) return dtrain__check_loss(pass->call, made);
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_trainer_forward: forward returned a tensor of %lld elements, and "
-                       "values has room for %lld; give count that number",
-                       (long long)made->count, (long long)count);
+                       "%s: %s returned a tensor of %lld elements, and values has room for %lld; "
+                       "give count that number",
+                       pass->call, pass->name, (long long)made->count, (long long)pass->count);
 }

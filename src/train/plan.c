@@ -65,7 +65,16 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
     if (result == DTRAIN_OK && strategy->groups.pipeline_ranks > 1) {
-        result = dtrain__pipeline_plan(desc, strategy, tape);
+        dtrain_trainer rehearsal;
+        memset(&rehearsal, 0, sizeof rehearsal);
+        rehearsal.desc = *desc;
+        rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
+        rehearsal.desc.strategy = NULL;
+        if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
+        rehearsal.allocator = world->allocator;
+        rehearsal.groups = strategy->groups;
+        rehearsal.tape = tape;
+        result = dtrain__pipeline_rehearse(&rehearsal, strategy->stages, strategy->pipeline);
     } else if (result == DTRAIN_OK) {
         result = dtrain_tape_begin(tape, desc->tape_flags, 0);
         tape->pass.halves = costs != NULL;

@@ -51,7 +51,6 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = trainer->tape->device;
     dtrain_tape *tape = trainer->tape;
-    float *norm = queue->results + desc->micro_batches;
     bool empty;
     dtrain_clip_args clip;
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
@@ -73,10 +72,10 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     if (result == DTRAIN_OK)
         result = dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars);
     if (result == DTRAIN_OK)
-        result = device->ops->copy_async(device, norm + 1, clip.weight, sizeof *norm,
+        result = device->ops->copy_async(device, queue->norm + 1, clip.weight, sizeof(float),
                                          DTRAIN_COPY_DEVICE_TO_HOST, NULL);
     if (result == DTRAIN_OK)
-        result = device->ops->copy_async(device, norm, clip.norm, sizeof *norm,
+        result = device->ops->copy_async(device, queue->norm, clip.norm, sizeof(float),
                                          DTRAIN_COPY_DEVICE_TO_HOST, NULL);
     return dtrain__strategy_keep(desc->strategy, result);
 }
@@ -113,7 +112,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = trainer->tape->device;
-    const float *norm = queue->results + desc->micro_batches;
+    const float *norm = queue->norm;
     *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     for (uint32_t m = 0; queue->steps > 0 && m < desc->micro_batches; m++) {
@@ -129,12 +128,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
     else trainer->tape->flops += queue->flops;
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
-    if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
+    if (ran == DTRAIN_OK) ran = dtrain__losses_await(trainer);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     queue->steps++;
     for (uint32_t m = 0; m < desc->micro_batches; m++) {
         queue->feeds[m].filled = false; /* its inputs were used, by a replay too */
-        trainer->micros[m].loss = queue->results[m];
         trainer->micros[m].weight = dtrain__queue_weight(trainer, m);
     }
     record->grad_norm = (double)*norm;
@@ -188,7 +186,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 2) * sizeof(float);
     DTRAIN__TRY(device->ops->host_alloc(device, queue->pinned_bytes, &memory));
     queue->now = (dtrain_step_scalars *)memory;
-    queue->results = (float *)(void *)(queue->now + 1);
+    trainer->results = (float *)(void *)(queue->now + 1);
+    queue->norm = trainer->results + micro_batches;
     return DTRAIN_OK;
 }
 

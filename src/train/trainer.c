@@ -433,21 +433,27 @@ static dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const c
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
-/* Run the loss or a function of the host's own where this rank has all of the model, on a tape that
- * keeps nothing for a backward. samples: NULL, or what the loss is a mean over. */
-static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                          void *user, float *values, int64_t count,
-                                          dtrain__samples *samples)
+/* Run a pass that keeps nothing for a backward, where this rank has all of the model or with the
+ * other ranks of its pipeline. micro: its weight and samples; NULL: not wanted. */
+static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain__model_pass *pass,
+                                          dtrain__micro *micro)
 {
     dtrain_tape *tape = trainer->tape;
-    DTRAIN__TRY(dtrain_tape_begin(tape, trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
+    if (trainer->pipeline) {
+        DTRAIN__TRY(dtrain__pipeline_forward(trainer, pass));
+        if (micro) *micro = *trainer->micros;
+        return DTRAIN_OK;
+    }
+    DTRAIN__TRY(dtrain_tape_begin(tape, pass->flags, 0));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    const dtrain_tensor *made = function(tape, user);
+    const dtrain_tensor *made = pass->function(tape, pass->user);
     dtrain__span_end(trainer->world, span);
-    if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(trainer, function, made, count));
-    DTRAIN__TRY(dtrain_tensor_read(tape, made, values, NULL));
-    if (samples) *samples = ((const dtrain__tape_tensor *)made)->samples;
+    if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(pass, made));
+    DTRAIN__TRY(dtrain_tensor_read(tape, made, pass->values, NULL));
+    if (!micro) return DTRAIN_OK;
+    micro->samples = ((const dtrain__tape_tensor *)made)->samples;
+    micro->weight = dtrain__micro_weight(trainer->desc.strategy);
     return DTRAIN_OK;
 }
 
@@ -470,14 +476,18 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
         DTRAIN__TRY(trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
                                       : dtrain__join_forward(strategy));
     else {
-        dtrain__samples samples;
+        dtrain__micro micro;
         float loss = 0;
+        dtrain__model_pass pass = dtrain__step_pass(&trainer->desc);
+        pass.call = "dtrain_trainer_evaluate";
+        pass.user = user;
+        pass.flags |= DTRAIN_TAPE_NO_GRAD;
+        pass.values = &loss;
         DTRAIN__TRY(next);
-        DTRAIN__TRY((trainer->pipeline ? dtrain__pipeline_forward : dtrain__forward_pass)(
-            trainer, trainer->desc.loss, user, &loss, 1, &samples));
+        DTRAIN__TRY(dtrain__forward_pass(trainer, &pass, &micro));
         DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
-        const double weight = samples.terms ? dtrain__samples_count(&samples)
-                                            : (double)dtrain__micro_weight(strategy);
+        const double weight =
+            micro.samples.terms ? dtrain__samples_count(&micro.samples) : (double)micro.weight;
         DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
         if (trainer->loss_counts) {
             own[DTRAIN__ROUND_LOSS] =
@@ -538,10 +548,16 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_forward: count is %lld; expected 1 or more",
                            (long long)count);
-    if (!trainer->pipeline)
-        return dtrain__forward_pass(trainer, forward, user, values, count, NULL);
-    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
-    return dtrain__pipeline_forward(trainer, forward, user, values, count, NULL);
+    const dtrain__model_pass pass = {"dtrain_trainer_forward",
+                                     "forward",
+                                     forward,
+                                     user,
+                                     trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD,
+                                     values,
+                                     count};
+    if (trainer->pipeline)
+        DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
+    return dtrain__forward_pass(trainer, &pass, NULL);
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/

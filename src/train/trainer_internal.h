@@ -50,14 +50,26 @@ enum {
 
 /* What a step knows of one of its micro-batches. */
 typedef struct dtrain__micro {
-    float loss;   /* with a pipeline on the rank of the last stage */
-    float weight; /* in the step's mean */
-    bool joined;  /* this rank's data had ended */
-    bool fetched; /* with a pipeline: next_batch was called for it */
-    int32_t slot; /* likewise, of its first pass on this rank, with its inputs; -1: none */
-    dtrain__samples samples; /* that the loss is a mean over ... */
-    float valid[2];          /* ... and, with a pipeline, what they point to */
+    float loss;              /* with a pipeline on the rank of the last stage */
+    float weight;            /* in the step's mean */
+    bool joined;             /* this rank's data had ended */
+    dtrain__samples samples; /* that the loss is a mean over */
+    /* With a pipeline: */
+    float valid[2];      /* that samples points to */
+    bool fetched;        /* next_batch was called for it */
+    int32_t slot;        /* of its first pass on this rank, with its inputs; -1: none */
+    dtrain_tensor *made; /* by its last pass on this rank */
 } dtrain__micro;
+
+/* A pass of the model: the loss of a step or an evaluation, or a function of the host's own. */
+typedef struct dtrain__model_pass {
+    const char *call, *name; /* for errors: the public call, and what function is in it */
+    dtrain_loss_fn function;
+    void *user;
+    uint32_t flags; /* of the tape */
+    float *values;  /* (count) where the host wants them; NULL in a step */
+    int64_t count;
+} dtrain__model_pass;
 
 struct dtrain_trainer {
     dtrain__trainer_view view;
@@ -86,6 +98,7 @@ struct dtrain_trainer {
     int slow_rank;   /* the slowest of the last step ... */
     int slow_steps;  /* ... and for how many steps it has been a straggler */
     bool *named;     /* (ranks) a warning has named it */
+    float *results;  /* page-locked (micro_batches): losses being copied; NULL: read at once */
     struct dtrain__pipeline *pipeline; /* NULL: every rank has all stages */
     struct dtrain__queue *queue;       /* NULL: the host waits in the middle of a step */
 };
@@ -93,9 +106,9 @@ struct dtrain_trainer {
 typedef struct dtrain__queue {
     dtrain_step_scalars *scalars; /* device memory: a step's numbers, then the norm (1) */
     dtrain_step_scalars *now;     /* page-locked: the next step's numbers */
-    float *results;               /* behind `now` (micro_batches + 2): losses, norm, weights */
+    float *norm;                  /* (2) norm and weights, in the same memory after the losses */
     dtrain__feed *feeds;          /* (micro_batches) their inputs */
-    size_t pinned_bytes;          /* of now and results */
+    size_t pinned_bytes;          /* of now, the losses and norm */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* that were queued or replayed */
     double flops;                 /* of the recorded step */
@@ -106,11 +119,15 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32_t micro);
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
+/* Read the loss of a micro-batch, or queue its copy, which losses_await waits for. */
+DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_t number,
+                                                const dtrain_tensor *loss);
+DTRAIN__PRIVATE dtrain_result dtrain__losses_await(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer);
-/* Check that the loss (count 1), or a function of the host's own, has made `count` elements. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
-                                                 dtrain_loss_fn function, const dtrain_tensor *made,
-                                                 int64_t count);
+DTRAIN__PRIVATE dtrain__model_pass dtrain__step_pass(const dtrain_trainer_desc *desc);
+/* Check that a pass has made as many elements as it should. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain__model_pass *pass,
+                                                 const dtrain_tensor *made);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
@@ -128,12 +145,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
                                                       dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
-                                                       dtrain_loss_fn function, void *user,
-                                                       float *values, int64_t count,
-                                                       dtrain__samples *samples);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
-                                                    const dtrain__strategy_plan *plan,
-                                                    dtrain_tape *tape);
+                                                       const dtrain__model_pass *pass);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
+                                                        const dtrain__stage_map *map,
+                                                        const dtrain_pipeline_desc *desc);
 
 /* train/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,

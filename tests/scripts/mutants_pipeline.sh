@@ -13,7 +13,7 @@ mutant "step: micro-batches are not averaged" train/pipeline_step.c 's/dtrain__m
 mutant "step: masks of the first micro-batch in all" train/pipeline_step.c 's/dtrain__pass_seed(trainer, (uint32_t)number)/dtrain__step_seed(trainer)/'
 mutant "step: weights of earlier micro-batches are forgotten" strategy/samples.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->weight;//'
 mutant "step: gradients of earlier micro-batches alone are missing ones" tape/backward.c 's/if (tape->pass.more) dtrain__note_gradient(.*/if (tape->pass.more) continue;/'
-mutant "step: an evaluation crosses as training did" train/pipeline_step.c 's/^        dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, count, .made);/        samples ? DTRAIN_OK : &/'
+mutant "step: an evaluation crosses as training did" train/pipeline_step.c 's/result = dtrain__line_survey(trainer, .made);/result = evaluates ? DTRAIN_OK : dtrain__line_survey(trainer, \&made);/'
 mutant "stage: gradients of nobody are not zeroed" tape/stage.c 's/result = dtrain__gradient_zeros(tape, \(.*\));/result = dtrain__gradient_open(tape, \1, \&(bool){false});/'
 mutant "stage: what came back is not gone on with" tape/stage.c 's/x->tensor.producer->reached = true;/(void)x;/'
 mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/return !dtrain__is_surveying(tape) \&\& stages->slot->batch == stages->slot \&\&/return !dtrain__is_surveying(tape) \&\&/;s/if (slot->batch == slot) return DTRAIN_OK;/return DTRAIN_OK;/'
@@ -63,7 +63,7 @@ arguments=""
 prepare test_pipeline_options
 mutant "step: a missing gradient is the end" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain_strategy_finish(strategy));/    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain_strategy_finish(strategy)));/'
 mutant "step: weights of a program's own do not count" train/pipeline_step.c 's/micro->weight = dtrain__micro_weight(.*;/micro->weight = 1;/'
-mutant "step: a weight is that of later micro-batches too" train/pipeline_step.c 's/    return dtrain_strategy_weight(trainer->desc.strategy, 1);.*/    return DTRAIN_OK;/'
+mutant "step: a weight is that of later micro-batches too" train/pipeline_step.c 's/    return dtrain_strategy_weight(strategy, 1);.*/    return DTRAIN_OK;/'
 mutant "step: accumulate is the program's" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));.*//'
 mutant "step: the last trainer says how many micro-batches" train/pipeline_step.c 's/    dtrain__expect_schedule(strategy, .*//;s/^    return dtrain__stages_create(/    if (trainer->desc.strategy) dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);\n&/'
 mutant "step: every stage gives its weight" strategy/counts.c 's/if (strategy->groups.pipeline_rank)/if (false)/'

@@ -115,7 +115,8 @@ static void test_cifar(void)
     CHECK(truncate(path_of("hundred"), 3074 * 30 + 1) == 0);
     CHECK(open_images(DTRAIN_DATA_CIFAR100, path_of("hundred"), NULL, &dataset) ==
           DTRAIN_ERROR_DATA);
-    CHECK(strstr(dtrain_last_error(), "records of 3074 bytes, the binary version of CIFAR-100") != NULL);
+    CHECK(strstr(dtrain_last_error(), "records of 3074 bytes, the binary version of CIFAR-100") !=
+          NULL);
     CHECK(open_images(DTRAIN_DATA_CIFAR10, path_of("data_batch_1.bin"), path_of("hundred"),
                       &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "labels is for DTRAIN_DATA_IDX") != NULL);
