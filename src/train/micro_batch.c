@@ -71,6 +71,19 @@ DTRAIN__PRIVATE dtrain__model_pass dtrain__step_pass(const dtrain_trainer_desc *
     return pass;
 }
 
+/* Begin a pass where this rank has all of the model, and run the model's function. */
+DTRAIN__PRIVATE dtrain_result dtrain__pass_run(dtrain_trainer *trainer,
+                                               const dtrain__model_pass *pass, uint64_t seed,
+                                               int64_t number, dtrain_tensor **made)
+{
+    const char *const name = pass->flags & DTRAIN_TAPE_NO_GRAD ? "evaluate" : "forward";
+    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, pass->flags, seed));
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, name, number);
+    *made = pass->function(trainer->tape, pass->user);
+    dtrain__span_end(trainer->world, span);
+    return DTRAIN_OK;
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_t number,
                                                 const dtrain_tensor *loss)
 {
@@ -106,6 +119,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
     dtrain_strategy *strategy = desc->strategy;
     dtrain_tape *tape = trainer->tape;
     dtrain__queue *queue = trainer->queue;
+    const dtrain__model_pass pass = dtrain__step_pass(desc);
     for (; trainer->micro < desc->micro_batches; trainer->micro++) {
         const uint32_t number = trainer->micro;
         dtrain__micro *micro = &trainer->micros[number];
@@ -124,14 +138,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
         if (micro->joined) result = dtrain_strategy_join(strategy, &over);
         else {
             const uint64_t seed = dtrain__pass_seed(trainer, number);
-            DTRAIN__TRY(
-                dtrain__strategy_keep(strategy, dtrain_tape_begin(tape, desc->tape_flags, seed)));
-            const uint32_t span =
-                dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", number);
-            loss = desc->loss(tape, desc->user);
-            dtrain__span_end(trainer->world, span);
-            DTRAIN__TRY(dtrain__strategy_keep(
-                strategy, dtrain_tape_backward(tape, loss, dtrain__micro_scale(trainer))));
+            result = dtrain__pass_run(trainer, &pass, seed, number, &loss);
+            if (result == DTRAIN_OK)
+                result = dtrain_tape_backward(tape, loss, dtrain__micro_scale(trainer));
+            DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
             micro->weight = dtrain__micro_weight(strategy);
             result = dtrain_strategy_finish(strategy);
         }

@@ -36,20 +36,22 @@
 #include "device/device_internal.h"
 
 /* Count the memory of activations, with a strategy's layout or without, and, where there are costs,
- * what the units of the whole model take; its backward is in halves then. A tape of the plan
- * device writes no value and no gradient, so a plan can be made at any time, between two steps as
- * well. */
+ * what the units of the whole model take; its backward is in halves then. A trainer with a tape of
+ * the plan device writes no value and no gradient, so a plan can be made at any time, between two
+ * steps as well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
                                               const dtrain__strategy_plan *strategy,
                                               const dtrain__unit_costs *costs,
                                               dtrain_memory *memory)
 {
+    const dtrain__model_pass pass = dtrain__step_pass(desc);
+    dtrain_trainer rehearsal;
     dtrain_device_desc plan;
     dtrain_device *device;
     dtrain_tape *tape;
     dtrain_tape_info info;
-    if (!desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: desc's loss is NULL");
+    dtrain_tensor *loss;
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc->loss);
     if (!desc->next_batch)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan: the loss fetches its own batches and cannot be "
@@ -64,22 +66,20 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         tape->costs = costs;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
+    memset(&rehearsal, 0, sizeof rehearsal);
+    rehearsal.desc = *desc;
+    rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
+    rehearsal.desc.strategy = NULL;
+    if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
+    rehearsal.allocator = world->allocator;
+    rehearsal.groups = strategy->groups;
+    rehearsal.tape = tape;
     if (result == DTRAIN_OK && strategy->groups.pipeline_ranks > 1) {
-        dtrain_trainer rehearsal;
-        memset(&rehearsal, 0, sizeof rehearsal);
-        rehearsal.desc = *desc;
-        rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
-        rehearsal.desc.strategy = NULL;
-        if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
-        rehearsal.allocator = world->allocator;
-        rehearsal.groups = strategy->groups;
-        rehearsal.tape = tape;
         result = dtrain__pipeline_rehearse(&rehearsal, strategy->stages, strategy->pipeline);
     } else if (result == DTRAIN_OK) {
-        result = dtrain_tape_begin(tape, desc->tape_flags, 0);
+        result = dtrain__pass_run(&rehearsal, &pass, 0, 0, &loss);
         tape->pass.halves = costs != NULL;
-        if (result == DTRAIN_OK)
-            result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
+        if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, loss, 1);
         if (result == DTRAIN_OK && costs) result = dtrain__backward_params(tape);
     }
     dtrain_tape_query(tape, &info);

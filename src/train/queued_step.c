@@ -80,28 +80,9 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     return dtrain__strategy_keep(desc->strategy, result);
 }
 
-/* Record a whole step. After an error the recording is thrown away, and the error stays the last
- * one. */
-static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
-{
-    dtrain_device *device = trainer->tape->device;
-    dtrain_graph *unfinished;
-    char text[DTRAIN__ERROR_BYTES];
-    const double flops = trainer->tape->flops;
-    DTRAIN__TRY(device->ops->graph_begin(device));
-    dtrain__weigh_on_device(trainer->desc.strategy, &trainer->queue->scalars->weight);
-    const dtrain_result result = dtrain__queue_all(trainer);
-    dtrain__weigh_on_device(trainer->desc.strategy, NULL);
-    trainer->queue->flops = trainer->tape->flops - flops;
-    if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
-        device->ops->graph_destroy(device, unfinished);
-    return dtrain__set_last_error(result, text);
-}
-
 /* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
- * third is recorded, and then it is run like those after it.
+ * third is recorded, and then it is run like those after it. After an error the recording is thrown
+ * away.
  *
  * From the second step on the places of inputs are known, and the batches of the whole step are
  * fetched before anything is queued. When one cannot be read, earlier ones stay filled, and the
@@ -124,9 +105,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     }
     for (uint32_t m = 0; queue->steps >= 2 && m < desc->micro_batches; m++)
         queue->now->weight += dtrain__queue_weight(trainer, m);
-    if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
-    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
-    else trainer->tape->flops += queue->flops;
+    if (queue->graph) trainer->tape->flops += queue->flops;
+    else if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
+    else {
+        dtrain_graph *graph = NULL;
+        char text[DTRAIN__ERROR_BYTES];
+        const double flops = trainer->tape->flops;
+        DTRAIN__TRY(device->ops->graph_begin(device));
+        dtrain__weigh_on_device(desc->strategy, &queue->scalars->weight);
+        const dtrain_result result = dtrain__queue_all(trainer);
+        dtrain__weigh_on_device(desc->strategy, NULL);
+        queue->flops = trainer->tape->flops - flops;
+        snprintf(text, sizeof text, "%s", dtrain_last_error());
+        const dtrain_result ended = device->ops->graph_end(device, &graph);
+        if (result != DTRAIN_OK) {
+            if (graph) device->ops->graph_destroy(device, graph);
+            return dtrain__set_last_error(result, text); /* stays the last one */
+        }
+        DTRAIN__TRY(ended);
+        queue->graph = graph;
+    }
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
     if (ran == DTRAIN_OK) ran = dtrain__losses_await(trainer);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
@@ -154,7 +152,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     dtrain_comm_info comm;
     void *memory;
     dtrain_comm_query(trainer->groups.all, &comm);
-    if (trainer->scaling)
+    if (trainer->pipeline)
+        missing = "no pipeline: passes of several micro-batches are under way, and a recorded step "
+                  "has one; use graph = false";
+    else if (trainer->scaling)
         missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
                   "which needs no scale, or graph = false";
     else if (!device->ops->graph_begin) missing = "a device that can record (the CPU's cannot)";

@@ -444,11 +444,8 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain_
         if (micro) *micro = *trainer->micros;
         return DTRAIN_OK;
     }
-    DTRAIN__TRY(dtrain_tape_begin(tape, pass->flags, 0));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    const dtrain_tensor *made = pass->function(tape, pass->user);
-    dtrain__span_end(trainer->world, span);
+    dtrain_tensor *made;
+    DTRAIN__TRY(dtrain__pass_run(trainer, pass, 0, DTRAIN__UNNUMBERED, &made));
     if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(pass, made));
     DTRAIN__TRY(dtrain_tensor_read(tape, made, pass->values, NULL));
     if (!micro) return DTRAIN_OK;
@@ -573,43 +570,32 @@ static void dtrain__trainer_resume(dtrain__state_source *source, char *note, siz
 /* Refuse by name what no trainer can do; dtrain__queue_create refuses what a queued step cannot. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
+    const char *const call = "dtrain_trainer_create";
+    const dtrain_schedule *schedule = &desc->schedule;
     const uint32_t flags = desc->tape_flags;
+    const dtrain__bound bounds[] = {
+        {desc->optimizer && !(schedule->lr > 0), "schedule.lr", (double)schedule->lr,
+         "more than 0"},
+        {schedule->kind > DTRAIN_SCHEDULE_STEPS, "schedule.kind", schedule->kind,
+         "a dtrain_schedule_kind"},
+        {!(schedule->gamma >= 0), "schedule.gamma", (double)schedule->gamma, "0 or more"},
+        {desc->nonfinite > DTRAIN_NONFINITE_SKIP, "nonfinite", desc->nonfinite,
+         "a dtrain_nonfinite"},
+        {flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16, "tape_flags", flags,
+         "0, DTRAIN_TAPE_BF16 or DTRAIN_TAPE_F16"}};
     if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "loss" : "strategy");
-    if (desc->optimizer && !(desc->schedule.lr > 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
-                           (double)desc->schedule.lr);
-    if (desc->schedule.kind > DTRAIN_SCHEDULE_STEPS || !(desc->schedule.gamma >= 0))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_trainer_create: schedule.kind is %u, schedule.gamma %g; expected "
-            "a dtrain_schedule_kind and 0 or more",
-            desc->schedule.kind, (double)desc->schedule.gamma);
-    if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
-                           desc->nonfinite);
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
     if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
         dtrain__settings_of(desc->strategy)->compression)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
-                           "compresses gradients: what it keeps from step to step would keep a "
-                           "NaN; use DTRAIN_NONFINITE_STOP and load a checkpoint");
-    if (flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 "
-                           "or DTRAIN_TAPE_F16",
-                           flags);
+                           "%s: DTRAIN_NONFINITE_SKIP with a strategy that compresses gradients: "
+                           "what it keeps from step to step would keep a NaN; use "
+                           "DTRAIN_NONFINITE_STOP and load a checkpoint",
+                           call);
     const dtrain__groups groups = dtrain__groups_of(desc->strategy);
-    if (desc->graph && groups.pipeline_ranks > 1)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_create: graph with a pipeline of %d ranks: passes of "
-                           "several micro-batches are under way, and a recorded step has one; use "
-                           "graph = false",
-                           groups.pipeline_ranks);
-    return dtrain__check_fetches(&groups, "dtrain_trainer_create", desc->next_batch);
+    return dtrain__check_fetches(&groups, call, desc->next_batch);
 }
 
 /* Allocate everything that steps use. After a failure destroy frees what is there. */

@@ -119,6 +119,9 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32_t micro);
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pass_run(dtrain_trainer *trainer,
+                                               const dtrain__model_pass *pass, uint64_t seed,
+                                               int64_t number, dtrain_tensor **made);
 /* Read the loss of a micro-batch, or queue its copy, which losses_await waits for. */
 DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_t number,
                                                 const dtrain_tensor *loss);

@@ -9,7 +9,7 @@ only=${1:-}
 
 arguments="--count 100"
 prepare test_3d_programs
-mutant "step: micro-batches are not averaged" train/pipeline_step.c 's/dtrain__micro_scale(trainer), more/dtrain__micro_scale(trainer) * (float)trainer->desc.micro_batches, more/'
+mutant "step: micro-batches are not averaged" train/pipeline_step.c 's/dtrain__micro_scale(trainer)/& * (float)trainer->desc.micro_batches/'
 mutant "step: masks of the first micro-batch in all" train/pipeline_step.c 's/dtrain__pass_seed(trainer, (uint32_t)number)/dtrain__step_seed(trainer)/'
 mutant "step: weights of earlier micro-batches are forgotten" strategy/samples.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->weight;//'
 mutant "step: gradients of earlier micro-batches alone are missing ones" tape/backward.c 's/if (tape->pass.more) dtrain__note_gradient(.*/if (tape->pass.more) continue;/'

@@ -838,7 +838,7 @@ static int arguments_rank(dtrain_world *world, void *user)
     desc.schedule.kind = DTRAIN_SCHEDULE_STEPS;
     desc.schedule.gamma = -1;
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "schedule.gamma -1") != NULL);
+    CHECK(strstr(dtrain_last_error(), "schedule.gamma is -1") != NULL);
     memset(&desc.schedule, 0, sizeof desc.schedule);
     desc.optimizer = NULL;
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
