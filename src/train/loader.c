@@ -60,21 +60,15 @@
 #define DTRAIN__MT_COUNT 624                           /* words of the generator's state */
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
-/* Where a sample of a batch lies: its item, or the first token of its window. */
-typedef struct dtrain__pick {
-    int64_t item;
-    uint64_t epoch;
-} dtrain__pick;
-
 /* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
 typedef struct dtrain__batch {
-    dtrain__pick *picks; /* (batch) */
-    uint32_t count;      /* of picks that were dealt; the rest is padding */
-    void *scratch;       /* one sample as the dataset stores it */
-    void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
-    int32_t *targets;    /* (batch, sequence or 1) */
-    uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
-    bool ready;          /* read, with the result and the error below */
+    dtrain_sample *picks; /* (batch) a window's item is its first token */
+    uint32_t count;       /* of picks that were dealt; the rest is padding */
+    void *scratch;        /* one sample as the dataset stores it */
+    void *inputs;         /* (batch, sample_bytes); NULL without workers, like targets */
+    int32_t *targets;     /* (batch, sequence or 1) */
+    uint64_t read_ns[2];  /* for a trace: when a worker began to read it, and when it ended */
+    bool ready;           /* read, with the result and the error below */
     dtrain_result result;
     char error[DTRAIN__ERROR_BYTES];
 } dtrain__batch;
@@ -86,13 +80,11 @@ struct dtrain_loader {
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
-    uint64_t position;         /* samples dealt or dropped by all ranks */
-    uint64_t epoch_samples;    /* window_count; during a load that of the saved run */
-    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
-    int64_t samples_per_epoch; /* after drop_last */
-    uint32_t batch_samples;    /* of the last batch */
-    bool warned;               /* that samples come again */
-    int64_t shift_count;       /* shifts to choose from; 1: none */
+    dtrain_loader_info info;
+    uint64_t epoch_samples; /* window_count; during a load that of the saved run */
+    int64_t window_count;   /* of an epoch before drop_last: windows of tokens, or samples */
+    bool warned;            /* that samples come again */
+    int64_t shift_count;    /* shifts to choose from; 1: none */
     size_t sample_bytes, target_bytes, scratch_bytes;
     dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
     size_t batch_count;
@@ -110,7 +102,7 @@ struct dtrain_loader {
     pthread_cond_t ready; /* a batch was read: the loader waits for it */
     pid_t process;        /* the one that has the threads, a forked child has none; 0: no workers */
     int thread_rank;      /* to be named in error sentences */
-    pthread_t *threads;   /* (thread_count) of (desc.workers) */
+    pthread_t threads[DTRAIN__MOST_WORKERS]; /* (thread_count) */
     uint32_t thread_count;
 
     /* Under mutex. Batch n lies at n % batch_count; the next to be claimed begins at `ahead`. */
@@ -202,25 +194,22 @@ static dtrain_result dtrain__loader_read(const dtrain_loader *loader, const dtra
     const uint32_t missing = desc->batch - batch->count;
     unsigned char *to = (unsigned char *)inputs;
     for (uint32_t i = 0; i < batch->count; i++, to += loader->sample_bytes) {
-        const dtrain__pick *pick = &batch->picks[i];
+        dtrain_sample *sample = &batch->picks[i];
         if (desc->sequence) {
             const int32_t *window = (const int32_t *)batch->scratch;
-            DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, desc->sequence + 1,
+            DTRAIN__TRY(dtrain__dataset_read(desc->dataset, sample->item, desc->sequence + 1,
                                              batch->scratch, NULL));
             memcpy(to, window, loader->sample_bytes);
             memcpy(targets + i * row, window + 1, loader->sample_bytes);
             continue;
         }
-        dtrain_sample sample; /* label 0: a source may have none */
-        memset(&sample, 0, sizeof sample);
-        sample.item = pick->item;
-        sample.epoch = pick->epoch;
-        sample.data = batch->scratch;
-        DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1,
+        sample->data = batch->scratch;
+        sample->label = 0; /* a source may have none */
+        DTRAIN__TRY(dtrain__dataset_read(desc->dataset, sample->item, 1,
                                          desc->transform ? batch->scratch : to,
-                                         targets || desc->transform ? &sample.label : NULL));
-        if (targets) targets[i] = sample.label;
-        if (desc->transform) DTRAIN__TRY(desc->transform(desc->user, &sample, to));
+                                         targets || desc->transform ? &sample->label : NULL));
+        if (targets) targets[i] = sample->label;
+        if (desc->transform) DTRAIN__TRY(desc->transform(desc->user, sample, to));
     }
     memset(to, 0, missing * loader->sample_bytes);
     if (targets) /* every byte of -1 is 255 */
@@ -300,7 +289,7 @@ static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, 
     if (!loader->running) {
         loader->running = true;
         loader->ahead_seed = loader->desc.seed;
-        loader->ahead = loader->position;
+        loader->ahead = loader->info.position;
         pthread_cond_signal(&loader->room); /* one at most waits: the others wait for `deal` */
     }
     const uint32_t place = (uint32_t)(loader->taken % loader->batch_count);
@@ -313,7 +302,7 @@ static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, 
         return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
                            "dtrain_loader_next: the batch at sample %llu of %s has not been read "
                            "within %.1f s: is its storage there?",
-                           (unsigned long long)loader->position, loader->desc.dataset->name,
+                           (unsigned long long)loader->info.position, loader->desc.dataset->name,
                            1e-9 * (double)loader->timeout_ns);
     if (batch->result != DTRAIN_OK) {
         const dtrain_result result = dtrain__set_last_error(batch->result, batch->error);
@@ -323,7 +312,7 @@ static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, 
     if (world && world->timeline.traced && DTRAIN__TRACK_READ + place < DTRAIN__TRACE_TRACKS)
         dtrain__span_add(world, DTRAIN__TRACK_READ + place, DTRAIN_SPAN_DATA, "read batch", NULL,
                          (int64_t)loader->taken, batch->read_ns[0], batch->read_ns[1]);
-    loader->batch_samples = batch->count;
+    loader->info.batch_samples = batch->count;
     memcpy(inputs, batch->inputs, count * loader->sample_bytes);
     if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
     pthread_mutex_lock(&loader->mutex);
@@ -341,20 +330,20 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
     DTRAIN__GIVEN("dtrain_loader_next", loader);
     DTRAIN__GIVEN("dtrain_loader_next", inputs);
     if (loader->desc.sequence) DTRAIN__GIVEN("dtrain_loader_next", targets);
-    if (loader->desc.sample_limit && loader->position >= (uint64_t)loader->desc.sample_limit)
+    if (loader->desc.sample_limit && loader->info.position >= (uint64_t)loader->desc.sample_limit)
         return dtrain_fail(DTRAIN_ERROR_END,
                            "dtrain_loader_next: all %lld samples were dealt; dtrain_loader_seek "
                            "begins again",
                            (long long)loader->desc.sample_limit);
     if (loader->process) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
     else {
-        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches);
+        dtrain__loader_deal(loader, loader->desc.seed, loader->info.position, loader->batches);
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
-        loader->batch_samples = loader->batches->count;
+        loader->info.batch_samples = loader->batches->count;
     }
     /* only now, so that a call that failed can be repeated */
-    const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
-    loader->position = dtrain__loader_begin(loader, end);
+    const uint64_t end = loader->info.position + loader->desc.batch * loader->ranks;
+    loader->info.position = dtrain__loader_begin(loader, end);
     if (loader->desc.in_order && !loader->desc.sample_limit && !loader->warned && !loader->rank &&
         end > (uint64_t)loader->window_count) {
         loader->warned = true;
@@ -362,7 +351,7 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
                    "a loader in order has dealt the %lld samples of %s and begins again; "
                    "sample_limit = DTRAIN_ONE_EPOCH ends it, so that an evaluation covers each "
                    "sample once",
-                   (long long)loader->samples_per_epoch, loader->desc.dataset->name);
+                   (long long)loader->info.samples_per_epoch, loader->desc.dataset->name);
     }
     return DTRAIN_OK;
 }
@@ -374,33 +363,32 @@ static void dtrain__loader_resume(dtrain__state_source *source, char *note, size
     dtrain_loader *loader = (dtrain_loader *)(void *)source;
     const uint64_t now = (uint64_t)loader->window_count;
     const uint64_t before = loader->epoch_samples ? loader->epoch_samples : now; /* from a file */
-    const uint64_t place = loader->position % before;
-    const uint64_t position = loader->position / before * now + (place < now ? place : now);
+    const uint64_t place = loader->info.position % before;
+    const uint64_t position = loader->info.position / before * now + (place < now ? place : now);
     loader->epoch_samples = now;
     dtrain_loader_seek(loader, position);
     if (before != now)
         snprintf(note, room,
                  "an epoch has %llu samples and had %llu: some of this one come twice or never",
                  (unsigned long long)now, (unsigned long long)before);
-    else if (loader->position != position)
+    else if (loader->info.position != position)
         snprintf(note, room,
                  "drop_last leaves out the last %llu samples of this epoch, less than a batch",
-                 (unsigned long long)(loader->position - position));
+                 (unsigned long long)(loader->info.position - position));
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
     if (!info) return;
-    info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
-    info->position = loader ? loader->position : 0;
-    info->batch_samples = loader ? loader->batch_samples : 0;
+    if (loader) *info = loader->info;
+    else memset(info, 0, sizeof *info);
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
     if (!loader) return;
     dtrain__prefetch_pause(loader);
-    loader->position = dtrain__loader_begin(loader, position);
+    loader->info.position = dtrain__loader_begin(loader, position);
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
@@ -463,17 +451,18 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
     loader->shift_count =
         tokens ? dtrain__min(sequence, items - loader->window_count * sequence) : 1;
     const int64_t step = (int64_t)((uint64_t)desc->batch * loader->ranks); /* < 2^63 */
-    loader->samples_per_epoch =
+    loader->info.samples_per_epoch =
         loader->window_count - (desc->drop_last ? loader->window_count % step : 0);
-    if (loader->samples_per_epoch == 0)
+    if (loader->info.samples_per_epoch == 0)
         return dtrain_fail(DTRAIN_ERROR_DATA,
                            "dtrain_loader_create: with drop_last nothing is left of %s: it has "
                            "%lld samples here, and %d ranks take batches of %u",
                            name, (long long)loader->window_count, (int)loader->ranks,
                            (unsigned)desc->batch);
     loader->epoch_samples = (uint64_t)loader->window_count;
-    if (desc->sample_limit == DTRAIN_ONE_EPOCH || desc->sample_limit > loader->samples_per_epoch)
-        desc->sample_limit = loader->samples_per_epoch;
+    if (desc->sample_limit == DTRAIN_ONE_EPOCH ||
+        desc->sample_limit > loader->info.samples_per_epoch)
+        desc->sample_limit = loader->info.samples_per_epoch;
     if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
@@ -507,8 +496,8 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
                                                      sizeof *loader->batches, "a loader's batches");
     for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
         dtrain__batch *batch = &loader->batches[i];
-        batch->picks = (dtrain__pick *)dtrain__alloc(allocator, desc->batch, sizeof *batch->picks,
-                                                     "the samples of a batch");
+        batch->picks = (dtrain_sample *)dtrain__alloc(allocator, desc->batch, sizeof *batch->picks,
+                                                      "the samples of a batch");
         batch->scratch = dtrain__alloc(allocator, loader->scratch_bytes, 1, "a sample");
         if (!batch->picks || !batch->scratch) return DTRAIN_ERROR_MEMORY;
         if (!desc->workers) continue;
@@ -536,9 +525,6 @@ static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
     pthread_cond_init(&loader->room, &attributes);
     pthread_cond_init(&loader->ready, &attributes);
     pthread_condattr_destroy(&attributes);
-    loader->threads = (pthread_t *)dtrain__alloc(&loader->allocator, loader->desc.workers,
-                                                 sizeof *loader->threads, "a loader's threads");
-    if (!loader->threads) return DTRAIN_ERROR_MEMORY;
     int error = 0;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -569,7 +555,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    const dtrain__scalar scalars[] = {{"loader.position", &loader->position, 8},
+    const dtrain__scalar scalars[] = {{"loader.position", &loader->info.position, 8},
                                       {"loader.epoch_samples", &loader->epoch_samples, 8},
                                       {"loader.seed", &loader->desc.seed, 8}};
     memcpy(loader->state.scalars, scalars, sizeof scalars);
@@ -607,7 +593,6 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
         pthread_mutex_destroy(&loader->mutex);
         pthread_mutex_destroy(&loader->deal);
     }
-    dtrain__free(&allocator, loader->threads, loader->desc.workers, sizeof *loader->threads);
     for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
         dtrain__batch *batch = &loader->batches[i];
         dtrain__free(&allocator, batch->picks, count, sizeof *batch->picks);
