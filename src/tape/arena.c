@@ -16,25 +16,49 @@ static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
     return tape->groups.tensor || tape->stages ? tape->groups.model : NULL;
 }
 
-DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena)
+DTRAIN__PRIVATE void dtrain__arena_add(dtrain_tape *tape, dtrain__bump *arena,
+                                       dtrain_device *device)
 {
-    dtrain_comm *sharing = dtrain__sharing(tape);
-    dtrain_device *device = arena->device;
-    for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
-        next = chunk->next;
-        if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-        else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
-        else device->ops->free(device, chunk->memory, chunk->bytes);
-        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-    }
+    memset(arena, 0, sizeof *arena);
+    arena->device = device;
+    arena->next = tape->all_arenas;
+    tape->all_arenas = arena;
 }
 
-/* Add an arena of device memory to what a tape holds. */
-DTRAIN__PRIVATE void dtrain__bump_count(const dtrain__bump *arena, dtrain_tape_info *info)
+/* Free the memory of all arenas, and the slots. */
+DTRAIN__PRIVATE void dtrain__slots_free(dtrain_tape *tape)
 {
-    if (!arena->device) return;
-    info->activation_bytes += arena->bytes;
-    info->block_allocations += arena->allocations;
+    dtrain_comm *sharing = dtrain__sharing(tape);
+    for (dtrain__bump *arena = tape->all_arenas; arena; arena = arena->next) {
+        dtrain_device *device = arena->device;
+        for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
+            next = chunk->next;
+            if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+            else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
+            else device->ops->free(device, chunk->memory, chunk->bytes);
+            dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+        }
+    }
+    dtrain__free(&tape->allocator, tape->slots, tape->slot_count, sizeof *tape->slots);
+    tape->all_arenas = NULL;
+    tape->slots = tape->slot = NULL;
+    tape->slot_count = 0;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t slot_count)
+{
+    dtrain__slots_free(tape);
+    tape->slots = (dtrain__pass_slot *)dtrain__alloc(&tape->allocator, slot_count,
+                                                     sizeof *tape->slots, "slots of passes");
+    if (!tape->slots) return DTRAIN_ERROR_MEMORY;
+    tape->slot_count = slot_count;
+    tape->slot = tape->slots;
+    for (int i = 0; i < DTRAIN__TAPE_ARENAS; i++)
+        dtrain__arena_add(tape, &tape->arenas[i], i ? tape->device : NULL);
+    for (uint32_t s = 0; s < slot_count; s++)
+        for (int i = 0; i < DTRAIN__PASS_ARENAS; i++)
+            dtrain__arena_add(tape, &tape->slots[s].arenas[i], i ? tape->device : NULL);
+    return DTRAIN_OK;
 }
 
 /* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
@@ -91,11 +115,10 @@ static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t by
     return memory;
 }
 
-/* Take zeroed host memory: ARENA_HOST for a node or a tensor, ARENA_RECORDS for what outlives the
- * pass. */
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, int arena, size_t bytes)
+/* Take zeroed host memory. */
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
-    void *memory = dtrain__bump_take(tape, &tape->arenas[arena], bytes);
+    void *memory = dtrain__bump_take(tape, arena, bytes);
     if (memory) memset(memory, 0, bytes);
     return memory;
 }
@@ -120,7 +143,7 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
-    dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_DATA];
+    dtrain__bump *arena = &tape->slot->arenas[DTRAIN__ARENA_DATA];
     if (node && node->remote) return (void *)DTRAIN__REMOTE;
     if (node && node->dropped) arena = node->segment->region;
     dtrain__cost_keep(node, count, dtype);
@@ -134,7 +157,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
                                                   const int64_t *shape)
 {
     dtrain__tape_tensor *made =
-        (dtrain__tape_tensor *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *made);
+        (dtrain__tape_tensor *)dtrain__take_host(tape, tape->slot->arenas, sizeof *made);
     if (!made) return NULL;
     dtrain_tensor *tensor = &made->tensor;
     size_t count = 1;

@@ -46,13 +46,12 @@ static dtrain_result dtrain__heads_of(const dtrain_op *op, uint32_t input, uint3
     if (from >= begin && past <= begin + heads * d && (from - begin) % d == 0 &&
         (past - from) % d == 0)
         return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: of input %u this rank has the columns %lld to %lld of %lld, which are "
-                       "not whole heads of %lld columns; give the weight that made them a "
-                       "component for each of q, k and v, and as cut.parts the number of heads "
-                       "(of keys, where queries share them)",
-                       op->desc->name, input + 1, (long long)from, (long long)past - 1,
-                       (long long)part->whole, (long long)d);
+    return dtrain__refuse(op,
+                          "the columns %lld to %lld of input %u are not whole heads of %lld "
+                          "columns; give the weight that made them a component for each of q, k "
+                          "and v, and as cut.parts the number of heads (of keys, where queries "
+                          "share them)",
+                          (long long)from, (long long)past - 1, input + 1, (long long)d);
 }
 
 /* Check how the inputs lie, and where their columns are cut turn the numbers of heads into those of
@@ -69,14 +68,11 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
     x->heads = heads;
     for (uint32_t i = 0; i < op->input_count; i++) {
         const bool beside = i && (i == x->lengths || i == x->mask);
-        const uint32_t wanted = cut && !beside ? DTRAIN_PLACEMENT_COLUMNS : DTRAIN_PLACEMENT_WHOLE;
-        const uint32_t placement = op->inputs[i]->placement;
-        const bool either = placement == DTRAIN_PLACEMENT_ROWS && !beside;
-        if (placement != wanted)
-            return dtrain__placement_fail(op, i,
-                                          either   ? "whole, or cut by columns"
-                                          : wanted ? "cut by columns"
-                                                   : "whole");
+        if (op->inputs[i]->placement !=
+            (uint32_t)(cut && !beside ? DTRAIN_PLACEMENT_COLUMNS : DTRAIN_PLACEMENT_WHOLE))
+            return dtrain__refuse(op,
+                                  "expected q, k and v all whole or all cut by columns, and the "
+                                  "others whole; dtrain_place converts them");
     }
     if (!cut) return DTRAIN_OK;
     const int64_t d = row->whole / (x->k ? heads : all);
@@ -84,25 +80,24 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
         const dtrain__share *part = dtrain__tensor_share(op->inputs[inputs[i]]);
         const int64_t whole = (x->k ? of[i] : all) * d;
         if (part->whole != whole || part->runs != (x->k ? 1u : 3u))
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: input %u is cut out of %lld columns in %u components, expected "
-                               "%lld columns (heads of %lld) in %d",
-                               op->desc->name, inputs[i] + 1, (long long)part->whole,
-                               (unsigned)part->runs, (long long)whole, (long long)d, x->k ? 1 : 3);
+            return dtrain__refuse(op,
+                                  "expected input %u cut out of %lld columns (heads of %lld) in "
+                                  "%s",
+                                  inputs[i] + 1, (long long)whole, (long long)d,
+                                  x->k ? "one component" : "three components");
         DTRAIN__TRY(
             dtrain__heads_of(op, inputs[i], x->k ? 0 : i, begin, of[i], d, &first[i], &count[i]));
         if (!x->k) begin += of[i] * d;
     }
     for (uint32_t i = 1; i < 3; i++)
         if (first[i] * group != first[0] || count[i] * group != count[0])
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: this rank has the heads %lld to %lld of q and %lld to %lld of "
-                               "%s, which %lld heads of q share each; cut both into %lld parts "
-                               "(cut.parts)",
-                               op->desc->name, (long long)first[0],
-                               (long long)(first[0] + count[0] - 1), (long long)first[i],
-                               (long long)(first[i] + count[i] - 1), i == 1 ? "k" : "v",
-                               (long long)group, (long long)kv_heads);
+            return dtrain__refuse(op,
+                                  "this rank has the heads %lld to %lld of q and %lld to %lld of "
+                                  "%s, which %lld heads of q share each; cut both into %lld parts "
+                                  "(cut.parts)",
+                                  (long long)first[0], (long long)(first[0] + count[0] - 1),
+                                  (long long)first[i], (long long)(first[i] + count[i] - 1),
+                                  i == 1 ? "k" : "v", (long long)group, (long long)kv_heads);
     args->heads = count[0];
     args->kv_heads = count[1];
     x->first_head = first[0];
@@ -116,26 +111,22 @@ static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__atten
     const dtrain_tensor *lengths = op->inputs[x->lengths], *mask = op->inputs[x->mask];
     const int64_t full[4] = {args->batch, x->heads, args->queries, args->keys};
     int64_t shape[4] = {1, 1, 1, 1};
-    char text[DTRAIN__SHAPE_TEXT], full_text[DTRAIN__SHAPE_TEXT];
+    char text[DTRAIN__SHAPE_TEXT];
     if (x->lengths && lengths->count != args->batch)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %lld key lengths for a batch of %lld",
-                           op->desc->name, (long long)lengths->count, (long long)args->batch);
+        return dtrain__refuse(op, "%lld key lengths for a batch of %lld", (long long)lengths->count,
+                              (long long)args->batch);
     if (x->lengths) args->key_lengths = (const int32_t *)op->input_data[x->lengths];
     if (!x->mask) return DTRAIN_OK;
     if (mask->dtype != DTRAIN_DTYPE_F32 || mask->needs_grad)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the mask is %s%s, expected f32 and no gradient, which it does not "
-                           "get",
-                           op->desc->name, dtrain_dtype_name((dtrain_dtype)mask->dtype),
-                           mask->needs_grad ? " and wants a gradient" : "");
+        return dtrain__refuse(op, "expected a mask of f32, which gets no gradient%s",
+                              mask->needs_grad ? " and may not want one" : "");
     memcpy(shape + 4 - mask->ndim, mask->shape, mask->ndim * sizeof *shape);
     if (shape[3] != full[3] || shape[2] != full[2] || (shape[1] != 1 && shape[1] != full[1]) ||
         (shape[0] != 1 && shape[0] != full[0]))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the mask is %s, expected (batch, heads, queries, keys) = %s, where "
-                           "batch and heads may be 1 or left out",
-                           op->desc->name, dtrain__shape_text(mask->shape, text),
-                           dtrain__shape_text(full, full_text));
+        return dtrain__refuse(op,
+                              "expected a mask of (batch, heads, queries, keys) = %s, where batch "
+                              "and heads may be 1 or left out",
+                              dtrain__shape_text(full, text));
     if (shape[1] > 1) args->mask_head_step = args->queries * args->keys;
     if (shape[0] > 1) args->mask_batch_step = shape[1] * args->queries * args->keys;
     args->mask = (const float *)op->input_data[x->mask] + x->first_head * args->mask_head_step;
@@ -146,60 +137,44 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 {
     dtrain__attention *x = (dtrain__attention *)op->args;
     dtrain_attention_args *args = &x->args;
-    const int64_t heads = args->heads, kv_heads = args->kv_heads;
-    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
-    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
-    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
-    if (heads < 1 || kv_heads < 1 || heads % kv_heads)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld heads of queries cannot share %lld of keys equally",
-                           op->desc->name, (long long)heads, (long long)kv_heads);
+    const dtrain_tensor *q = op->inputs[0];
+    const uint32_t inputs[3] = {0, x->k, x->v};
+    const int64_t width = q->shape[q->ndim - 1];
+    const void *address[3];
+    int64_t stride[3], begin = 0;
+    if (args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads)
+        return dtrain__refuse(op, "%lld heads of queries cannot share %lld of keys equally",
+                              (long long)args->heads, (long long)args->kv_heads);
     if (args->queries < 1 || args->keys < 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
-                           op->desc->name, (long long)args->queries, (long long)args->keys);
-    args->dtype = (dtrain_dtype)q->dtype;
+        return dtrain__refuse(op, "a sequence of %lld queries and %lld keys, expected at least one",
+                              (long long)args->queries, (long long)args->keys);
     DTRAIN__TRY(dtrain__attention_here(op, x));
-    const int64_t all = args->heads + (x->k ? 0 : 2 * args->kv_heads);
-    args->batch = rows / args->queries;
+    const int64_t heads[3] = {args->heads, args->kv_heads, args->kv_heads};
+    const int64_t all = heads[0] + (x->k ? 0 : 2 * heads[1]);
+    bool good = width % all == 0 && (x->k || args->keys == args->queries);
+    args->dtype = (dtrain_dtype)q->dtype;
+    args->batch = q->count / width / args->queries;
     args->d = width / all;
-    args->q = op->input_data[0];
-    args->q_stride = width;
-    if (!x->k) { /* rows hold q, k and v side by side */
-        const size_t head_bytes = (size_t)args->d * dtrain_dtype_bytes(args->dtype);
-        if (rows % args->queries || width % all || args->keys != args->queries)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: rows %s of queries, keys and values side by side do not divide "
-                               "into sequences of %lld queries, as many keys (found %lld) and %lld "
-                               "+ 2 x %lld heads",
-                               op->desc->name, dtrain__shape_text(q->shape, q_text),
-                               (long long)args->queries, (long long)args->keys,
-                               (long long)args->heads, (long long)args->kv_heads);
-        args->k = (const char *)args->q + (size_t)args->heads * head_bytes;
-        args->v = (const char *)args->k + (size_t)args->kv_heads * head_bytes;
-        args->k_stride = args->v_stride = width;
-    } else {
-        const int64_t kv_width = args->kv_heads * args->d;
-        const int64_t count = args->batch * args->keys * kv_width;
-        args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
-        args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
-        if (rows % args->queries || width % all || args->k_stride != kv_width ||
-            args->v_stride != kv_width || k->count != count || v->count != count)
-            return dtrain_fail(
-                DTRAIN_ERROR_ARGUMENT,
-                "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads "
-                "of q, and %lld rows of %lld heads of k and v of the same size",
-                op->desc->name, dtrain__shape_text(q->shape, q_text),
-                dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
-                (long long)args->queries, (long long)args->heads, (long long)args->keys,
-                (long long)args->kv_heads);
-        if (q->dtype != k->dtype || q->dtype != v->dtype)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
-                               op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
-                               dtrain_dtype_name((dtrain_dtype)k->dtype),
-                               dtrain_dtype_name((dtrain_dtype)v->dtype));
+    for (uint32_t i = 0; i < 3; i++) { /* packed rows hold q, k and v side by side */
+        const dtrain_tensor *rows = op->inputs[inputs[i]];
+        const int64_t count = args->batch * (i ? args->keys : args->queries);
+        stride[i] = rows->shape[rows->ndim - 1];
+        good = good && rows->dtype == q->dtype && rows->count == count * stride[i] &&
+               (!x->k || stride[i] == heads[i] * args->d);
+        address[i] = (const char *)op->input_data[inputs[i]] +
+                     (size_t)begin * dtrain_dtype_bytes(args->dtype);
+        if (!x->k) begin += heads[i] * args->d;
     }
+    if (!good)
+        return dtrain__refuse(op,
+                              "expected sequences of %lld rows of %lld heads of q, and of %lld "
+                              "rows of %lld heads of k and v, %s, of one head size and type (see "
+                              "dtrain_cast)",
+                              (long long)args->queries, (long long)heads[0], (long long)args->keys,
+                              (long long)heads[1], x->k ? "each whole" : "side by side");
+    args->q = address[0], args->q_stride = stride[0];
+    args->k = address[1], args->k_stride = stride[1];
+    args->v = address[2], args->v_stride = stride[2];
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
     dtrain__output_like(op, q, args->heads * args->d, args->dtype);
     if (q->placement == DTRAIN_PLACEMENT_COLUMNS) {
@@ -309,22 +284,20 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const bool cut = x->placement == DTRAIN_PLACEMENT_COLUMNS;
     const int64_t width = cut ? dtrain__tensor_share(x)->whole : x->shape[x->ndim - 1];
-    char text[DTRAIN__SHAPE_TEXT];
     if (x->placement == DTRAIN_PLACEMENT_ROWS)
-        return dtrain__placement_fail(op, 0, "whole, or cut by columns");
+        return dtrain__refuse(op, "expected input 1 whole, or cut by columns; dtrain_place "
+                                  "converts it");
     args->rows = x->count / x->shape[x->ndim - 1];
     if (args->sequence < 1 || args->rows % args->sequence || args->heads < 1 ||
         width % (2 * args->heads))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_rotary: %s does not divide into sequences of %lld rows and "
-                           "%lld heads of an even size",
-                           dtrain__shape_text(x->shape, text), (long long)args->sequence,
-                           (long long)args->heads);
+        return dtrain__refuse(op, "expected sequences of %lld rows and %lld heads of an even size",
+                              (long long)args->sequence, (long long)args->heads);
     if (args->rotated < 0 || args->rotated > args->heads || !(args->theta > 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_rotary: %lld of %lld heads with theta %g, expected at most all "
-                           "heads and a theta above 0",
-                           (long long)args->rotated, (long long)args->heads, (double)args->theta);
+        return dtrain__refuse(op,
+                              "%lld of %lld heads with theta %g, expected at most all heads and a "
+                              "theta above 0",
+                              (long long)args->rotated, (long long)args->heads,
+                              (double)args->theta);
     if (!args->rotated) args->rotated = args->heads;
     args->d = width / args->heads;
     int64_t heads = 0, rotated = 0; /* of this rank's columns: turned ones come first in each run */

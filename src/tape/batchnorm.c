@@ -31,19 +31,19 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
     const dtrain_strategy *strategy = op->tape->strategy;
     const char *name = op->desc->name;
     if (desc->activation != DTRAIN_ACTIVATION_NONE && desc->activation != DTRAIN_ACTIVATION_RELU)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: activation is %u, expected none or ReLU: its slope is taken from "
-                           "its result",
-                           name, (unsigned)desc->activation);
+        return dtrain__refuse(op,
+                              "activation is %u, expected none or ReLU, whose slope is known "
+                              "from the result",
+                              (unsigned)desc->activation);
     if (!(desc->momentum >= 0 && desc->momentum <= 1) || !(desc->epsilon >= 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: momentum is %g, expected 0 to 1; epsilon is %g, expected 0 or more",
-                           name, (double)desc->momentum, (double)desc->epsilon);
+        return dtrain__refuse(op,
+                              "momentum is %g, expected 0 to 1; epsilon is %g, expected 0 or "
+                              "more",
+                              (double)desc->momentum, (double)desc->epsilon);
     for (uint32_t i = 2; i < op->param_count; i++)
         if (!(op->params[i]->flags & DTRAIN_PARAM_BUFFER))
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: parameter %s is a running average without DTRAIN_PARAM_BUFFER",
-                               name, dtrain__param_name(op->params[i]));
+            return dtrain__refuse(op, "running average %s has no DTRAIN_PARAM_BUFFER",
+                                  dtrain__param_name(op->params[i]));
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
     if (strategy && desc->comm && desc->comm == dtrain__groups_of(strategy).data)
@@ -66,9 +66,7 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
     if (op->input_count == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_same(op));
     if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: x is %s and the residual %s; cast one of them",
-                       name, dtrain_dtype_name((dtrain_dtype)op->inputs[0]->dtype),
-                       dtrain_dtype_name((dtrain_dtype)op->inputs[1]->dtype));
+    return dtrain__refuse(op, "expected a residual of the type of x; cast one of them");
 }
 
 /* Take memory that activation checkpointing does not drop. */

@@ -19,27 +19,20 @@ static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d 
 {
     static const char *const names[2] = {"height", "width"};
     const dtrain_tensor *x = op->inputs[0];
-    char text[DTRAIN__SHAPE_TEXT];
     int64_t count[2];
-    if (x->ndim != 4)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: x is %s, expected (batch, height, width, channels)", op->desc->name,
-                           dtrain__shape_text(x->shape, text));
+    if (x->ndim != 4) return dtrain__refuse(op, "expected (batch, height, width, channels)");
     for (int axis = 0; axis < 2; axis++) {
         const int64_t padded = x->shape[1 + axis] + 2 * w->padding[axis];
         const int64_t reach = (w->kernel[axis] - 1) * w->dilation[axis] + 1;
         if (w->stride[axis] < 1 || w->dilation[axis] < 1 || w->padding[axis] < 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: %s has stride %lld, dilation %lld, padding %lld; expected 1 or "
-                               "more of the first two and 0 or more of the last",
-                               op->desc->name, names[axis], (long long)w->stride[axis],
-                               (long long)w->dilation[axis], (long long)w->padding[axis]);
+            return dtrain__refuse(op,
+                                  "%s has stride %lld, dilation %lld, padding %lld; expected 1 or "
+                                  "more of the first two and 0 or more of the last",
+                                  names[axis], (long long)w->stride[axis],
+                                  (long long)w->dilation[axis], (long long)w->padding[axis]);
         if (reach > padded)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: a window reaches over %lld pixels, but x %s with its padding "
-                               "has a %s of %lld",
-                               op->desc->name, (long long)reach, dtrain__shape_text(x->shape, text),
-                               names[axis], (long long)padded);
+            return dtrain__refuse(op, "a window reaches over %lld pixels of a padded %s of %lld",
+                                  (long long)reach, names[axis], (long long)padded);
         count[axis] = (padded - reach) / w->stride[axis] + 1;
     }
     w->batch = x->shape[0];
@@ -59,22 +52,17 @@ static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
     dtrain_windows2d *w = &args->windows;
     const dtrain_tensor *x = op->inputs[0];
     const int64_t *weight = op->param_shape[0];
-    char image[DTRAIN__SHAPE_TEXT], found[DTRAIN__SHAPE_TEXT];
     for (int axis = 0; axis < 2; axis++) w->kernel[axis] = weight[2 + axis];
     if (dtrain__max(weight[2], weight[3]) > DTRAIN_CONV2D_KERNEL)
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_conv2d: parameter %s is %s, expected a kernel of at most %d x %d",
-            dtrain__param_name(op->params[0]), dtrain__shape_text(weight, found),
-            DTRAIN_CONV2D_KERNEL, DTRAIN_CONV2D_KERNEL);
+        return dtrain__refuse(op, "expected a kernel of at most %d x %d", DTRAIN_CONV2D_KERNEL,
+                              DTRAIN_CONV2D_KERNEL);
     DTRAIN__TRY(dtrain__windows_over(op, w));
     if (weight[3] < 1 || args->groups < 1 || x->shape[3] % args->groups ||
         weight[0] % args->groups || x->shape[3] / args->groups != weight[1])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_conv2d: parameter %s is %s where input %s in %lld groups needs "
-                           "(out_channels, in_channels / groups, kernel_height, kernel_width)",
-                           dtrain__param_name(op->params[0]), dtrain__shape_text(weight, found),
-                           dtrain__shape_text(x->shape, image), (long long)args->groups);
+        return dtrain__refuse(op,
+                              "in %lld groups, expected the weight as (out_channels, in_channels "
+                              "/ groups, kernel_height, kernel_width)",
+                              (long long)args->groups);
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, weight[0], 0));
     const int64_t shape[4] = {w->batch, w->out_height, w->out_width, weight[0]};
     dtrain_op_output(op, op->cast, 4, shape);
@@ -155,19 +143,18 @@ static dtrain_result dtrain__pool2d_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const bool whole = desc->kernel[0] == 0 && desc->kernel[1] == 0;
     if (desc->kind != DTRAIN_POOL_MAX && desc->kind != DTRAIN_POOL_AVERAGE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind is %u, not a dtrain_pool_kind",
-                           op->desc->name, desc->kind);
+        return dtrain__refuse(op, "kind is %u, not a dtrain_pool_kind", desc->kind);
     for (int axis = 0; axis < 2; axis++) {
         w->kernel[axis] = whole && x->ndim == 4 ? x->shape[1 + axis] : desc->kernel[axis];
         w->stride[axis] = desc->stride[axis] && !whole ? desc->stride[axis] : w->kernel[axis];
         w->padding[axis] = desc->padding[axis];
         w->dilation[axis] = 1;
         if ((desc->kernel[axis] < 1 && !whole) || 2 * desc->padding[axis] > desc->kernel[axis])
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: axis %d has a kernel of %lld and padding of %lld; expected 1 "
-                               "or more, or 0 in both axes, and half of the kernel at most",
-                               op->desc->name, axis, (long long)desc->kernel[axis],
-                               (long long)desc->padding[axis]);
+            return dtrain__refuse(op,
+                                  "axis %d has a kernel of %lld and padding of %lld; expected 1 "
+                                  "or more, or 0 in both axes, and half of the kernel at most",
+                                  axis, (long long)desc->kernel[axis],
+                                  (long long)desc->padding[axis]);
     }
     DTRAIN__TRY(dtrain__windows_over(op, w));
     const int64_t shape[4] = {w->batch, w->out_height, w->out_width, w->channels};

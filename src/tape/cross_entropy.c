@@ -47,21 +47,14 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     const int64_t all_rows = logits->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : rows;
     const int64_t whole_n = columns ? part->whole : n;
     const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
-    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (targets->count != all_rows)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                           dtrain__shape_text(logits->shape, left), (long long)all_rows,
-                           dtrain__shape_text(targets->shape, right));
+        return dtrain__refuse(op, "expected a target for each of the %lld rows of the logits",
+                              (long long)all_rows);
     if (args->classes < 0 || args->classes > whole_n)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
-                           (long long)args->classes, dtrain__shape_text(logits->shape, left),
-                           (long long)whole_n);
+        return dtrain__refuse(op, "%lld classes, and the logits have %lld columns",
+                              (long long)args->classes, (long long)whole_n);
     if (!(args->smoothing >= 0 && args->smoothing <= 1)) /* so written that NaN is refused */
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: smoothing is %g, not in [0, 1]",
-                           (double)args->smoothing);
+        return dtrain__refuse(op, "smoothing is %g, not in [0, 1]", (double)args->smoothing);
     args->rows = rows;
     args->n = n;
     args->logits = op->input_data[0];
@@ -73,10 +66,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
     if (columns) { /* whole numbers become this rank's */
         if (part->runs > 1)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "%s: the columns of the logits are cut in %u components, expected "
-                               "one: the vocabulary",
-                               op->desc->name, (unsigned)part->runs);
+            return dtrain__refuse(op, "expected columns cut in one component: the vocabulary");
         args->whole_classes = args->classes ? args->classes : part->whole;
         args->first_class = part->first[0];
         args->classes = args->whole_classes - args->first_class;

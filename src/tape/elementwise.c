@@ -8,10 +8,8 @@
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0], *y = op->inputs[1];
-    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (x->count == y->count && x->shape[x->ndim - 1] == y->shape[y->ndim - 1]) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", op->desc->name,
-                       dtrain__shape_text(x->shape, left), dtrain__shape_text(y->shape, right));
+    return dtrain__refuse(op, "expected inputs of the same count and last axis");
 }
 
 /* ---- Add
@@ -92,8 +90,7 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const float probability = ((const dtrain__map *)op->args)->dropout.probability;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
-                           op->desc->name, (double)probability);
+        return dtrain__refuse(op, "probability is %g, not in [0, 1)", (double)probability);
     /* Random numbers are drawn by an element's place in the whole tensor, so that the masks of all
      * ranks together equal the mask of one. */
     dtrain_part *const of = &((dtrain__map *)op->args)->dropout.part;

@@ -53,16 +53,10 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     if (op->tape->groups.tensor_ranks > 1) {
         const dtrain__share table = dtrain__param_share(op, 0);
         if (table.axis > 0 || table.runs > 1)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "dtrain_embedding: parameter %s is cut by %s, expected rows, in one "
-                               "component: the vocabulary",
-                               dtrain__param_name(op->params[0]),
-                               table.axis ? "columns" : "rows, in several components");
+            return dtrain__refuse(op, "expected the table cut by rows, in one component: the "
+                                      "vocabulary");
         if (op->param_count > 1 && dtrain__param_share(op, 1).axis >= 0)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "dtrain_embedding: parameter %s is cut over the tensor axis, and "
-                               "positions stay whole; leave its cut zeroed",
-                               dtrain__param_name(op->params[1]));
+            return dtrain__refuse(op, "positions stay whole; leave the cut of parameter 2 zeroed");
         layer->cut = table.axis == 0;
         if (layer->cut) {
             args->first_token = table.first[0];
@@ -76,10 +70,8 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     }
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
     if (op->param_count > 1 && positions < args->sequence)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
-                           dtrain__param_name(op->params[1]), (long long)positions,
-                           (long long)args->sequence);
+        return dtrain__refuse(op, "there are %lld positions, and the tokens have %lld",
+                              (long long)positions, (long long)args->sequence);
     const int64_t shape[2] = {layer->rows, args->n};
     dtrain__place_as(dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape), placement, &part);
     args->tokens = (const int32_t *)op->input_data[0];

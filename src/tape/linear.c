@@ -57,14 +57,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_g
 static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
                                           uint32_t *placement, dtrain__share *part)
 {
-    static const char *const expected[3] = {
-        "a whole one, or one cut by rows, for a weight that is not cut",
-        "a whole one, or one cut by rows, for a weight that is cut by rows",
-        "cut by columns (DTRAIN_PLACEMENT_COLUMNS) for a weight that is"};
     const dtrain_tensor *x = op->inputs[0];
     const dtrain__groups *groups = &op->tape->groups;
-    const char *name = dtrain__param_name(op->params[0]);
-    char weight_text[DTRAIN__SHARE_TEXT], text[DTRAIN__SHARE_TEXT];
     *placement = x->placement;
     *part = *dtrain__tensor_share(x);
     if (groups->tensor_ranks == 1) return DTRAIN_OK;
@@ -72,25 +66,18 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;
     layer->cut = (uint32_t)(weight.axis + 1);
     if (columns != (layer->cut == DTRAIN_CUT_COLUMNS))
-        return dtrain__placement_fail(op, 0, expected[layer->cut]);
+        return dtrain__refuse(op, "expected input 1 %s; dtrain_place converts it",
+                              columns
+                                  ? "whole, or cut by rows, for this weight"
+                                  : "cut by columns (DTRAIN_PLACEMENT_COLUMNS), as the weight is");
     if (columns && !dtrain__share_same(part, &weight))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_linear: of input 1 this rank has the columns %s, of parameter "
-                           "%s %s; cut what makes the input, and the parameter, into the same "
-                           "parts",
-                           dtrain__share_text(part, text), name,
-                           dtrain__share_text(&weight, weight_text));
+        return dtrain__refuse(op, "cut what makes input 1, and the weight, into the same parts");
     if (op->param_count > 1) { /* the bias is there as the outputs of the weight are */
         const dtrain__share bias = dtrain__param_share(op, 1);
         const bool rows = layer->cut == DTRAIN_CUT_ROWS;
         if (rows ? !dtrain__share_same(&bias, &weight) : bias.axis >= 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_linear: of bias %s this rank has %s outputs, of parameter "
-                               "%s %s%s; give the bias %s",
-                               dtrain__param_name(op->params[1]), dtrain__share_text(&bias, text),
-                               name, rows ? "the rows " : "every output",
-                               rows ? dtrain__share_text(&weight, weight_text) : "",
-                               rows ? "the same cut" : "no cut");
+            return dtrain__refuse(op, "give the bias %s",
+                                  rows ? "the same cut as the rows of the weight" : "no cut");
     }
     if (layer->cut == DTRAIN_CUT_NONE) return dtrain__check_partial(op);
     if (layer->cut == DTRAIN_CUT_COLUMNS) {
@@ -119,8 +106,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
     if (args->activation > DTRAIN_ACTIVATION_SILU)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
-                           args->activation);
+        return dtrain__refuse(op, "unknown activation %u", args->activation);
     args->m = layer->gathers ? dtrain__tensor_share(x)->whole : rows;
     if (layer->gathers || layer->scatters) {
         const int64_t shape[2] = {layer->scatters ? part.count : args->m, out};

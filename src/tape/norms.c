@@ -48,8 +48,7 @@ static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, args->n, 0));
     if (!(args->epsilon >= 0)) /* so written that NaN is refused */
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: epsilon is %g, expected 0 or more",
-                           op->desc->name, (double)args->epsilon);
+        return dtrain__refuse(op, "epsilon is %g, expected 0 or more", (double)args->epsilon);
     dtrain_op_output(op, op->cast, x->ndim, x->shape);
     args->x = op->input_data[0];
     args->weight = (const float *)op->param_data[0];

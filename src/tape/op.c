@@ -45,7 +45,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
 
     /* 1. also in passes without gradients: the arguments need a place */
     dtrain_node *node =
-        (dtrain_node *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, node_bytes + args_bytes);
+        (dtrain_node *)dtrain__take_host(tape, tape->slot->arenas, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
     if (args_bytes) op->args = (char *)node + node_bytes;
@@ -123,26 +123,9 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 
 /* ---- Placements -------------------------------------------------------------------------------*/
 
-static const char *dtrain__placement_name(const dtrain_tensor *x)
-{
-    return x->placement == DTRAIN_PLACEMENT_WHOLE     ? "whole"
-           : x->placement == DTRAIN_PLACEMENT_COLUMNS ? "cut by columns"
-                                                      : "cut by rows";
-}
-
 DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x)
 {
     return &((const dtrain__tape_tensor *)x)->part;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
-                                                     const char *expected)
-{
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "%s: input %u is %s over the tensor axis, expected %s; dtrain_place converts "
-        "it",
-        op->desc->name, i + 1, dtrain__placement_name(op->inputs[i]), expected);
 }
 
 DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
@@ -169,11 +152,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
     if (!groups->sequence_parallel || (!even && op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD))
         return DTRAIN_OK;
     if (!even)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: sequence parallelism divides rows evenly, and %lld rows (batch * "
-                           "sequence) do not divide by the %d ranks of the tensor axis; change the "
-                           "batch",
-                           op->desc->name, (long long)rows, groups->tensor_ranks);
+        return dtrain__refuse(op,
+                              "sequence parallelism divides rows evenly, and %lld rows (batch * "
+                              "sequence) do not divide by the %d ranks of the tensor axis; change "
+                              "the batch",
+                              (long long)rows, groups->tensor_ranks);
     *placement = DTRAIN_PLACEMENT_ROWS;
     *part = dtrain__rows_share(rows, groups->tensor_ranks, groups->tensor_rank);
     return DTRAIN_OK;
@@ -194,11 +177,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op)
     const bool rows = first && first->placement == DTRAIN_PLACEMENT_ROWS;
     for (uint32_t i = 0; i < op->param_count && rows; i++)
         if (node->target[i] && !op->tape->groups.sequence_parallel)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "%s: parameter %s is whole, and its gradient would be a sum over "
-                               "this rank's rows alone, which nobody adds up without the mesh's "
-                               "sequence_parallel; set it, or make input 1 whole with dtrain_place",
-                               op->desc->name, dtrain__param_name(op->params[i]));
+            return dtrain__refuse(op,
+                                  "the gradient of parameter %s would be a sum over this rank's "
+                                  "rows only, which nobody adds up without the mesh's "
+                                  "sequence_parallel; set it, or make input 1 whole with "
+                                  "dtrain_place",
+                                  dtrain__param_name(op->params[i]));
     return DTRAIN_OK;
 }
 
@@ -213,25 +197,24 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
         const dtrain_tensor *x = op->inputs[i];
         if (!dtrain__is_float(x) && first && first->placement == DTRAIN_PLACEMENT_COLUMNS) continue;
         if (x->placement & ~takes) /* a placement is the flag that takes it */
-            return dtrain__placement_fail(op, i,
-                                          !takes ? "whole"
-                                          : x->placement == DTRAIN_PLACEMENT_COLUMNS
-                                              ? "a whole one, or one cut by rows"
-                                              : "a whole one, or one cut by columns");
-        if (first && x->placement != first->placement)
-            return dtrain__placement_fail(op, i, dtrain__placement_name(first));
-        if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
-            !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))
-            return dtrain__placement_fail(op, i, "the same part of a tensor as input 1");
+            return dtrain__refuse(op, "expected input %u whole%s; dtrain_place converts it", i + 1,
+                                  !takes ? ""
+                                  : x->placement == DTRAIN_PLACEMENT_COLUMNS
+                                      ? ", or cut by rows"
+                                      : ", or cut by columns");
+        if (first && (x->placement != first->placement ||
+                      (x->placement != DTRAIN_PLACEMENT_WHOLE &&
+                       !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))))
+            return dtrain__refuse(op, "expected inputs cut alike, into the same parts; "
+                                      "dtrain_place converts them");
     }
     for (uint32_t i = 0; i < op->param_count; i++)
         if (op->params[i]->cut.axis)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "%s: parameter %s is cut over the tensor axis, and this operation "
-                               "takes whole ones; leave its cut zeroed",
-                               op->desc->name, dtrain__param_name(op->params[i]));
+            return dtrain__refuse(op, "expected whole parameters; leave the cut of %s zeroed",
+                                  dtrain__param_name(op->params[i]));
     if (op->param_count && first && first->placement == DTRAIN_PLACEMENT_COLUMNS)
-        return dtrain__placement_fail(op, 0, "whole, or cut by rows, beside a whole parameter");
+        return dtrain__refuse(op, "expected input 1 whole, or cut by rows, beside a whole "
+                                  "parameter; dtrain_place converts it");
     return dtrain__check_partial(op);
 }
 
@@ -307,7 +290,7 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     dtrain__cast *cast = tape->casts;
     while (cast && (cast->storage != storage || cast->mark != mark)) cast = cast->next;
     if (cast) return cast->low;
-    cast = (dtrain__cast *)dtrain__take_host(tape, DTRAIN__ARENA_RECORDS, sizeof *cast);
+    cast = (dtrain__cast *)dtrain__take_host(tape, tape->arenas, sizeof *cast);
     if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
     cast->mark = mark;
@@ -357,7 +340,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
     dtrain_param *target = storage;
     if (op->planning) { /* before values and gradients are allocated, and without a trace */
-        target = (dtrain_param *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *target);
+        target = (dtrain_param *)dtrain__take_host(tape, tape->slot->arenas, sizeof *target);
         if (!target) return tape->error;
         *target = *storage;
         target->grad = (float *)DTRAIN__REMOTE;
@@ -543,23 +526,49 @@ DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *tex
     return text;
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__refuse(const dtrain_op *op, const char *format, ...)
+{
+    static const char *const placements[3] = {"whole", "cut by columns", "cut by rows"};
+    char why[512], found[DTRAIN__ERROR_BYTES], shape[DTRAIN__SHAPE_TEXT], text[DTRAIN__SHARE_TEXT];
+    const bool cut = op->tape->groups.tensor_ranks > 1;
+    size_t used = 0;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+    found[0] = 0;
+    for (uint32_t k = 0; k < op->input_count + op->param_count && used < sizeof found; k++) {
+        const uint32_t i = k < op->input_count ? k : k - op->input_count;
+        const dtrain_tensor *x = k < op->input_count ? op->inputs[i] : NULL;
+        const dtrain__share part = x ? *dtrain__tensor_share(x) : dtrain__param_share(op, i);
+        const uint32_t placement = !cut            ? 0
+                                   : x             ? x->placement
+                                   : part.axis < 0 ? 0
+                                                   : 2 - (uint32_t)part.axis;
+        char number[12];
+        snprintf(number, sizeof number, "%u", i + 1);
+        used += (size_t)snprintf(
+            found + used, sizeof found - used, "; %s %.99s is %s%s%s%s%s %s",
+            x ? "input" : "parameter", x ? number : dtrain__param_name(op->params[i]),
+            cut ? placements[placement] : "", placement ? ", on this rank " : "",
+            placement ? dtrain__share_text(&part, text) : "", cut ? ", " : "",
+            dtrain__shape_text(x ? x->shape : op->param_shape[i], shape),
+            dtrain_dtype_name(x ? (dtrain_dtype)x->dtype : DTRAIN_DTYPE_F32));
+    }
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s%s", op->desc->name, why, found);
+}
+
 DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
                                                int64_t columns)
 {
     const int64_t expected[4] = {rows, columns, 0, 0};
-    char found_text[DTRAIN__SHAPE_TEXT], expected_text[DTRAIN__SHAPE_TEXT];
-    char input_text[DTRAIN__SHAPE_TEXT];
-    bool same = true;
-    if (i >= op->param_count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: there is no parameter %u", op->desc->name,
-                           i + 1);
-    const int64_t *found = op->param_shape[i];
-    for (int a = 0; a < 4; a++)
-        same = same && (expected[a] < 0 ? found[a] > 0 : found[a] == expected[a]);
+    char text[DTRAIN__SHAPE_TEXT];
+    bool same = i < op->param_count;
+    for (int a = 0; a < 4 && same; a++)
+        same = expected[a] < 0 ? op->param_shape[i][a] > 0 : op->param_shape[i][a] == expected[a];
     if (same) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s", op->desc->name,
-        dtrain__param_name(op->params[i]), dtrain__shape_text(found, found_text),
-        op->input_count ? dtrain__shape_text(op->inputs[0]->shape, input_text) : "(none)",
-        dtrain__shape_text(expected, expected_text));
+    return dtrain__refuse(op, "parameter %s must be %s",
+                          i < op->param_count ? dtrain__param_name(op->params[i])
+                                              : "that is missing",
+                          dtrain__shape_text(expected, text));
 }

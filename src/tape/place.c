@@ -232,11 +232,8 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     const dtrain__share *part = dtrain__tensor_share(x);
     const int64_t n = x->shape[x->ndim - 1];
     dtrain__share kept;
-    char text[DTRAIN__SHARE_TEXT];
     if (place->to > DTRAIN_PLACEMENT_ROWS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_place: placement is %u, which is not a dtrain_placement",
-                           place->to);
+        return dtrain__refuse(op, "placement is %u, which is not a dtrain_placement", place->to);
     place->gathers = place->to == DTRAIN_PLACEMENT_WHOLE;
     place->by_columns =
         (place->gathers ? x->placement : place->to) == (uint32_t)DTRAIN_PLACEMENT_COLUMNS;
@@ -245,20 +242,18 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     const int64_t length = place->by_columns ? place->columns : place->rows;
     kept = dtrain__rows_share(length, groups->tensor_ranks, groups->tensor_rank);
     if (!place->gathers && length < groups->tensor_ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_place: %lld %s to share, and the tensor axis has %d ranks: each "
-                           "needs one",
-                           (long long)length, place->by_columns ? "columns" : "rows",
-                           groups->tensor_ranks);
+        return dtrain__refuse(op,
+                              "%lld %s to share, and each of the %d ranks of the tensor axis "
+                              "needs one",
+                              (long long)length, place->by_columns ? "columns" : "rows",
+                              groups->tensor_ranks);
 
     /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
     place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
     const dtrain__share here = dtrain__columns_of(op, groups->tensor_rank);
     if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_place: of the input this rank has the columns %s, and those of "
-                           "other ranks are not known; convert what it was made of",
-                           dtrain__share_text(part, text));
+        return dtrain__refuse(op, "the columns of other ranks are not known; convert what input 1 "
+                                  "was made of");
     for (int r = 0; r < groups->tensor_ranks; r++)
         place->slot = dtrain__max(place->slot, place->rows * dtrain__columns_of(op, r).count);
 

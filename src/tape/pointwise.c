@@ -17,9 +17,7 @@ static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
     const uint32_t kind = args->kind;
     if (kind > DTRAIN_POINTWISE_LOGISTIC_LOSS || kind == DTRAIN_ACTIVATION_NONE ||
         (!other && kind > (uint32_t)DTRAIN_ACTIVATION_SILU))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: activation is %u, which is not a dtrain_activation", op->desc->name,
-                           kind);
+        return dtrain__refuse(op, "activation is %u, which is not a dtrain_activation", kind);
     if (other) DTRAIN__TRY(dtrain__check_same(op));
     args->x_dtype = args->y_dtype = (dtrain_dtype)x->dtype;
     if (other) args->other_dtype = (dtrain_dtype)other->dtype;

@@ -36,10 +36,10 @@ DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
     if (dtrain__stage_is_remote(tape)) return;
     dtrain__tape_segment *segment =
-        (dtrain__tape_segment *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *segment);
+        (dtrain__tape_segment *)dtrain__take_host(tape, tape->slot->arenas, sizeof *segment);
     if (!segment) return;
     segment->unit = tape->unit;
-    segment->region = &tape->arenas[DTRAIN__ARENA_REGION + tape->pass.segment_count++ % 2];
+    segment->region = &tape->slot->arenas[DTRAIN__ARENA_REGION + tape->pass.segment_count++ % 2];
     dtrain__region_take(segment);
     dtrain__bump_rewind(segment->region);
     tape->pass.segment = segment;

@@ -20,17 +20,13 @@ static dtrain_result dtrain__matmul_prepare(dtrain_op *op)
 {
     dtrain__matmul *product = (dtrain__matmul *)op->args;
     const dtrain_tensor *a = op->inputs[0], *b = op->inputs[1];
-    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     bool match = a->ndim >= 2 && b->ndim >= 2 && a->shape[a->ndim - 1] == b->shape[b->ndim - 2] &&
                  (b->ndim == 2 || b->ndim == a->ndim);
     for (uint32_t axis = 0; match && axis + 2 < b->ndim; axis++)
         match = a->shape[axis] == b->shape[axis];
     if (!match)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_matmul: %s times %s, expected (..., m, k) times (..., k, n) with "
-            "the same leading axes, or (k, n)",
-            dtrain__shape_text(a->shape, left), dtrain__shape_text(b->shape, right));
+        return dtrain__refuse(op, "expected (..., m, k) times (..., k, n) with the same leading "
+                                  "axes, or (k, n)");
     product->k = b->shape[b->ndim - 2];
     product->n = b->shape[b->ndim - 1];
     product->batch = b->count / product->k / product->n;
@@ -121,7 +117,7 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
 {
     dtrain__reshape *to = (dtrain__reshape *)op->args;
     const dtrain_tensor *x = op->inputs[0];
-    char from_text[DTRAIN__SHAPE_TEXT], to_text[DTRAIN__SHAPE_TEXT];
+    char text[DTRAIN__SHAPE_TEXT];
     const int64_t here = x->shape[x->ndim - 1], whole = dtrain__tensor_share(x)->whole;
     const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS && !to->keeps;
     const bool rows = x->placement == DTRAIN_PLACEMENT_ROWS && !to->keeps;
@@ -130,8 +126,8 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
     bool good = to->ndim >= 1;
     if (to->dtype != DTRAIN_DTYPE_F32 && to->dtype != DTRAIN_DTYPE_BF16 &&
         to->dtype != DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, expected f32, bf16 or f16",
-                           op->desc->name, dtrain_dtype_name(to->dtype));
+        return dtrain__refuse(op, "dtype is %s, expected f32, bf16 or f16",
+                              dtrain_dtype_name(to->dtype));
     for (uint32_t axis = 0; axis < to->ndim; axis++) {
         const int64_t length = to->shape[axis];
         if (length == -1 && !open) open = &to->shape[axis];
@@ -140,16 +136,13 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
     }
     if (good && open && count % known == 0) *open = count / known, known = count;
     if (!good || known != count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s cannot become %s", op->desc->name,
-                           dtrain__shape_text(x->shape, from_text),
-                           dtrain__shape_text(to->shape, to_text));
+        return dtrain__refuse(op, "input 1 cannot become %s", dtrain__shape_text(to->shape, text));
     /* The whole shape becomes that of this rank's part, which stays the same piece of memory where
      * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
     int64_t *const last = &to->shape[to->ndim - 1];
     if ((columns || rows) && (*last != n || (rows && to->ndim != 2)))
-        return dtrain__placement_fail(op, 0,
-                                      rows ? "whole, or two axes of which the last one stays"
-                                           : "whole, or axes of which the last one stays");
+        return dtrain__refuse(op, "of a part%s the last one stays; dtrain_place makes it whole",
+                              rows ? " there are two axes, and" : "");
     if (rows) to->shape[0] = x->shape[0];
     if (columns) *last = here;
     dtrain_op_output(op, to->dtype, to->ndim, to->shape);
@@ -235,9 +228,7 @@ static dtrain_result dtrain__permute_prepare(dtrain_op *op)
         shape[i] = x->shape[to->axes[i]];
     }
     if (seen != (1u << x->ndim) - 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_permute: axes are not those of a tensor of %u axes, each once",
-                           x->ndim);
+        return dtrain__refuse(op, "expected each of the %u axes once", x->ndim);
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, shape);
     return DTRAIN_OK;
 }

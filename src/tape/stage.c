@@ -11,10 +11,7 @@
  *                            x ------>                      would have been
  *
  * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
- * stages read. The first of its passes of a micro-batch does; later ones share it.
- *
- * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers
- * into the tape's arenas, which segments have, are right again when their slot is. */
+ * stages read. The first of its passes of a micro-batch does; later ones share it. */
 
 #include "core/platform_internal.h"
 #include "tape/stage_internal.h"
@@ -22,18 +19,11 @@
 
 /* ---- Slots ------------------------------------------------------------------------------------*/
 
-/* Exchange what is in the tape for what is in a slot. */
 static void dtrain__slot_select(dtrain_tape *tape, dtrain__pass_slot *slot)
 {
-    dtrain__stages *stages = tape->stages;
-    dtrain__bump *const arenas = &tape->arenas[DTRAIN__ARENA_HOST];
-    dtrain__pass_slot *const before = stages->slot;
-    if (before == slot) return;
-    before->pass = tape->pass;
-    memcpy(before->arenas, arenas, sizeof before->arenas);
+    tape->slot->pass = tape->pass;
     tape->pass = slot->pass;
-    memcpy(arenas, slot->arenas, sizeof slot->arenas);
-    stages->slot = slot;
+    tape->slot = slot;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t count,
@@ -44,26 +34,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = (dtrain__stages *)dtrain__alloc(a, 1, sizeof *stages, "stages");
     if (!stages) return DTRAIN_ERROR_MEMORY;
-    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
+    dtrain__slots_free(tape); /* other ranks reach the memory of a tape with stages */
     tape->stages = stages;
     stages->count = count;
     stages->here = here;
     stages->stage_units = stage_units;
     stages->unit_count = unit_count;
-    stages->slots =
-        (dtrain__pass_slot *)dtrain__alloc(a, slot_count, sizeof *stages->slots, "slots");
-    if (!stages->slots) return DTRAIN_ERROR_MEMORY;
-    stages->slot_count = slot_count;
-    stages->slot = stages->slots;
-    for (uint32_t i = 1; i < slot_count; i++)
-        for (int k = 0; k < DTRAIN__PASS_ARENAS; k++)
-            stages->slots[i].arenas[k].device = tape->arenas[DTRAIN__ARENA_HOST + k].device;
-    stages->zeros.device = tape->device;
+    DTRAIN__TRY(dtrain__slots_create(tape, slot_count));
+    dtrain__arena_add(tape, &stages->zeros, tape->device);
     stages->inboxes =
         (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
     if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
     stages->inbox_count = inbox_count;
-    for (uint32_t i = 0; i < inbox_count; i++) stages->inboxes[i].arena.device = tape->device;
+    for (uint32_t i = 0; i < inbox_count; i++)
+        dtrain__arena_add(tape, &stages->inboxes[i].arena, tape->device);
     return DTRAIN_OK;
 }
 
@@ -72,14 +56,7 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     if (!stages) return;
     dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
-    for (uint32_t s = 0; s < stages->slot_count; s++)
-        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
-            dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
-    for (uint32_t i = 0; i < stages->inbox_count; i++)
-        dtrain__bump_free(tape, &stages->inboxes[i].arena);
-    dtrain__bump_free(tape, &stages->zeros);
     dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
-    dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
     dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
     tape->stages = NULL;
 }
@@ -88,12 +65,12 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 {
-    return tape->stages && tape->stages->slot->stage == DTRAIN__SURVEY;
+    return tape->stages && tape->slot->stage == DTRAIN__SURVEY;
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 {
-    return tape->stages && tape->stages->at != tape->stages->slot->stage;
+    return tape->stages && tape->stages->at != tape->slot->stage;
 }
 
 /* Note which stage the pass has come to. */
@@ -124,7 +101,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
                                         const dtrain_node *node)
 {
     const dtrain__stages *stages = tape->stages;
-    dtrain__pass_slot *slot = stages->slot;
+    dtrain__pass_slot *slot = tape->slot;
     dtrain_tensor *x = &made->tensor;
     made->stage = made->last_stage = node ? stages->at : -1;
     made->remote = x->data == (void *)DTRAIN__REMOTE;
@@ -177,8 +154,8 @@ DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
     if (!stages) return true;
-    const size_t number = stages->slot->input_count;
-    return !dtrain__is_surveying(tape) && stages->slot->batch == stages->slot &&
+    const size_t number = tape->slot->input_count;
+    return !dtrain__is_surveying(tape) && tape->slot->batch == tape->slot &&
            number < stages->input_count && stages->reads[number];
 }
 
@@ -187,7 +164,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
     dtrain__stages *stages = tape->stages;
     *shared = false;
     if (!stages) return DTRAIN_OK;
-    dtrain__pass_slot *slot = stages->slot;
+    dtrain__pass_slot *slot = tape->slot;
     const size_t number = slot->input_count++;
     if (x->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -217,14 +194,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
 static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
-    const dtrain__tape_tensor *made = stages->slot->listed;
+    const dtrain__tape_tensor *made = tape->slot->listed;
     size_t count = 0, inputs = 0, number = tape->pass.tensor_count;
     for (const dtrain__tape_tensor *x = made; x; x = x->next) {
         inputs += x->stage < 0;
         count += x->last_stage > x->stage;
     }
     if (!stages->lists || count != stages->crossing_count || inputs != stages->input_count) {
-        const size_t crossed = stages->slot_count * count, received = stages->inbox_count * count;
+        const size_t crossed = tape->slot_count * count, received = stages->inbox_count * count;
         dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
         stages->crossing_count = stages->input_count = 0;
         stages->list_bytes = count * sizeof *stages->crossings + received * sizeof(void *) +
@@ -235,9 +212,9 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
         stages->crossing_count = count;
         stages->input_count = inputs;
         stages->crossings = (dtrain__crossing *)stages->lists;
-        for (size_t i = 0; i < stages->slot_count; i++)
-            stages->slots[i].crossed = (dtrain__crossed *)(stages->crossings + count) + i * count;
-        void **const inbox = (void **)(stages->slots[0].crossed + crossed);
+        for (size_t i = 0; i < tape->slot_count; i++)
+            tape->slots[i].crossed = (dtrain__crossed *)(stages->crossings + count) + i * count;
+        void **const inbox = (void **)(tape->slots[0].crossed + crossed);
         for (size_t i = 0; i < stages->inbox_count; i++)
             stages->inboxes[i].received = inbox + i * count;
         stages->reads = (bool *)(inbox + received);
@@ -261,9 +238,9 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
-    const size_t count = stages->slot_count * stages->crossing_count;
+    const size_t count = tape->slot_count * stages->crossing_count;
     dtrain__tape_reset(tape);
-    if (count) memset(stages->slots[0].crossed, 0, count * sizeof(dtrain__crossed));
+    if (count) memset(tape->slots[0].crossed, 0, count * sizeof(dtrain__crossed));
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
@@ -297,7 +274,7 @@ DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t number
 {
     const dtrain__stages *stages = tape->stages;
     for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__crossed *crossed = &stages->slots[number].crossed[k];
+        dtrain__crossed *crossed = &tape->slots[number].crossed[k];
         dtrain__scratch_give(crossed->sent);
         crossed->sent = NULL;
     }
@@ -309,7 +286,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
                                                   uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
-    dtrain__pass_slot *slot = &stages->slots[number];
+    dtrain__pass_slot *slot = &tape->slots[number];
     dtrain__slot_select(tape, slot);
     for (size_t k = 0; k < stages->crossing_count; k++) {
         dtrain__crossed *crossed = &slot->crossed[k];
@@ -318,21 +295,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
         crossed->received = NULL;
     }
     slot->stage = stage;
-    slot->batch = &stages->slots[batch];
+    slot->batch = &tape->slots[batch];
     slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
     for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
         slot->crossed[k].received = source.inbox >= 0
                                         ? stages->inboxes[source.inbox].received[k]
-                                        : stages->slots[source.slot].crossed[k].tensor->tensor.data;
+                                        : tape->slots[source.slot].crossed[k].tensor->tensor.data;
     return dtrain__pass_begin(tape, flags, seed);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
-    const dtrain__pass_slot *slot = stages->slot;
+    const dtrain__pass_slot *slot = tape->slot;
     DTRAIN__TRY(tape->error);
     if (slot->stage == DTRAIN__SURVEY) return dtrain__survey_end(tape);
     if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
@@ -348,13 +325,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t number,
                                                  const uint32_t *from)
 {
-    dtrain__stages *stages = tape->stages;
-    dtrain__pass_slot *slot = &stages->slots[number];
+    dtrain__pass_slot *slot = &tape->slots[number];
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
         dtrain__tape_tensor *x = slot->crossed[k].tensor;
         bool accumulate;
         if (from) {
-            dtrain__tape_tensor *y = stages->slots[*from].crossed[k].tensor;
+            dtrain__tape_tensor *y = tape->slots[*from].crossed[k].tensor;
             x->gradient = y->gradient;
             x->tensor.grad = y->tensor.grad;
             y->gradient = NULL;
@@ -368,7 +344,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
                                                      dtrain_tensor *loss, float scale, bool more,
                                                      bool halves)
 {
-    dtrain__pass_slot *slot = &tape->stages->slots[number];
+    dtrain__pass_slot *slot = &tape->slots[number];
     dtrain__slot_select(tape, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
@@ -389,7 +365,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t number)
 {
-    dtrain__slot_select(tape, &tape->stages->slots[number]);
+    dtrain__slot_select(tape, &tape->slots[number]);
     return dtrain__backward_params(tape);
 }
 
@@ -410,7 +386,7 @@ DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing)
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
                                          bool gradient)
 {
-    const dtrain__crossed *crossed = &tape->stages->slots[slot].crossed[crossing];
+    const dtrain__crossed *crossed = &tape->slots[slot].crossed[crossing];
     const dtrain__tape_tensor *x = crossed->tensor;
     if (!gradient && crossed->received) return crossed->received;
     return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;

@@ -38,17 +38,6 @@ typedef struct dtrain__crossed {
     dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
 } dtrain__crossed;
 
-/* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
-typedef struct dtrain__pass_slot {
-    dtrain__pass pass;
-    dtrain__bump arenas[DTRAIN__PASS_ARENAS];
-    int32_t stage;
-    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
-    dtrain__crossed *crossed;        /* (crossing_count) */
-    size_t next_crossing, input_count;
-} dtrain__pass_slot;
-
 /* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
 typedef struct dtrain__inbox {
     dtrain__bump arena;
@@ -65,10 +54,9 @@ typedef struct dtrain__stages {
     int32_t count, at;          /* stages; the one whose unit the pass is in */
     const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
     size_t unit_count;
-    const bool *here;                /* (count) this rank has the stage */
-    dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
-    dtrain__inbox *inboxes;          /* (inbox_count) */
-    uint32_t slot_count, inbox_count;
+    const bool *here;       /* (count) this rank has the stage */
+    dtrain__inbox *inboxes; /* (inbox_count) */
+    uint32_t inbox_count;
     dtrain__bump zeros; /* as many as the longest tensor that crosses has */
     void *lists;        /* (list_bytes) memory of the lists whose length a survey finds */
     size_t list_bytes;

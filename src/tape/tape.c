@@ -64,12 +64,11 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
         tape->groups = groups;
         dtrain__expect_tape(strategy);
     }
-    for (int i = 0; i < DTRAIN__ARENAS; i++)
-        tape->arenas[i].device =
-            i == DTRAIN__ARENA_HOST || i == DTRAIN__ARENA_RECORDS ? NULL : tape->device;
     tape->unit = -1;
-    *out = tape;
-    return DTRAIN_OK;
+    const dtrain_result result = dtrain__slots_create(tape, 1);
+    if (result == DTRAIN_OK) *out = tape;
+    else dtrain_tape_destroy(tape);
+    return result;
 }
 
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
@@ -80,7 +79,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
     for (size_t i = 0; i < tape->inputs.count; i++)
         dtrain__pinned_free(tape->device, &tape->inputs.items[i]);
     if (tape->uploaded) tape->device->ops->event_destroy(tape->device, tape->uploaded);
-    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
+    dtrain__slots_free(tape);
     dtrain__stages_free(tape);
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
@@ -127,16 +126,16 @@ DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape)
 {
     dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
     for (; chunk; chunk = chunk->next) chunk->owners = 0;
-    for (int i = 0; i < DTRAIN__ARENA_HOST; i++) dtrain__bump_rewind(&tape->arenas[i]);
+    for (int i = 0; i < DTRAIN__TAPE_ARENAS; i++) dtrain__bump_rewind(&tape->arenas[i]);
     tape->casts = NULL;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
 {
     const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
-    for (int i = DTRAIN__ARENA_HOST; i < DTRAIN__ARENAS; i++) {
-        dtrain__bump_rewind(&tape->arenas[i]);
-        tape->arenas[i].owner = NULL;
+    for (int i = 0; i < DTRAIN__PASS_ARENAS; i++) {
+        dtrain__bump_rewind(&tape->slot->arenas[i]);
+        tape->slot->arenas[i].owner = NULL;
     }
     memset(&tape->pass, 0, sizeof tape->pass);
     tape->pass.state = DTRAIN__TAPE_FORWARD;
@@ -354,7 +353,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
     if (!((dtrain__tape_tensor *)x)->remote) result = dtrain__input_upload(tape, x, host);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
-        float *valid = (float *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, DTRAIN__VALID_BYTES);
+        float *valid = (float *)dtrain__take_host(tape, tape->slot->arenas, DTRAIN__VALID_BYTES);
         if (!valid) return NULL;
         dtrain__count_valid(host, x->count, valid);
         samples->valid = valid;
@@ -417,14 +416,12 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     info->flops = tape->flops;
     info->recomputed_count = tape->pass.recomputed_count;
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
-    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_count(&tape->arenas[i], info);
+    for (const dtrain__bump *arena = tape->all_arenas; arena; arena = arena->next) {
+        if (!arena->device) continue;
+        info->activation_bytes += arena->bytes;
+        info->block_allocations += arena->allocations;
+    }
     info->activation_bytes -= info->gradient_bytes;
-    const dtrain__stages *stages = tape->stages; /* a selected slot's arenas are in the tape */
-    for (uint32_t s = 0; stages && s < stages->slot_count; s++)
-        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
-            dtrain__bump_count(&stages->slots[s].arenas[i], info);
-    for (uint32_t i = 0; stages && i < stages->inbox_count; i++)
-        dtrain__bump_count(&stages->inboxes[i].arena, info);
     info->error = dtrain__tape_error(tape);
 }
 

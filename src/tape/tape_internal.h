@@ -14,8 +14,8 @@
  *                     what an operation borrows            while its kernels and sums run
  *     params          values and gradients                 not the tape's
  *
- * A pipeline has several passes under way, each in a slot (stage.c) with arenas of its own; what is
- * listed first in the enum below is there once.
+ * A pipeline has several passes under way, each in a slot with its arenas; casts, weights and the
+ * pool are the tape's.
  *
  * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
  * the last one asked for allocates nothing and gets the same addresses. That also makes memory
@@ -54,7 +54,8 @@ typedef struct dtrain__chunk {
  * A chunk of device memory has exactly the size of the request it was made for: nothing is lost at
  * its end, and a few hundred allocations in the first step are soon forgotten. */
 typedef struct dtrain__bump {
-    dtrain_device *device; /* NULL: host memory */
+    struct dtrain__bump *next; /* of the tape's arenas */
+    dtrain_device *device;     /* NULL: host memory */
     dtrain__chunk *first;
     dtrain__chunk **at;                 /* the link to the chunk in use */
     size_t used;                        /* bytes of that chunk */
@@ -62,16 +63,19 @@ typedef struct dtrain__bump {
     struct dtrain__tape_segment *owner; /* of a region: who put its results there last */
 } dtrain__bump;
 
+/* Arenas of a tape and of a pass. The first one of each is host memory. */
 enum {
-    DTRAIN__ARENA_RECORDS,   /* host memory: which weights have been rounded */
+    DTRAIN__ARENA_RECORDS,   /* which weights have been rounded */
     DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
     DTRAIN__ARENA_CASTS,
     DTRAIN__ARENA_WEIGHTS,
-    DTRAIN__ARENA_HOST, /* from here on those of a pass */
+    DTRAIN__TAPE_ARENAS
+};
+enum {
+    DTRAIN__ARENA_HOST,
     DTRAIN__ARENA_DATA,
-    DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
-    DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2,
-    DTRAIN__PASS_ARENAS = DTRAIN__ARENAS - DTRAIN__ARENA_HOST
+    DTRAIN__ARENA_REGION, /* and the next one: what segments drop, in turn */
+    DTRAIN__PASS_ARENAS = DTRAIN__ARENA_REGION + 2
 };
 
 /* ---- Nodes and tensors ------------------------------------------------------------------------*/
@@ -175,6 +179,17 @@ typedef struct dtrain__pass {
     bool more; /* another micro-batch adds to its gradients: none is ready after this backward */
 } dtrain__pass;
 
+/* A pass under way, of which a pipeline has several. `pass` is in the tape while it is selected. */
+typedef struct dtrain__pass_slot {
+    dtrain__pass pass;
+    dtrain__bump arenas[DTRAIN__PASS_ARENAS];
+    int32_t stage;                   /* this and what follows: see stage.c */
+    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
+    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
+    struct dtrain__crossed *crossed; /* (crossing_count) */
+    size_t next_crossing, input_count;
+} dtrain__pass_slot;
+
 /* ---- Costs ------------------------------------------------------------------------------------*/
 
 /* Where a plan adds up what units cost: see costs.c. */
@@ -200,8 +215,11 @@ struct dtrain_tape {
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
     double flops;                        /* see dtrain_tape_info */
     const dtrain__unit_costs *costs;     /* of a plan that counts them; or NULL */
-    dtrain__bump arenas[DTRAIN__ARENAS];
-    dtrain__pass pass;
+    dtrain__bump *all_arenas;            /* of the tape, its slots and its stages */
+    dtrain__bump arenas[DTRAIN__TAPE_ARENAS];
+    dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
+    uint32_t slot_count;
+    dtrain__pass pass;                       /* of the selected slot */
     dtrain__cast *casts;                     /* rounded weights, latest first */
     struct dtrain__stages *stages;           /* NULL: this rank has the whole model */
     int64_t unit;                            /* the gathered unit; -1: none */
@@ -235,15 +253,16 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 /* tape/op.c */
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
+/* Refuse a call of an operation, and list what it was given: shape and type of the inputs, shapes
+ * of the parameters and, over a tensor axis, which part of each is on this rank. */
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE dtrain_result dtrain__refuse(const dtrain_op *op, const char *format, ...);
 DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
 /* Return the part that this rank has of a tensor which is not whole. */
 DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x);
 /* Say how an output lies, and which part of it is here. */
 DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
                                       const dtrain__share *part);
-/* Refuse input i, which does not lie as `expected`. */
-DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
-                                                     const char *expected);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
 /* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up.
@@ -372,10 +391,13 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
 /* tape/arena.c */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
-DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena);
-DTRAIN__PRIVATE void dtrain__bump_count(const dtrain__bump *arena, dtrain_tape_info *info);
+/* Make slots for so many passes, without those of before. */
+DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t slot_count);
+DTRAIN__PRIVATE void dtrain__slots_free(dtrain_tape *tape);
+DTRAIN__PRIVATE void dtrain__arena_add(dtrain_tape *tape, dtrain__bump *arena,
+                                       dtrain_device *device);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, int arena, size_t bytes);
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, dtrain__bump *arena, size_t bytes);
 DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
                                           uint32_t dtype);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,

@@ -395,33 +395,35 @@ static void test_errors(void)
     REFUSED(a, NULL, NULL, "a sequence of 0 queries", .heads = 4);
     REFUSED(a, NULL, NULL, "a sequence of 3 queries and -1 keys", .sequence = 3, .heads = 4,
             .key_sequence = -1);
-    REFUSED(a, NULL, NULL, "rows (6, 32) of queries", .sequence = 4, .heads = 4, .kv_heads = 2);
-    REFUSED(a, NULL, NULL, "3 + 2 x 3 heads", .sequence = 3, .heads = 3);
-    REFUSED(a, NULL, NULL, "as many keys (found 6)", .sequence = 3, .heads = 4, .kv_heads = 2,
-            .key_sequence = 6);
+    REFUSED(a, NULL, NULL, "sequences of 4 rows of 4 heads of q", .sequence = 4, .heads = 4,
+            .kv_heads = 2);
+    REFUSED(a, NULL, NULL, "3 heads of k and v, side by side", .sequence = 3, .heads = 3);
+    REFUSED(a, NULL, NULL, "of 6 rows of 2 heads of k and v, side by side", .sequence = 3,
+            .heads = 4, .kv_heads = 2, .key_sequence = 6);
     REFUSED(a, b, NULL, "dtrain_attention: input 3 is NULL", .sequence = 3, .heads = 4);
-    REFUSED(a, b, b, "q (6, 32), k (10, 8) and v (10, 8) do not divide", .sequence = 3, .heads = 4,
-            .key_sequence = 5);
+    REFUSED(a, b, b, "input 1 is (6, 32) f32; input 2 is (10, 8) f32; input 3 is (10, 8) f32",
+            .sequence = 3, .heads = 4, .key_sequence = 5);
     REFUSED(a, b, b, "4 rows of 1 heads of k and v", .sequence = 3, .heads = 4, .kv_heads = 1,
             .key_sequence = 4);
     REFUSED(a, b, dtrain_cast(tape, b, DTRAIN_DTYPE_BF16),
-            "q is f32, k f32 and v bf16, expected one type: see dtrain_cast", .sequence = 3,
-            .heads = 4, .kv_heads = 1, .key_sequence = 5);
+            "type (see dtrain_cast); input 1 is (6, 32) f32; input 2 is (10, 8) f32; input 3 is "
+            "(10, 8) bf16",
+            .sequence = 3, .heads = 4, .kv_heads = 1, .key_sequence = 5);
     REFUSED(a, b, b, "3 key lengths for a batch of 2", .sequence = 3, .heads = 4, .kv_heads = 1,
             .key_sequence = 5,
             .key_lengths = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &three, some, false));
     REFUSED(a, b, b, "input 2 is f32, expected i32", .sequence = 3, .heads = 4, .kv_heads = 1,
             .key_sequence = 5, .key_lengths = INPUT(1, &two, false));
     REFUSED(a, b, b,
-            "the mask is (2, 3, 3, 5), expected (batch, heads, queries, keys) = "
-            "(2, 4, 3, 5)",
+            "expected a mask of (batch, heads, queries, keys) = (2, 4, 3, 5), where batch and "
+            "heads may be 1 or left out",
             .sequence = 3, .heads = 4, .kv_heads = 1, .key_sequence = 5,
             .mask = INPUT(4, wrong, false));
-    REFUSED(a, b, b, "the mask is (5, 3)", .sequence = 3, .heads = 4, .kv_heads = 1,
+    REFUSED(a, b, b, "input 4 is (5, 3)", .sequence = 3, .heads = 4, .kv_heads = 1,
             .key_sequence = 5, .mask = INPUT(2, turned, false));
-    REFUSED(a, b, b, "the mask is f32 and wants a gradient", .sequence = 3, .heads = 4,
+    REFUSED(a, b, b, "gets no gradient and may not want one", .sequence = 3, .heads = 4,
             .kv_heads = 1, .key_sequence = 5, .mask = INPUT(4, full, true));
-    REFUSED(a, b, b, "the mask is bf16, expected f32", .sequence = 3, .heads = 4, .kv_heads = 1,
+    REFUSED(a, b, b, "expected a mask of f32", .sequence = 3, .heads = 4, .kv_heads = 1,
             .key_sequence = 5, .mask = dtrain_cast(tape, INPUT(4, full, false), DTRAIN_DTYPE_BF16));
 #undef REFUSED
     dtrain_tape_begin(tape, 0, 0);

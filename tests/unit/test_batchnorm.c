@@ -180,12 +180,9 @@ static void test_refused(void)
     layer l;
     layer_open(&l);
     for (int what = 0; what < 6; what++) {
-        static const char *const words[] = {"given together",
-                                            "expected none or ReLU",
-                                            "without DTRAIN_PARAM_BUFFER",
-                                            "momentum is 2",
-                                            "differ",
-                                            "cast one of them"};
+        static const char *const words[] = {
+            "given together", "expected none or ReLU", "has no DTRAIN_PARAM_BUFFER",
+            "momentum is 2",  "of the same count",     "cast one of them"};
         dtrain_batch_norm_desc desc;
         memset(&desc, 0, sizeof desc);
         CHECK(dtrain_tape_begin(l.tape, 0, 0) == DTRAIN_OK);

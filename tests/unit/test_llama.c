@@ -111,7 +111,7 @@ static void test_permute(void)
         dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 4, shape, x, true);
         dtrain_tensor *y = dtrain_permute(tape, in, axes);
         if (((1u << axes[0]) | (1u << axes[1]) | (1u << axes[2]) | (1u << axes[3])) != 15) {
-            CHECK(!y && strstr(dtrain_last_error(), "each once"));
+            CHECK(!y && strstr(dtrain_last_error(), "4 axes once"));
             continue;
         }
         CHECK(dtrain_tensor_read(tape, y, got, NULL) == DTRAIN_OK);
@@ -424,23 +424,23 @@ static void test_errors(void)
         CHECK(!(call) && tape_error(tape) == DTRAIN_ERROR_ARGUMENT);                      \
         CHECK_MSG(strstr(dtrain_last_error(), words) != NULL, "%s", dtrain_last_error()); \
     } while (0)
-    REFUSED(dtrain_rotary(tape, a, 4, 4, 0, 10), "dtrain_rotary: (6, 32) does not divide");
+    REFUSED(dtrain_rotary(tape, a, 4, 4, 0, 10), "dtrain_rotary: expected sequences of 4 rows");
     REFUSED(dtrain_rotary(tape, d, 3, 6, 0, 10), "6 heads of an even size");
     REFUSED(dtrain_rotary(tape, a, 3, 4, 5, 10), "5 of 4 heads");
     REFUSED(dtrain_rotary(tape, a, 3, 4, 0, 0), "theta 0");
     REFUSED(dtrain_softmax(tape, NULL), "dtrain_softmax: input 1 is NULL");
-    REFUSED(dtrain_matmul(tape, a, d), "dtrain_matmul: (6, 32) times (6, 30)");
-    REFUSED(dtrain_matmul(tape, b, b), "dtrain_matmul: (6, 4, 8) times (6, 4, 8)");
+    REFUSED(dtrain_matmul(tape, a, d), "input 1 is (6, 32) f32; input 2 is (6, 30) f32");
+    REFUSED(dtrain_matmul(tape, b, b), "dtrain_matmul: expected (..., m, k) times (..., k, n)");
     REFUSED(dtrain_matmul(tape, a, b), "the same leading axes");
     REFUSED(dtrain_reshape(tape, a, 2, two_open),
-            "dtrain_reshape: (6, 32) cannot become (any, any)");
+            "dtrain_reshape: input 1 cannot become (any, any)");
     REFUSED(dtrain_reshape(tape, a, 2, odd), "cannot become (5, any)");
     REFUSED(dtrain_reshape(tape, a, 2, zero), "cannot become");
     REFUSED(dtrain_reshape(tape, a, 1, more), "cannot become (200)");
     REFUSED(dtrain_reshape(tape, a, 5, shape), "cannot become");
     REFUSED(dtrain_reshape(tape, a, 2, NULL), "cannot become");
-    REFUSED(dtrain_permute(tape, b, axes), "axes are not those of a tensor of 3 axes");
-    REFUSED(dtrain_permute(tape, b, NULL), "axes are not those");
+    REFUSED(dtrain_permute(tape, b, axes), "expected each of the 3 axes once");
+    REFUSED(dtrain_permute(tape, b, NULL), "expected each of the 3 axes once");
 #undef REFUSED
     free(x);
     dtrain_tape_destroy(tape);

@@ -833,9 +833,9 @@ static void test_own_operation(void)
             j->real = one->real = false;
             run_job(j), run_job(one);
             if ((mode == 0 && placement) || (mode == 2 && rows)) {
-                CHECK_MSG(strstr(j->out[2].text,
-                                 mode ? "own_tokens: input" : "own_whole: input 1 is cut"),
-                          "%s", j->out[2].text);
+                CHECK_MSG(
+                    strstr(j->out[2].text, mode ? "own_tokens: expected inputs" : "input 1 is cut"),
+                    "%s", j->out[2].text);
                 CHECK(j->out[2].error == DTRAIN_ERROR_ARGUMENT);
             } else {
                 compare(j, one, 0);
@@ -958,27 +958,27 @@ static dtrain_tensor *wrong(local *l)
 static void test_errors(void)
 {
     static const char *const words[][3] = {
-        {"input 1 is cut by columns", "weight that is not cut", "dtrain_place"},
-        {"input 1 is cut by columns", "cut by rows", "dtrain_place"},
+        {"input 1 is cut by columns", "expected input 1 whole", "dtrain_place"},
+        {"input 1 is cut by columns", "expected input 1 whole", "dtrain_place"},
         {"input 1 is whole", "DTRAIN_PLACEMENT_COLUMNS", "dtrain_place"},
-        {"0-1 and 5-9 of 16", "p2 0-7 of 16", "the same parts"},
-        {"bias p4", "all of 16", "0-7 of 16"},
-        {"bias p5", "0-7 of 16", "no cut"},
-        {"bias p5", "0-7 of 16", "no cut"},
-        {"dtrain_multiply: input 2 is whole", "cut by columns", ""},
-        {"dtrain_add: input 2 is cut by columns", "cut by rows", ""},
-        {"dtrain_sum: input 1 is cut by columns", "whole", ""},
-        {"dtrain_layernorm: input 1 is cut by columns", "cut by rows", ""},
-        {"dtrain_layernorm: parameter p5 is cut", "zeroed", ""},
-        {"dtrain_rms_norm: parameter p4 is whole", "sequence_parallel", ""},
-        {"dtrain_linear: parameter p0 is whole", "sequence_parallel", ""},
+        {"0-1 and 5-9 of 16", "p2 is cut by columns, on this rank 0-7 of 16", "the same parts"},
+        {"p4 is whole", "the same cut", "0-7 of 16"},
+        {"p5 is cut by rows", "0-7 of 16", "no cut"},
+        {"p5 is cut by rows", "0-7 of 16", "no cut"},
+        {"dtrain_multiply: expected", "1 is cut by columns", "2 is whole"},
+        {"dtrain_add: expected", "1 is cut by rows", "2 is cut by columns"},
+        {"dtrain_sum: expected input 1 whole;", "input 1 is cut by columns", ""},
+        {"dtrain_layernorm: expected", "or cut by rows", "input 1 is cut by columns"},
+        {"dtrain_layernorm: expected", "cut of p5 zeroed", "p5 is cut by rows"},
+        {"dtrain_rms_norm: the gradient of parameter p4", "sequence_parallel", ""},
+        {"dtrain_linear: the gradient of parameter p0", "sequence_parallel", ""},
         {"placement is 7", "", ""},
         {"1 rows to share", "2 ranks", ""},
         {"1 columns to share", "2 ranks", ""},
-        {"dtrain_reshape: input 1 is cut by columns", "last one stays", ""},
-        {"dtrain_reshape: input 1 is cut by rows", "last one stays", ""},
-        {"dtrain_matmul: input 1 is cut by columns", "whole", ""},
-        {"dtrain_add: input 2", "the same part", ""},
+        {"dtrain_reshape: of a part", "last one stays", "input 1 is cut by columns"},
+        {"dtrain_reshape: of a part", "two axes", "input 1 is cut by rows"},
+        {"dtrain_matmul: expected input 1 whole;", "input 1 is cut by columns", ""},
+        {"dtrain_add: expected", "the same parts", "0-1 and 5-9 of 16"},
         {"p1 has 128 elements", "needs 256", "mesh"},
         {"dtrain_place: input 1 is i32", "", ""}};
     for (int mode = 0; mode < (int)(sizeof words / sizeof *words); mode++) {

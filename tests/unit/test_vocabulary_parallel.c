@@ -369,10 +369,11 @@ static int embedding_errors_rank(dtrain_world *world, void *user)
             table.cut.widths[1] = VOCAB - 5;
         }
         CHECK(!dtrain_embedding(a.tape, in, &table, i == 1 ? &position : NULL));
-        CHECK(tape_error(a.tape) == DTRAIN_ERROR_UNSUPPORTED);
-        says(i == 0   ? "parameter token is cut by columns, expected rows, in one component"
-             : i == 1 ? "parameter position is cut over the tensor axis"
-                      : "parameter token is cut by rows, in several components");
+        CHECK(tape_error(a.tape) == DTRAIN_ERROR_ARGUMENT);
+        says(i == 1 ? "positions stay whole" : "expected the table cut by rows, in one component");
+        says(i == 0   ? "parameter token is cut by columns"
+             : i == 1 ? "parameter position is cut by rows"
+                      : "parameter token is cut by rows");
     }
     tables_close(&t);
     axis_close(&a);
@@ -486,15 +487,15 @@ static void test_heads(void)
 static int heads_errors_rank(dtrain_world *world, void *user)
 {
     static const char *const says_what[] = {
-        "of input 1 this rank has the columns",
-        "which are not whole heads of 4 columns",
+        "the columns ",
+        "of input 1 are not whole heads of 4 columns",
         "this rank has the heads",
-        "input 1 is cut by rows over the tensor axis, expected whole, or cut by columns",
-        "input 2 is whole over the tensor axis, expected cut by columns",
-        "input 4 is cut by columns over the tensor axis, expected whole",
-        "input 1 is cut out of 24 columns in 1 components, expected 24 columns (heads of 4) in 3",
-        "dtrain_rotary: of input 1 this rank has the columns",
-        "dtrain_rotary: input 1 is cut by rows",
+        "all whole or all cut by columns",
+        "input 2 is whole",
+        "input 4 is cut by columns",
+        "expected input 1 cut out of 24 columns (heads of 4) in three components",
+        "dtrain_rotary: the columns ",
+        "dtrain_rotary: expected input 1 whole, or cut by columns",
     };
     const int64_t rows = BATCH * KEYS, mask_shape[2] = {KEYS, KEYS};
     float *x = drawn(rows * 48, 40, 1);
