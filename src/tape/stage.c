@@ -26,22 +26,18 @@ static void dtrain__slot_select(dtrain_tape *tape, dtrain__pass_slot *slot)
     tape->slot = slot;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t count,
-                                                    const bool *here, const int32_t *stage_units,
-                                                    size_t unit_count, uint32_t slot_count,
-                                                    uint32_t inbox_count)
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, const dtrain__stage_map *map,
+                                                    uint32_t slot_count, uint32_t inbox_count)
 {
     const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = (dtrain__stages *)dtrain__alloc(a, 1, sizeof *stages, "stages");
     if (!stages) return DTRAIN_ERROR_MEMORY;
     dtrain__slots_free(tape); /* other ranks reach the memory of a tape with stages */
     tape->stages = stages;
-    stages->count = count;
-    stages->here = here;
-    stages->stage_units = stage_units;
-    stages->unit_count = unit_count;
+    stages->map = map;
     DTRAIN__TRY(dtrain__slots_create(tape, slot_count));
     dtrain__arena_add(tape, &stages->zeros, tape->device);
+    dtrain__arena_add(tape, &stages->lists, NULL);
     stages->inboxes =
         (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
     if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
@@ -55,7 +51,6 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
     if (!stages) return;
-    dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
     dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
     dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
     tape->stages = NULL;
@@ -74,25 +69,23 @@ DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 }
 
 /* Note which stage the pass has come to. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit)
+DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, uint32_t unit)
 {
     dtrain__stages *stages = tape->stages;
-    size_t i = 0;
     if (!stages) return DTRAIN_OK;
-    while (i < stages->unit_count && stages->stage_units[2 * i] != unit) i++;
-    if (i == stages->unit_count)
+    const int32_t stage = dtrain__stage_of_unit(stages->map, unit);
+    if (stage < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_tape_unit: no parameter belongs to unit %lld, so that it is on "
-                           "no stage of the pipeline; mark units that have parameters",
-                           (long long)unit);
-    const int32_t stage = stages->stage_units[2 * i + 1];
+                           "dtrain_tape_unit: no parameter belongs to unit %u, so that it is on no "
+                           "stage of the pipeline; mark units that have parameters",
+                           unit);
     if (stage < stages->at)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tape_unit: unit %lld is on stage %d of the pipeline, and the "
+                           "dtrain_tape_unit: unit %u is on stage %d of the pipeline, and the "
                            "pass has come to stage %d; use units in the order in which their first "
                            "parameters are registered, and register an alias of a parameter in "
                            "each other unit that uses it",
-                           (long long)unit, (int)stage, (int)stages->at);
+                           unit, (int)stage, (int)stages->at);
     stages->at = stage;
     return DTRAIN_OK;
 }
@@ -141,7 +134,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tens
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
     if (!stages) return DTRAIN_OK;
     if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (dtrain__is_surveying(tape)) made->wanted = made->wanted || stages->here[stages->at];
+    if (dtrain__is_surveying(tape)) made->wanted = made->wanted || stages->map->here[stages->at];
     if (dtrain__stage_is_remote(tape) || !made->remote) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "stage %d reads a tensor of stage %d, which it did not do in the first "
@@ -189,8 +182,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
 
 /* ---- The survey -------------------------------------------------------------------------------*/
 
-/* Note what the model, run with all stages remote, has shown: first how much, for one piece of
- * memory with all lists. */
+/* Note what the model, run with all stages remote, has shown. */
 static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
@@ -200,25 +192,20 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
         inputs += x->stage < 0;
         count += x->last_stage > x->stage;
     }
-    if (!stages->lists || count != stages->crossing_count || inputs != stages->input_count) {
-        const size_t crossed = tape->slot_count * count, received = stages->inbox_count * count;
-        dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
-        stages->crossing_count = stages->input_count = 0;
-        stages->list_bytes = count * sizeof *stages->crossings + received * sizeof(void *) +
-                             crossed * sizeof(dtrain__crossed) + inputs * sizeof *stages->reads;
-        stages->lists =
-            dtrain__alloc(&tape->allocator, stages->list_bytes, 1, "what crosses stages");
-        if (!stages->lists) return DTRAIN_ERROR_MEMORY;
-        stages->crossing_count = count;
-        stages->input_count = inputs;
-        stages->crossings = (dtrain__crossing *)stages->lists;
-        for (size_t i = 0; i < tape->slot_count; i++)
-            tape->slots[i].crossed = (dtrain__crossed *)(stages->crossings + count) + i * count;
-        void **const inbox = (void **)(tape->slots[0].crossed + crossed);
-        for (size_t i = 0; i < stages->inbox_count; i++)
-            stages->inboxes[i].received = inbox + i * count;
-        stages->reads = (bool *)(inbox + received);
-    }
+    stages->crossing_count = stages->input_count = 0;
+    dtrain__bump_rewind(&stages->lists);
+    stages->crossings = (dtrain__crossing *)dtrain__take_host(tape, &stages->lists,
+                                                              count * sizeof *stages->crossings);
+    stages->reads = (bool *)dtrain__take_host(tape, &stages->lists, inputs * sizeof(bool));
+    for (uint32_t s = 0; s < tape->slot_count; s++)
+        tape->slots[s].crossed = (dtrain__crossed *)dtrain__take_host(
+            tape, &stages->lists, count * sizeof(dtrain__crossed));
+    for (uint32_t i = 0; i < stages->inbox_count; i++)
+        stages->inboxes[i].received =
+            (void **)dtrain__take_host(tape, &stages->lists, count * sizeof(void *));
+    DTRAIN__TRY(tape->error);
+    stages->crossing_count = count;
+    stages->input_count = inputs;
     for (const dtrain__tape_tensor *x = made; x; x = x->next, number--) {
         if (x->stage < 0) stages->reads[--inputs] = x->wanted;
         if (x->last_stage <= x->stage) continue;
@@ -237,14 +224,16 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
 {
-    dtrain__stages *stages = tape->stages;
-    const size_t count = tape->slot_count * stages->crossing_count;
+    const size_t count = tape->stages->crossing_count;
     dtrain__tape_reset(tape);
-    if (count) memset(tape->slots[0].crossed, 0, count * sizeof(dtrain__crossed));
+    for (uint32_t s = 0; count && s < tape->slot_count; s++)
+        memset(tape->slots[s].crossed, 0, count * sizeof(dtrain__crossed));
 }
 
-DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
-                                        size_t i, size_t *crossing)
+/* Find item i of a message between `stage` and the next one: the tensor's place among all that
+ * cross; false: there is none. `gradient`: of the message that goes back. */
+static bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient, size_t i,
+                               size_t *crossing)
 {
     const dtrain__stages *stages = tape->stages;
     for (size_t k = 0; k < stages->crossing_count; k++) {
@@ -254,30 +243,6 @@ DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, 
         if (i-- == 0) return true;
     }
     return false;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t number,
-                                                    int32_t stage)
-{
-    const dtrain__stages *stages = tape->stages;
-    dtrain__inbox *inbox = &stages->inboxes[number];
-    dtrain__bump_rewind(&inbox->arena);
-    for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++) {
-        const dtrain__crossing *c = &stages->crossings[k];
-        inbox->received[k] = dtrain__take_values(tape, &inbox->arena, c->count, c->dtype);
-        if (!inbox->received[k]) return tape->error;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t number)
-{
-    const dtrain__stages *stages = tape->stages;
-    for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__crossed *crossed = &tape->slots[number].crossed[k];
-        dtrain__scratch_give(crossed->sent);
-        crossed->sent = NULL;
-    }
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
@@ -312,14 +277,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
     const dtrain__pass_slot *slot = tape->slot;
     DTRAIN__TRY(tape->error);
     if (slot->stage == DTRAIN__SURVEY) return dtrain__survey_end(tape);
-    if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
+    if (slot->next_crossing == stages->crossing_count && stages->at == stages->map->stages - 1)
         return DTRAIN_OK;
     return dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_USAGE,
                           "the loss made %zu of the %zu tensors that cross stages, and came to "
                           "stage %d of %d: which operations it calls must not depend on values",
                           slot->next_crossing, stages->crossing_count, (int)stages->at,
-                          (int)stages->count));
+                          (int)stages->map->stages));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t number,
@@ -369,25 +334,54 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t 
     return dtrain__backward_params(tape);
 }
 
-DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing)
+DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stage,
+                                                 const dtrain_pipeline_action *action, bool empty,
+                                                 size_t i, dtrain_pipeline_part *part)
 {
     dtrain__stages *stages = tape->stages;
+    const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
+    const bool gives_back = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    const bool seeds = action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
+    const int32_t before = receives || gives_back ? stage - 1 : stage;
     dtrain__bump *zeros = &stages->zeros;
-    const dtrain__crossing *c = &stages->crossings[crossing];
-    const uint64_t bytes = zeros->bytes;
-    dtrain__bump_rewind(zeros);
-    void *memory = dtrain__take_values(tape, zeros, c->count, c->dtype);
-    if (memory && zeros->bytes > bytes)
-        dtrain__tape_stick(
-            tape, tape->device->ops->zero(tape->device, memory, (size_t)(zeros->bytes - bytes)));
-    return memory;
-}
-
-DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
-                                         bool gradient)
-{
-    const dtrain__crossed *crossed = &tape->slots[slot].crossed[crossing];
-    const dtrain__tape_tensor *x = crossed->tensor;
-    if (!gradient && crossed->received) return crossed->received;
-    return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;
+    size_t k;
+    if (empty && (gives_back || seeds)) return DTRAIN_OK;
+    if (receives && i == 0) {
+        dtrain__inbox *inbox = &stages->inboxes[action->inbox];
+        dtrain__bump_rewind(&inbox->arena);
+        for (size_t n = 0; dtrain__stage_item(tape, before, false, n, &k); n++) {
+            const dtrain__crossing *c = &stages->crossings[k];
+            inbox->received[k] = dtrain__take_values(tape, &inbox->arena, c->count, c->dtype);
+            if (!inbox->received[k]) return tape->error;
+        }
+    }
+    for (k = 0; gives_back && i == 0 && k < stages->crossing_count; k++) {
+        dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
+        dtrain__scratch_give(crossed->sent);
+        crossed->sent = NULL;
+    }
+    if (seeds && i == 0) DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
+    if (!dtrain__stage_item(tape, before, gives_back || seeds, i, &k)) return DTRAIN_OK;
+    const dtrain__crossing *c = &stages->crossings[k];
+    if (receives) {
+        part->address = stages->inboxes[action->inbox].received[k];
+    } else if (empty) {
+        const uint64_t bytes = zeros->bytes;
+        dtrain__bump_rewind(zeros);
+        part->address = dtrain__take_values(tape, zeros, c->count, c->dtype);
+        if (part->address && zeros->bytes > bytes)
+            dtrain__tape_stick(tape, tape->device->ops->zero(tape->device, part->address,
+                                                             (size_t)(zeros->bytes - bytes)));
+    } else {
+        const dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
+        const dtrain__tape_tensor *x = crossed->tensor;
+        part->address = gives_back || seeds ? x ? x->tensor.grad : NULL
+                        : crossed->received ? crossed->received
+                        : x                 ? x->tensor.data
+                                            : NULL;
+    }
+    if (!part->address) return tape->error;
+    part->count = (size_t)c->count;
+    part->dtype = (dtrain_dtype)c->dtype;
+    return DTRAIN_OK;
 }

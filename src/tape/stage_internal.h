@@ -7,11 +7,10 @@
  *
  *     stage_reset       in each step
  *     stage_begin       of DTRAIN__SURVEY: all stages are remote, and stage_end notes what crosses
- *     stage_receive     find addresses for what the stage before sends, before the pass begins
+ *     stage_part        of a message: its addresses
  *     stage_begin       select a slot; the caller then runs the model's function
- *     stage_end         behind it
- *     stage_seed        find addresses for the gradients that the stage behind sends
- *     stage_backward    from those, or from the loss
+ *     stage_end         after it
+ *     stage_backward    from gradients that came, or from the loss
  *     stage_weights     the second half of a backward in halves */
 
 #pragma once
@@ -51,34 +50,28 @@ typedef struct dtrain__stage_source {
 } dtrain__stage_source;
 
 typedef struct dtrain__stages {
-    int32_t count, at;          /* stages; the one whose unit the pass is in */
-    const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
-    size_t unit_count;
-    const bool *here;       /* (count) this rank has the stage */
+    const dtrain__stage_map *map;
+    int32_t at;             /* the stage whose unit the pass is in */
     dtrain__inbox *inboxes; /* (inbox_count) */
     uint32_t inbox_count;
-    dtrain__bump zeros; /* as many as the longest tensor that crosses has */
-    void *lists;        /* (list_bytes) memory of the lists whose length a survey finds */
-    size_t list_bytes;
+    dtrain__bump zeros;          /* as many as the longest tensor that crosses has */
+    dtrain__bump lists;          /* host memory of the lists that a survey finds */
     dtrain__crossing *crossings; /* (crossing_count) */
     bool *reads;                 /* (input_count) a stage here reads the input */
     size_t crossing_count, input_count;
 } dtrain__stages;
 
-/* Let a tape run stages: stage_units and here stay the caller's. */
-DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t stages,
-                                                    const bool *here, const int32_t *stage_units,
-                                                    size_t unit_count, uint32_t slot_count,
-                                                    uint32_t inbox_count);
+/* Let a tape run stages: the map stays the caller's. */
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, const dtrain__stage_map *map,
+                                                    uint32_t slot_count, uint32_t inbox_count);
 /* Forget what an earlier step, or one that failed, has left. */
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
-/* Return item i of a message between `stage` and the next one: the tensor's place among all that
- * cross; false: there is none. `gradient`: of the message that goes back. */
-DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
-                                        size_t i, size_t *crossing);
-/* Find addresses in an inbox for what the stage before `stage` sends. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t inbox,
-                                                    int32_t stage);
+/* Describe part i of a message of `stage`; its count stays 0 where there is none. With part 0 what
+ * is received gets its memory, and memory of gradients that were sent before is given back.
+ * `empty`: the micro-batch has no data, so that zeros are sent and no gradients. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stage,
+                                                 const dtrain_pipeline_action *action, bool empty,
+                                                 size_t i, dtrain_pipeline_part *part);
 /* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
  * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
  * what crosses. */
@@ -99,11 +92,3 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
                                                      dtrain_tensor *loss, float scale, bool more,
                                                      bool halves);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t slot);
-/* Give back the gradients that an earlier pass of a slot has sent. */
-DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t slot);
-/* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
- * there is none, and the error sticks. */
-DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing);
-/* Return where a tensor that crosses, or its gradient, is in a slot. */
-DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
-                                         bool gradient);

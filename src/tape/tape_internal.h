@@ -379,7 +379,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 #define DTRAIN__REMOTE 64 /* address of data that this rank does not have: aligned, never read */
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, uint32_t unit);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x);

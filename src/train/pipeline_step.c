@@ -164,38 +164,15 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
 
-/* Say where part i of a message is. What is received gets its memory with the first part. Whether a
- * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD
- * makes is received before, so that it is sent as zeros where there is none. */
+/* Say where part i of a message is. Whether a micro-batch has data is known from its forward on, on
+ * both sides of a gradient; what FORWARD makes is received before, so that it is sent as zeros where
+ * there is none. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {
     dtrain_trainer *trainer = (dtrain_trainer *)user;
-    dtrain_tape *tape = trainer->tape;
-    const bool joined = trainer->micros[action->micro_batch].joined;
-    const int stage = dtrain__line_stage(trainer, action);
-    const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
-    const bool gradient = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ||
-                          action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
-    const bool before = receives || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-    size_t crossing;
-    if (joined && gradient) return DTRAIN_OK;
-    if (receives && i == 0)
-        DTRAIN__TRY(dtrain__stage_receive(tape, (uint32_t)action->inbox, stage));
-    if (action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT && i == 0)
-        dtrain__stage_sent(tape, (uint32_t)action->slot);
-    if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && i == 0)
-        DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
-    if (!dtrain__stage_item(tape, before ? stage - 1 : stage, gradient, i, &crossing))
-        return DTRAIN_OK;
-    const dtrain__crossing *c = &tape->stages->crossings[crossing];
-    part->address = receives ? tape->stages->inboxes[action->inbox].received[crossing]
-                    : joined ? dtrain__crossing_zeros(tape, crossing)
-                             : dtrain__stage_data(tape, (uint32_t)action->slot, crossing, gradient);
-    if (!part->address) return tape->error;
-    part->count = (size_t)c->count;
-    part->dtype = (dtrain_dtype)c->dtype;
-    return DTRAIN_OK;
+    return dtrain__stage_part(trainer->tape, dtrain__line_stage(trainer, action), action,
+                              trainer->micros[action->micro_batch].joined, i, part);
 }
 
 /* ---- A step -----------------------------------------------------------------------------------*/
@@ -335,8 +312,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
         trainer->results = (float *)memory;
         line->result_bytes = bytes;
     }
-    return dtrain__stages_create(trainer->tape, map->stages, map->here, map->units, map->unit_count,
-                                 (uint32_t)slots, (uint32_t)inboxes);
+    return dtrain__stages_create(trainer->tape, map, (uint32_t)slots, (uint32_t)inboxes);
 }
 
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)

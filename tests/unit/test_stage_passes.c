@@ -168,6 +168,7 @@ typedef struct line {
     bool halves;
     int32_t units[2 * UNITS];
     bool here[STAGES][STAGES];
+    dtrain__stage_map maps[STAGES];
     dtrain_tape *tapes[STAGES];
     dtrain_tensor *losses[MICROS];
     dtrain_result result;
@@ -190,8 +191,11 @@ static void line_create(line *l, model *m, dtrain_device *device, int stages, in
     for (int r = 0; r < ranks; r++) {
         l->tapes[r] = open_tape(m, device);
         const uint32_t slots = (uint32_t)(live * ((stages + ranks - 1) / ranks));
-        CHECK(dtrain__stages_create(l->tapes[r], stages, l->here[r], l->units, (size_t)m->units,
-                                    slots, slots) == DTRAIN_OK);
+        l->maps[r].stages = stages;
+        l->maps[r].here = l->here[r];
+        l->maps[r].units = l->units;
+        l->maps[r].unit_count = (size_t)m->units;
+        CHECK(dtrain__stages_create(l->tapes[r], &l->maps[r], slots, slots) == DTRAIN_OK);
         const dtrain__stage_source none = {-1, -1};
         dtrain_result result =
             dtrain__stage_begin(l->tapes[r], 0, 0, DTRAIN__SURVEY, none, m->flags, 0);
@@ -209,19 +213,35 @@ static void line_destroy(line *l)
 /* Copy what crosses from stage `from` to the next one, or its gradients back. */
 static void carry(line *l, int micro, int from, bool gradient)
 {
-    const int to = from + 1;
-    dtrain_tape *a = l->tapes[from % l->ranks], *b = l->tapes[to % l->ranks];
-    const uint32_t a_slot = slot_of(l, from, micro), b_slot = slot_of(l, to, micro);
-    size_t k;
-    if (a == b) return;
-    for (size_t i = 0; dtrain__stage_item(a, from, gradient, i, &k); i++) {
-        const dtrain__crossing *c = &a->stages->crossings[k];
-        void *ours = dtrain__stage_data(a, a_slot, k, gradient);
-        void *theirs = gradient ? dtrain__stage_data(b, b_slot, k, true)
-                                : b->stages->inboxes[b_slot].received[k];
-        CHECK(ours && theirs && ours != theirs);
-        const size_t bytes = (size_t)c->count * dtrain_dtype_bytes((dtrain_dtype)c->dtype);
-        if (ours && theirs) memcpy(gradient ? ours : theirs, gradient ? theirs : ours, bytes);
+    const int32_t first = (int32_t)slot_of(l, from, micro),
+                  next = (int32_t)slot_of(l, from + 1, micro);
+    const dtrain_pipeline_action send = {gradient ? DTRAIN_PIPELINE_ACT_SEND_GRADIENT
+                                                  : DTRAIN_PIPELINE_ACT_SEND,
+                                         0,
+                                         micro,
+                                         -1,
+                                         gradient ? next : first,
+                                         -1};
+    const dtrain_pipeline_action receive = {gradient ? DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT
+                                                     : DTRAIN_PIPELINE_ACT_RECEIVE,
+                                            0,
+                                            micro,
+                                            -1,
+                                            first,
+                                            next};
+    const int sender = gradient ? from + 1 : from, receiver = gradient ? from : from + 1;
+    if (l->ranks == 1) return;
+    for (size_t i = 0;; i++) {
+        dtrain_pipeline_part ours = {NULL, 0, DTRAIN_DTYPE_F32},
+                             theirs = {NULL, 0, DTRAIN_DTYPE_F32};
+        CHECK(dtrain__stage_part(l->tapes[sender % l->ranks], sender, &send, false, i, &ours) ==
+              DTRAIN_OK);
+        CHECK(dtrain__stage_part(l->tapes[receiver % l->ranks], receiver, &receive, false, i,
+                                 &theirs) == DTRAIN_OK);
+        CHECK(ours.count == theirs.count && ours.dtype == theirs.dtype);
+        if (!ours.count || ours.count != theirs.count) return;
+        CHECK(ours.address != theirs.address);
+        memcpy(theirs.address, ours.address, ours.count * dtrain_dtype_bytes(ours.dtype));
     }
 }
 
@@ -233,7 +253,6 @@ static void forward(line *l, int micro)
         dtrain__stage_source source = {-1, -1};
         if (s && l->ranks == 1) source.slot = (int32_t)slot_of(l, s - 1, micro);
         else if (s) source.inbox = (int32_t)slot;
-        if (source.inbox >= 0) CHECK(dtrain__stage_receive(tape, slot, s) == DTRAIN_OK);
         if (s) carry(l, micro, s - 1, false);
         batch_fetch(l->m,
                     s < l->ranks
@@ -253,8 +272,7 @@ static void backward(line *l, int micro, float *loss)
         dtrain_tape *tape = l->tapes[s % l->ranks];
         const bool last = s == l->stages - 1;
         const uint32_t slot = slot_of(l, s, micro), behind = last ? 0 : slot_of(l, s + 1, micro);
-        if (!last)
-            CHECK(dtrain__stage_seed(tape, slot, l->ranks == 1 ? &behind : NULL) == DTRAIN_OK);
+        if (!last && l->ranks == 1) CHECK(dtrain__stage_seed(tape, slot, &behind) == DTRAIN_OK);
         if (!last) carry(l, micro, s, true);
         l->result = dtrain__stage_backward(tape, slot, last ? l->losses[micro] : NULL, 0.25f, false,
                                            l->halves);
