@@ -179,13 +179,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     dtrain__output_like(op, q, args->heads * args->d, args->dtype);
     if (q->placement == DTRAIN_PLACEMENT_COLUMNS) {
         /* the heads of queries that are here, of a row of all of them */
-        const dtrain__groups *groups = &op->tape->groups;
-        const int64_t row[4] = {x->heads * args->d, 0, 0, 0};
-        dtrain_cut cut = dtrain__tensor_share(q)->cut;
-        dtrain__share part;
-        cut.components = 1;
-        memset(cut.widths, 0, sizeof cut.widths);
-        dtrain__share_of(&cut, row, groups->tensor_ranks, groups->tensor_rank, &part);
+        const dtrain__share part = dtrain__component_of(op, q, x->heads * args->d);
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
     args->y = op->output_data[0];

@@ -84,10 +84,9 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
         DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
         layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
     } else { /* a row of y is cut as the axis of the weight is */
-        const int64_t row[4] = {weight.whole, 0, 0, 0};
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
         *placement = DTRAIN_PLACEMENT_COLUMNS;
-        dtrain__share_of(&weight.cut, row, groups->tensor_ranks, groups->tensor_rank, part);
+        *part = dtrain__part_of(op, &weight.cut, weight.whole, groups->tensor_rank);
     }
     return DTRAIN_OK;
 }

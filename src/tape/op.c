@@ -158,7 +158,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
                               "the batch",
                               (long long)rows, groups->tensor_ranks);
     *placement = DTRAIN_PLACEMENT_ROWS;
-    *part = dtrain__rows_share(rows, groups->tensor_ranks, groups->tensor_rank);
+    *part = dtrain__part_of(op, NULL, rows, groups->tensor_rank);
     return DTRAIN_OK;
 }
 
@@ -462,15 +462,7 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
         const int64_t n = op->outputs[i]->shape[ndim - 1];
         bool each = first->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
         for (uint32_t k = 0; k < part.runs && each; k++) each = part.length[k] == n;
-        if (each) {
-            part.shape[0] = part.count = n;
-            part.whole /= part.runs;
-            part.runs = 1;
-            memset(part.first + 1, 0, sizeof part.first - sizeof part.first[0]);
-            memset(part.length + 1, 0, sizeof part.length - sizeof part.length[0]);
-            part.cut.components = 0;
-            memset(part.cut.widths, 0, sizeof part.cut.widths);
-        }
+        if (each) part = dtrain__component_of(op, first, part.whole / part.runs);
         dtrain__place_as(op->outputs[i], first->placement, &part);
     }
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that

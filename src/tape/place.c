@@ -32,15 +32,25 @@
 
 /* ---- Sums, and rows ---------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank)
+DTRAIN__PRIVATE dtrain__share dtrain__part_of(const dtrain_op *op, const dtrain_cut *cut,
+                                              int64_t length, int rank)
 {
-    const int64_t shape[4] = {rows, 0, 0, 0};
+    const int64_t shape[4] = {length, 0, 0, 0};
     dtrain__share part;
-    dtrain_cut cut;
-    memset(&cut, 0, sizeof cut);
-    cut.axis = DTRAIN_CUT_ROWS;
-    dtrain__share_of(&cut, shape, ranks, rank, &part);
+    dtrain_cut rows;
+    memset(&rows, 0, sizeof rows);
+    rows.axis = DTRAIN_CUT_ROWS;
+    dtrain__share_of(cut ? cut : &rows, shape, op->tape->groups.tensor_ranks, rank, &part);
     return part;
+}
+
+DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dtrain_tensor *x,
+                                                   int64_t width)
+{
+    dtrain_cut cut = dtrain__tensor_share(x)->cut;
+    cut.components = 1;
+    memset(cut.widths, 0, sizeof cut.widths);
+    return dtrain__part_of(op, &cut, width, op->tape->groups.tensor_rank);
 }
 
 /* Leave a collective to the caller, or wait for it: without `work`, or where the strategy wants no
@@ -80,7 +90,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const voi
         DTRAIN__TRY(dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n),
                                       (dtrain_dtype)dtype, &started));
     for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        const dtrain__share of = dtrain__part_of(op, NULL, rows, r);
         char *place = (char *)whole + (size_t)of.first[0] * row;
         if (r == groups->tensor_rank)
             DTRAIN__TRY(op->device->ops->copy(op->device, place, part, (size_t)of.count * row,
@@ -105,7 +115,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const vo
         DTRAIN__TRY(dtrain_reduce_scatter(comm, whole, part, (size_t)(rows / ranks * n),
                                           (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, &started));
     for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        const dtrain__share of = dtrain__part_of(op, NULL, rows, r);
         DTRAIN__TRY(dtrain_reduce(comm, (const char *)whole + (size_t)of.first[0] * row, part,
                                   (size_t)(of.count * n), (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, r,
                                   &started));
@@ -125,15 +135,6 @@ typedef struct dtrain__place {
     int64_t slot;          /* elements of the largest block */
     dtrain_cut cut;        /* of the columns */
 } dtrain__place;
-
-static dtrain__share dtrain__columns_of(const dtrain_op *op, int rank)
-{
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    const int64_t shape[4] = {place->columns, 0, 0, 0};
-    dtrain__share part;
-    dtrain__share_of(&place->cut, shape, op->tape->groups.tensor_ranks, rank, &part);
-    return part;
-}
 
 /* Count the elements that a conversion borrows: a slot, all ranks' slots, the transpose. */
 static int64_t dtrain__place_scratch(const dtrain_op *op)
@@ -166,7 +167,8 @@ static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, 
     const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
     const size_t element = dtrain_dtype_bytes(dtype), slot = (size_t)place->slot;
     const int64_t rows = place->rows;
-    const int64_t count = rows * dtrain__columns_of(op, groups->tensor_rank).count;
+    const int64_t count =
+        rows * dtrain__part_of(op, &place->cut, place->columns, groups->tensor_rank).count;
     char *const blocks = scratch + slot * element;
     char *const turned = blocks + (size_t)groups->tensor_ranks * slot * element;
     dtrain_work *work = NULL;
@@ -178,7 +180,7 @@ static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, 
     DTRAIN__TRY(dtrain_all_gather(groups->tensor, x, blocks, slot, dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
     for (int r = 0; r < groups->tensor_ranks; r++) {
-        const dtrain__share part = dtrain__columns_of(op, r);
+        const dtrain__share part = dtrain__part_of(op, &place->cut, place->columns, r);
         const char *run = blocks + (size_t)r * slot * element;
         for (uint32_t i = 0; i < part.runs; i++) {
             DTRAIN__TRY(dtrain__turn(op, run, rows, part.length[i], part.count,
@@ -193,7 +195,8 @@ static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whol
                                            char *turned)
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
-    const dtrain__share part = dtrain__columns_of(op, op->tape->groups.tensor_rank);
+    const dtrain__share part =
+        dtrain__part_of(op, &place->cut, place->columns, op->tape->groups.tensor_rank);
     const size_t element = dtrain_dtype_bytes((dtrain_dtype)op->inputs[0]->dtype);
     int64_t at = 0;
     for (uint32_t i = 0; i < part.runs; at += part.length[i++])
@@ -218,8 +221,7 @@ static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const
         return (gathers ? dtrain__gather_columns
                         : dtrain__slice_columns)(op, (const char *)x, (char *)y, (char *)scratch);
     if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
-    const dtrain__share rows =
-        dtrain__rows_share(place->rows, groups->tensor_ranks, groups->tensor_rank);
+    const dtrain__share rows = dtrain__part_of(op, NULL, place->rows, groups->tensor_rank);
     return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
                                  (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
@@ -231,7 +233,6 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const dtrain__share *part = dtrain__tensor_share(x);
     const int64_t n = x->shape[x->ndim - 1];
-    dtrain__share kept;
     if (place->to > DTRAIN_PLACEMENT_ROWS)
         return dtrain__refuse(op, "placement is %u, which is not a dtrain_placement", place->to);
     place->gathers = place->to == DTRAIN_PLACEMENT_WHOLE;
@@ -240,7 +241,7 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     place->columns = x->placement == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
     place->rows = x->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
     const int64_t length = place->by_columns ? place->columns : place->rows;
-    kept = dtrain__rows_share(length, groups->tensor_ranks, groups->tensor_rank);
+    const dtrain__share kept = dtrain__part_of(op, NULL, length, groups->tensor_rank);
     if (!place->gathers && length < groups->tensor_ranks)
         return dtrain__refuse(op,
                               "%lld %s to share, and each of the %d ranks of the tensor axis "
@@ -250,12 +251,14 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
 
     /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
     place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
-    const dtrain__share here = dtrain__columns_of(op, groups->tensor_rank);
+    const dtrain__share here =
+        dtrain__part_of(op, &place->cut, place->columns, groups->tensor_rank);
     if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
         return dtrain__refuse(op, "the columns of other ranks are not known; convert what input 1 "
                                   "was made of");
     for (int r = 0; r < groups->tensor_ranks; r++)
-        place->slot = dtrain__max(place->slot, place->rows * dtrain__columns_of(op, r).count);
+        place->slot = dtrain__max(
+            place->slot, place->rows * dtrain__part_of(op, &place->cut, place->columns, r).count);
 
     if (place->by_columns) {
         dtrain__output_like(op, x, place->gathers ? place->columns : kept.count,

@@ -298,7 +298,12 @@ DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, u
  * plan. With `work` it returns at once and leaves *work to dtrain_work_wait, if the strategy wants
  * overlap; otherwise later work on the device comes after it. Sums are added up in fp32 in the
  * order of the ranks and rounded once. */
-DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank);
+/* Return which part of `length` rows or columns a rank has by a cut; NULL: an even one. */
+DTRAIN__PRIVATE dtrain__share dtrain__part_of(const dtrain_op *op, const dtrain_cut *cut,
+                                              int64_t length, int rank);
+/* Return this rank's part of a row of `width` columns, one component of those that x has. */
+DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dtrain_tensor *x,
+                                                   int64_t width);
 /* Add values (count) up over the axis, in place. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *values, int64_t count,
                                                  uint32_t dtype, dtrain_work **work);
