@@ -68,7 +68,7 @@
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
        src/core/core_internal.h             What every room uses of core
        src/core/result.c                    Results and error sentences
-       src/core/log.c                       Log, allocator, checked sizes
+       src/core/log.c                       Log and allocator
        src/core/dtype.c                     Data types
        src/core/random.c                    Random numbers: Philox4x32-10
        src/core/hash.c                      Hashes of 64 bits: FNV-1a to compare, SipHash under a key
@@ -101,7 +101,6 @@
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
        src/launch/launch.c                  dtrain_launch
-       src/launch/environment_internal.h    Reading the environment
        src/launch/launch_internal.h         A launch: what the files of this room share
        src/launch/rank.c                    A rank's life: make its world, run its main function, record how it ended
        src/launch/environment.c             The launch environment
@@ -162,8 +161,8 @@
        src/state/union.c                    The union of all ranks' lists
        src/state/checkpoint_internal.h      The tables of checkpoints
        src/state/safetensors_internal.h     safetensors: headers of tensor files, written and read
+       src/state/storage_internal.h         Paths, and whole reads and writes over any storage table
        src/state/save.c                     Saving
-       src/state/storage_internal.h         Whole reads and writes over any storage table
        src/state/read.c                     Reading pieces
        src/state/read_internal.h            Reading pieces of tensors from files: what loading a checkpoint and importing weights share
        src/state/load.c                     Loading
@@ -4624,6 +4623,44 @@ static inline uint64_t dtrain__now_ns(void)
 static inline int64_t dtrain__min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Multiply or add sizes that come from outside; false on overflow. */
+static inline bool dtrain__size_mul(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_mul_overflow(a, b, out);
+}
+static inline bool dtrain__size_add(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_add_overflow(a, b, out);
+}
+
+/* Round up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
+static inline size_t dtrain__round_up(size_t bytes, size_t unit)
+{
+    return (bytes + unit - 1) & ~(unit - 1);
+}
+
+static inline uint32_t dtrain__f32_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+static inline float dtrain__f32_from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Return false for NaN and infinity: by the exponent bits, so that -ffast-math cannot remove it. */
+static inline bool dtrain__is_finite(float value)
+{
+    return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
+}
+
+/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
+#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
+
 /* ==== src/core/core_internal.h ================================================================ */
 
 /* What every room uses of core. */
@@ -4696,9 +4733,6 @@ DTRAIN__PRIVATE const char *dtrain__short(const char *name);
 DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void);
 
 /* core/log.c */
-DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out);
-DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t *out);
-DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit);
 DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocator *given);
 DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
                                     size_t item_bytes, const char *what);
@@ -4711,13 +4745,6 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_level level,
                                     const char *format, ...);
-
-/* core/dtype.c */
-DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
-DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits);
-DTRAIN__PRIVATE bool dtrain__is_finite(float value);
-/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
-#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
 /* core/random.c */
 DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,
@@ -5007,22 +5034,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_bounds(const char *call, const dtrai
 
 /* ==== src/core/log.c ========================================================================== */
 
-/* Log, allocator, checked sizes. */
-
-/* Multiply sizes that come from outside, here only; false on overflow. */
-DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out)
-{
-    return !__builtin_mul_overflow(a, b, out);
-}
-DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t *out)
-{
-    return !__builtin_add_overflow(a, b, out);
-}
-/* Round up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
-DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit)
-{
-    return (bytes + unit - 1) & ~(unit - 1);
-}
+/* Log and allocator. */
 
 static void *dtrain__default_alloc(void *user, size_t bytes)
 {
@@ -5117,47 +5129,16 @@ DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_lev
 
 /* Data types. */
 
-static const struct {
-    const char *name;
-    size_t bytes;
-} dtrain__dtypes[] = {{"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4},
-                      {"i64", 8}, {"f64", 8},  {"?", 0}};
-
-/* Return the row of a type in the table; the last for an unknown one. */
-static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
-{
-    return (uint32_t)dtype <= DTRAIN_DTYPE_F64 ? (uint32_t)dtype : DTRAIN_DTYPE_F64 + 1u;
-}
-
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 {
-    return dtrain__dtypes[dtrain__dtype_row(dtype)].bytes;
+    static const size_t bytes[] = {4, 2, 2, 4, 8, 8};
+    return (uint32_t)dtype <= DTRAIN_DTYPE_F64 ? bytes[dtype] : 0;
 }
 
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 {
-    return dtrain__dtypes[dtrain__dtype_row(dtype)].name;
-}
-
-DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
- * remove it. */
-DTRAIN__PRIVATE bool dtrain__is_finite(float value)
-{
-    return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
+    static const char *const names[] = {"f32", "bf16", "f16", "i32", "i64", "f64"};
+    return (uint32_t)dtype <= DTRAIN_DTYPE_F64 ? names[dtype] : "?";
 }
 
 /* Conversions are integer arithmetic on the bits: exact, independent of the rounding mode, of
@@ -5464,7 +5445,6 @@ DTRAIN__COLD
 #define DTRAIN__UNNUMBERED INT64_MIN
 #define DTRAIN__NO_SPAN UINT32_MAX
 #define DTRAIN__EVENT_NAME 130      /* bytes of both names of an event: 48, the rest */
-#define DTRAIN__EVENT_DONE 8u       /* calls that are done since the clock was last read */
 #define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; without a trace, all of the ring */
 #define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name, its 0 included */
 #define DTRAIN__TRACE_LANES 32u     /* tracks for calls that are in flight at once */
@@ -5511,8 +5491,6 @@ typedef dtrain_result (*dtrain__dump_fn)(const dtrain_world *world, const char *
 /* The newest events; number n, from 1, is at n % room. */
 typedef struct dtrain__ring {
     uint64_t count, room;
-    uint64_t done[DTRAIN__EVENT_DONE]; /* calls whose end_ns is the next reading of the clock */
-    uint32_t done_count;
     uint32_t asked;               /* requests to dump that had come when last checked */
     const char *part, *part_name; /* label of the next call */
     int64_t part_number;
@@ -5579,9 +5557,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
                                                       dtrain__dump_fn dump);
 DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world);
 DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number);
-DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
-                                               int64_t number, uint64_t now);
-DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now);
 DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
                                             int64_t number);
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
@@ -5780,8 +5755,11 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
                                         int value, const char *error);
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns);
-DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
-                                          const char *text);
+DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
+                                         const dtrain__abort_record *record);
+DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
+                                          dtrain__abort_record *record, int rank,
+                                          dtrain_result code, const char *text);
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control);
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank);
@@ -5807,9 +5785,9 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
 
 /* world/signals.c */
 DTRAIN__PRIVATE bool dtrain__hangup_ignored(void);
-DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
-DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask);
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t mask);
+DTRAIN__PRIVATE void dtrain__signals_end(void);
 DTRAIN__PRIVATE int dtrain__signal_caught(void);
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
 
@@ -5880,9 +5858,8 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * to that mark: this also closes what a callback of the host, or an early return, has left open. A
  * span is recorded when it ends, and only while there is a trace.
  *
- * A call is recorded from its begin on, trace or not: a rank that hangs is in one. Its times are
- * readings of the clock that calls and waits make anyway: it is queued and started at the last one
- * before, done at the next one after.
+ * A call is recorded from its begin on, trace or not: a rank that hangs is in one. It is queued and
+ * started when calls and waits last read the clock, which they do anyway.
  *
  *     dtrain__run: queued     engine: started     engine, wait or test: done
  *          |                                                       |
@@ -5951,27 +5928,20 @@ static void dtrain__event_names(dtrain__event *event, const char *name, const ch
     dtrain__name_cut(event->name + used, DTRAIN__EVENT_NAME - used, of);
 }
 
-/* Count the time since the last reading of the clock to the kind that was on top. It is the end of
- * the calls that are done since. */
+/* Count the time since the last reading of the clock to the kind that was on top. */
 static void dtrain__tick(dtrain_world *world, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
-    dtrain__ring *ring = timeline->ring;
     if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
     timeline->since_ns = now;
-    for (uint32_t i = 0; ring && i < ring->done_count; i++) {
-        ring->events[ring->done[i] & (ring->room - 1)].end_ns = now;
-        if (timeline->traced) timeline->reader->late(world, ring->done[i]);
-    }
-    if (ring) ring->done_count = 0;
 }
 
 /* ---- Spans ------------------------------------------------------------------------------------*/
 
 /* Open a span at a time that the clock was read anyway, and return the mark that closes it. Waits
  * for other ranks inside a checkpoint are part of the checkpoint. */
-DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
-                                               int64_t number, uint64_t now)
+static uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                      int64_t number, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
     const uint32_t mark = timeline->depth++;
@@ -5992,7 +5962,7 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kin
 }
 
 /* Close all spans from a mark on. */
-DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
+static void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
     dtrain__tick(world, now);
@@ -6111,14 +6081,13 @@ DTRAIN__PRIVATE void dtrain__call_started(const dtrain_world *world, uint64_t nu
 DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 {
     dtrain__event *event = dtrain__event_at(world, number);
-    dtrain__ring *ring = world->timeline.ring;
     if (!event || event->state >= DTRAIN__CALL_DONE) return;
     if (!event->started_ns) event->started_ns = event->begin_ns;
     event->state = DTRAIN__CALL_DONE;
+    event->end_ns = dtrain__now_ns();
     if (event->call.comm == 0 && event->call.sequence)
         dtrain__store(&world->control->pulses[world->rank].world_done, event->call.sequence);
-    if (ring->done_count == DTRAIN__EVENT_DONE) dtrain__tick(world, dtrain__now_ns());
-    ring->done[ring->done_count++] = number;
+    if (world->timeline.traced) world->timeline.reader->late(world, number);
 }
 
 /* ---- Signs of life ----------------------------------------------------------------------------*/
@@ -6168,9 +6137,8 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
     return now;
 }
 
-/* Note the first failure of this rank, whose sentence is the last error, and dump if the launch
- * desc says where: this dump stands, because what comes after it is a consequence. Leave the last
- * error as it was. */
+/* Note the first failure of this rank, which has left its sentence as the last error, and dump if
+ * the launch desc says where: later failures are consequences. Leave the last error as it was. */
 DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -6459,19 +6427,29 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
+/* Wait until an abort that another rank records can be read; false: it has been killed half-way.
+ * Its exit record, which is written some 100 us later, may say so. */
+DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
+                                         const dtrain__abort_record *record)
+{
+    const uint64_t begin = dtrain__now_ns();
+    while (dtrain__load(&record->state) != 2 && !dtrain__load(&control->first_failed) &&
+           dtrain__now_ns() - begin < 1000000000u)
+        sched_yield();
+    return dtrain__load(&record->state) == 2;
+}
+
 /* Record an abort; false when there is an earlier one, which is kept. Ranks whose deadlines end
  * together abort together: the later one waits until the first record can be read, so that its next
- * poll finds it; at most 0.1 s, because the writer may have been killed half-way. */
-DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
-                                          const char *text)
+ * poll finds it. */
+DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
+                                          dtrain__abort_record *record, int rank,
+                                          dtrain_result code, const char *text)
 {
-    dtrain__abort_record *record = &control->aborted;
     uint32_t none = 0;
     if (!__atomic_compare_exchange_n(&record->state, &none, 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE)) {
-        const uint64_t begin = dtrain__now_ns();
-        while (dtrain__load(&record->state) != 2 && dtrain__now_ns() - begin < 100000000u)
-            sched_yield();
+        (void)dtrain__await_abort(control, record);
         return false;
     }
     record->rank = rank;
@@ -6632,7 +6610,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
 {
     if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
     const char *sentence = text ? dtrain__bare(text) : "";
-    if (!dtrain__record_abort(world->control, world->rank, code, sentence)) return;
+    dtrain__control *control = world->control;
+    if (!dtrain__record_abort(control, &control->aborted, world->rank, code, sentence)) return;
     dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, &world->control->aborted,
                       sizeof world->control->aborted);
 }
@@ -7071,8 +7050,8 @@ static bool dtrain__link_takes_waits(const dtrain__link *link)
     return link->out_bytes < (size_t)link->count << 10;
 }
 
-/* Send for which rank this one waits (-1: none) after a quarter of its deadline, and then every
- * eighth. */
+/* Tell peers for which rank this one waits (-1: none): first after a quarter of its deadline, because
+ * what is told counts even when the wait has ended, then every eighth. */
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 {
     const int32_t target = rank;
@@ -7118,7 +7097,8 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
         dtrain__abort_record abort;
         memcpy(&abort, data, sizeof abort);
         abort.text[sizeof abort.text - 1] = 0;
-        news = dtrain__record_abort(control, rank, (dtrain_result)abort.code, abort.text);
+        news = dtrain__record_abort(control, &control->aborted, rank, (dtrain_result)abort.code,
+                                    abort.text);
     } else if (frame->kind == DTRAIN__FRAME_WAIT && frame->bytes == sizeof(int32_t)) {
         int32_t target;
         memcpy(&target, data, sizeof target);
@@ -7222,9 +7202,11 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
  *     rank r                                           rank 0, listening
  *     hello: magic, version, layout, job,        ->
  *            rank, size, pid, host, proof
- *                                                <-    reply: wait, at once
- *                                                <-    reply: how the rendezvous went, with a
- *                                                      sentence when it failed
+ *                                                <-    reply, at once: rank r is in, or a
+ *                                                      sentence that says why not
+ *
+ * From then on the connection is the link's (link.c), and all ranks gather. The gathering ends when
+ * the last rank has come; where one does not come, rank 0 aborts it with its own sentence.
  *
  * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else the launcher's name of the run).
  * In a hello it covers the other fields; in a reply also the proof of the hello that is answered.
@@ -7243,14 +7225,13 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
  * It does not protect from a reader of the traffic: nothing is encrypted, and a recorded hello is
  * as good as the key. The network must keep such readers away. */
 
-#define DTRAIN__HELLO_MAGIC 0x364b5444u /* "DTK6": the sixth protocol */
+#define DTRAIN__HELLO_MAGIC 0x374b5444u /* "DTK7": the seventh protocol */
 #define DTRAIN__PENDING_MOST 64u
-#define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the first reply */
+#define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
 #define DTRAIN__REFUSAL_NS \
-    3000000000u              /* after a failure, send it so long to ranks that come late */
-#define DTRAIN__REPLY_WAIT 1 /* result of a first reply: a second reply follows */
-#define DTRAIN__REPLY_OTHER_JOB 2
+    3000000000u /* after a failure, send it so long to ranks that come late */
+#define DTRAIN__REPLY_OTHER_JOB 1
 #define DTRAIN__OTHER_JOB_NS 10000000000u /* prefer ranks of this job so long: other_job */
 
 typedef struct dtrain__hello {
@@ -7262,7 +7243,7 @@ typedef struct dtrain__hello {
 } dtrain__hello;
 
 typedef struct dtrain__reply {
-    int32_t result, unused; /* dtrain_result, or REPLY_WAIT */
+    int32_t result, unused; /* dtrain_result, or REPLY_OTHER_JOB */
     char why[400];
     uint64_t proof;
 } dtrain__reply;
@@ -7278,8 +7259,6 @@ typedef struct dtrain__rendezvous {
     dtrain_world *world;
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
-    dtrain_result result;
-    char why[400];     /* the sentence of result */
     char problem[200]; /* rank 0: the last stranger; other ranks: why the last call failed */
     uint64_t other_ns; /* rank 0: when a rank of another job first called */
     bool stranger;     /* other ranks: rank 0 of another run has answered ... */
@@ -7290,7 +7269,7 @@ typedef struct dtrain__rendezvous {
     int came;                                      /* ranks whose hello has been answered */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* connection n is at n % PENDING_MOST */
     uint32_t accepted;                             /* connections so far */
-    uint64_t proofs[DTRAIN_MAX_RANKS];             /* of each rank's first hello; 0: none came */
+    bool answered[DTRAIN_MAX_RANKS];
 } dtrain__rendezvous;
 
 /* Hash a message without the proof at its end, under the key of the run. `challenge` is the proof
@@ -7323,20 +7302,10 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     return hello;
 }
 
-/* Record the failure of the rendezvous, unless one is recorded. Shorten the deadline to REFUSAL_NS,
- * in which late ranks can still come and receive the failure. */
-DTRAIN__PRINTF(3, 4)
-static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
-                                       const char *format, ...)
+/* Say whether it has failed: then the control page has the abort, which is the result of all. */
+static bool dtrain__meet_failed(const dtrain__rendezvous *r)
 {
-    va_list args;
-    if (r->result != DTRAIN_OK) return r->result;
-    va_start(args, format);
-    vsnprintf(r->why, sizeof r->why, format, args);
-    va_end(args);
-    const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
-    if (end_ns < r->deadline_ns) r->deadline_ns = end_ns;
-    return r->result = code;
+    return dtrain__load(&r->world->control->aborted.state) == 2;
 }
 
 /* Set the options of a socket: small frames are sent at once, and a lost host is noticed within
@@ -7375,7 +7344,7 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 /* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
  * rank 0's address is a loopback address, which only this host can reach, listen at that one
  * alone. */
-static dtrain_result dtrain__listen(dtrain__rendezvous *r)
+static bool dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
     const int on = 1, off = 0;
@@ -7400,14 +7369,15 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
         setsockopt(r->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
         bind(r->listener, address, both ? sizeof six : sizeof four) == 0 &&
         listen(r->listener, SOMAXCONN) == 0)
-        return DTRAIN_OK;
+        return true;
     const int error = errno;
     dtrain__socket_close(&r->listener);
-    return dtrain__meet_fail(
-        r, DTRAIN_ERROR_SYSTEM,
+    (void)dtrain__abort_with(
+        r->world, DTRAIN_ERROR_SYSTEM,
         "rank 0 cannot listen at %s port %u: %s; is another run there? Set DTRAIN_PORT, the same "
         "on all ranks, to a free port",
         host, r->place->port, strerror(error));
+    return false;
 }
 
 /* Answer the hello that had this proof; false when the connection is broken. */
@@ -7443,7 +7413,7 @@ static bool dtrain__other_job(dtrain__rendezvous *r, dtrain__pending *pending)
 {
     const dtrain__hello *hello = &pending->hello;
     const uint64_t now = dtrain__now_ns();
-    if (hello->job == r->place->job || r->result != DTRAIN_OK) return false;
+    if (hello->job == r->place->job || dtrain__meet_failed(r)) return false;
     const bool inside = hello->rank > 0 && hello->rank < r->world->size;
     const bool came = inside && r->world->link->ends[hello->rank].socket >= 0;
     if (!r->other_ns)
@@ -7485,28 +7455,32 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     const int rank = hello->rank;
     dtrain__connection *end = rank >= 0 && rank < own.size ? &r->world->link->ends[rank] : NULL;
     if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
-        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                          "rank %d (%s, pid %d) was built with another dtrain, version %s; rank 0 "
-                          "has %s: start the same program on all ranks",
-                          rank, hello->host, hello->pid, hello->version, own.version);
+        (void)dtrain__abort_with(
+            r->world, DTRAIN_ERROR_MISMATCH,
+            "rank %d (%s, pid %d) was built with another dtrain, version %s; rank 0 "
+            "has %s: start the same program on all ranks",
+            rank, hello->host, hello->pid, hello->version, own.version);
     else if (hello->size != own.size)
-        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                          "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d", rank,
-                          hello->host, hello->pid, hello->size, own.size);
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
+                                 "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
+                                 rank, hello->host, hello->pid, hello->size, own.size);
     else if (!end)
-        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "a rank %d joins (%s, pid %d) in a world of %d",
-                          rank, hello->host, hello->pid, own.size);
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
+                                 "a rank %d joins (%s, pid %d) in a world of %d", rank, hello->host,
+                                 hello->pid, own.size);
     else if (!rank || end->socket >= 0)
-        dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                          "rank %d was started twice: as %s and as %s, pid %d", rank,
-                          rank ? end->name : "this rank 0", hello->host, hello->pid);
-    const int result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
-    const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
-    if (sent && end && rank && !r->proofs[rank]) {
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
+                                 "rank %d was started twice: as %s and as %s, pid %d", rank,
+                                 rank ? end->name : "this rank 0", hello->host, hello->pid);
+    const bool failed = dtrain__meet_failed(r);
+    const dtrain__abort_record *why = &r->world->control->aborted;
+    const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, failed ? why->code : 0,
+                                       failed ? why->text : "");
+    if (sent && end && rank && !r->answered[rank]) {
         r->came++; /* a rank that got no reply calls again */
-        r->proofs[rank] = hello->proof;
+        r->answered[rank] = true;
     }
-    if (!sent || r->result != DTRAIN_OK) {
+    if (!sent || failed) {
         dtrain__socket_close(&pending->socket);
         return;
     }
@@ -7515,10 +7489,10 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     pending->socket = -1;
 }
 
-/* Wait up to 0.1 s for connections and hellos, and handle them. A rank that has joined sends
- * nothing until the end, so when its socket is readable it has been closed. A new connection
- * replaces the oldest pending one: ranks send their hello at once, so that one is a stranger. Log
- * every 10 s which ranks are missing, and fail when the deadline has passed. */
+/* Wait up to 0.1 s for connections and hellos, and handle them. What a rank that has come sends is
+ * read when all have come; until then only the end of its connection is of interest. A new
+ * connection replaces the oldest pending one: ranks send their hello at once, so that one is a
+ * stranger. Log every 10 s which ranks are missing, and fail when the deadline has passed. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -7528,7 +7502,7 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         polls[i].fd = i >= first ? ends[i - first].socket
                       : i        ? r->pending[i - 1].socket
                                  : r->listener;
-        polls[i].events = POLLIN;
+        polls[i].events = i >= first ? POLLRDHUP : POLLIN;
         polls[i].revents = 0;
     }
     (void)poll(polls, (nfds_t)count, 100);
@@ -7538,8 +7512,9 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
             dtrain__read_pending(r, &r->pending[i - 1]);
             continue;
         }
-        dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
-                          i - first, ends[i - first].name);
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_PEER,
+                                 "rank %d (%s) left before all ranks had come", i - first,
+                                 ends[i - first].name);
         dtrain__socket_close(&ends[i - first].socket);
     }
     const int socket = polls[0].revents ? dtrain__above_stdio(accept(r->listener, NULL, NULL)) : -1;
@@ -7560,9 +7535,9 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     }
     const uint64_t now = dtrain__now_ns();
     const bool late = now >= r->deadline_ns;
-    char missing[160] = "", text[sizeof r->why + 400];
+    char missing[160] = "", text[DTRAIN__ERROR_BYTES];
     size_t used = 0;
-    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
+    if (dtrain__meet_failed(r) || r->came == r->world->size - 1) return;
     if (!late && now - r->logged_ns < 10000000000u) return;
     r->logged_ns = now;
     for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
@@ -7574,24 +7549,26 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
              1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
              r->world->size - 1 - r->came, r->world->size, missing,
              r->problem[0] ? "; the last trouble: " : "", r->problem);
-    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
+    if (late) (void)dtrain__abort_with(r->world, DTRAIN_ERROR_TIMEOUT, "%s", text);
     else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
-/* Wait for all ranks and send them the result; after a failure, until the shortened deadline also
- * to ranks that come late. */
-static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
+/* Wait for all ranks. Abort after a failure, and until the shortened deadline reply it to ranks
+ * that come late. */
+static void dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
     const rlim_t needed = 1 + DTRAIN__PENDING_MOST + (rlim_t)r->world->size;
     struct rlimit files;
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < needed) /* poll() refuses more */
-        return dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM,
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < needed) { /* poll refuses more */
+        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_SYSTEM,
                                  "rank 0 may open %llu files and needs %llu for %d ranks; raise "
                                  "the limit (ulimit -n)",
                                  (unsigned long long)files.rlim_cur, (unsigned long long)needed,
                                  r->world->size);
-    DTRAIN__TRY(dtrain__listen(r));
+        return;
+    }
+    if (!dtrain__listen(r)) return;
     if (!r->place->named)
         dtrain_log(
             r->world, DTRAIN_LOG_INFO,
@@ -7600,17 +7577,12 @@ static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
             r->place->address, r->place->port,
             r->place->job ? "only what it was told to train" : "nothing");
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
-    for (int i = 1; i <= others; i++) {
-        dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket >= 0)
-            (void)dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
-        if (r->result != DTRAIN_OK) dtrain__socket_close(&end->socket);
-    }
+    while (r->came < others && !dtrain__meet_failed(r)) dtrain__meet_round(r);
+    const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
+    if (dtrain__meet_failed(r) && end_ns < r->deadline_ns) r->deadline_ns = end_ns;
     while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
     dtrain__socket_close(&r->listener);
-    return r->result;
 }
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
@@ -7628,9 +7600,8 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
     return false;
 }
 
-/* Wait for a reply until `until_ns`: 1 it is complete, 0 it is not, -1 the connection was
- * closed. */
-static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
+/* Wait for a reply until `until_ns`; false: it has not come. */
+static bool dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
 {
     size_t got = 0;
     while (got < sizeof *reply) {
@@ -7638,18 +7609,18 @@ static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *rep
         struct pollfd one;
         one.fd = socket;
         one.events = POLLIN;
-        if (now >= until_ns) return 0;
+        if (now >= until_ns) return false;
         if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
         const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
-        if (more == 0 || (more < 0 && !dtrain__try_again(errno))) return -1;
+        if (more == 0 || (more < 0 && !dtrain__try_again(errno))) return false;
         if (more > 0) got += (size_t)more;
     }
     reply->why[sizeof reply->why - 1] = 0;
-    return 1;
+    return true;
 }
 
-/* Connect to rank 0 at one of its addresses, send the hello, and wait for the result of the
- * rendezvous. False when another call may succeed. */
+/* Connect to rank 0 at one of its addresses, send the hello, and wait for the reply. False when
+ * another call may succeed. */
 static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
@@ -7672,8 +7643,7 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     dtrain__socket_tune(end->socket);
     if (!dtrain__send_whole(end->socket, &hello, sizeof hello))
         return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
-    int there = dtrain__await_reply(end->socket, until_ns, &reply);
-    if (there != 1)
+    if (!dtrain__await_reply(end->socket, until_ns, &reply))
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
                                   end->name, r->place->port);
     const bool known = reply.proof == dtrain__proof(r, hello.proof, &reply, sizeof reply);
@@ -7689,24 +7659,14 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
         r->stranger = true;
         return false;
     }
-    const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
-    if (reply.result == DTRAIN__REPLY_WAIT)
-        there = dtrain__await_reply(end->socket, r->deadline_ns + slack, &reply);
-    if (there < 0)
-        dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
-                          end->name);
-    else if (there == 0)
-        dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
-                          "rank 0 (%s) has not said for %.1f s whether all ranks have come",
-                          end->name, 1e-9 * (double)(dtrain__now_ns() - r->start_ns));
-    else if (reply.result != DTRAIN_OK)
-        dtrain__meet_fail(r, (dtrain_result)reply.result, "%s", reply.why);
+    if (reply.result != DTRAIN_OK)
+        (void)dtrain__abort_with(r->world, (dtrain_result)reply.result, "%s", reply.why);
     return true;
 }
 
 /* Call rank 0 at all its addresses until one call has a result. Rank 0 may not have started yet,
  * and another run may still listen at its port. */
-static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
+static void dtrain__join_world(dtrain__rendezvous *r)
 {
     struct addrinfo wanted;
     char port[16];
@@ -7727,7 +7687,7 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
         for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
             settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
-        if (settled) return r->result;
+        if (settled) return;
         now = dtrain__now_ns();
         if (now - r->logged_ns >= 10000000000u) {
             r->logged_ns = now;
@@ -7737,30 +7697,40 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
                        r->problem);
         }
         if (now < r->deadline_ns && (!r->stranger || now < r->until_ns)) continue;
-        return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-                                 "rank 0 was not found at %s port %u for %.1f s: %s",
-                                 r->place->address, r->place->port,
-                                 1e-9 * (double)(now - r->start_ns), r->problem);
+        (void)dtrain__abort_with(
+            r->world, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
+            "rank 0 was not found at %s port %u for %.1f s: %s", r->place->address, r->place->port,
+            1e-9 * (double)(now - r->start_ns), r->problem);
+        return;
     }
 }
 
-/* Connect all ranks of a world that another launcher has started: fill link->ends. */
+/* Connect all ranks of a world that another launcher has started: fill link->ends. Then gather until
+ * all have come; rank 0 has the better sentence, so the others wait a little longer than it does. An
+ * abort is the result of every rank, with its code and its sentence. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
+    const dtrain__abort_record *aborted = &world->control->aborted;
+    const uint64_t timeout_ns = world->timeout_ns;
     dtrain__rendezvous r;
     memset(&r, 0, sizeof r);
     r.world = world;
     r.place = place;
     r.start_ns = r.logged_ns = dtrain__now_ns();
     r.deadline_ns = r.start_ns + world->join_ns;
-    if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
-        return DTRAIN_OK;
-    if (r.result != DTRAIN_ERROR_TIMEOUT || !place->family)
-        return dtrain_fail(r.result, "rendezvous: %s", r.why);
-    return dtrain_fail(r.result,
-                       "rendezvous: %s; this process is rank %d of %d by the variables of %s in "
-                       "the environment",
-                       r.why, world->rank, world->size, place->family);
+    if (world->rank) dtrain__join_world(&r);
+    else dtrain__host_world(&r);
+    const uint64_t now = dtrain__now_ns();
+    world->timeout_ns = (r.deadline_ns > now ? r.deadline_ns - now : 0) + 2000000000u;
+    dtrain_result result = dtrain_world_all_gather(world, NULL, 0, NULL);
+    world->timeout_ns = timeout_ns;
+    if (result == DTRAIN_OK) return DTRAIN_OK;
+    const bool failed = dtrain__meet_failed(&r);
+    if (failed) result = (dtrain_result)aborted->code;
+    return dtrain_fail(result,
+                       "rendezvous: %s; this process is rank %d of %d by the variables of %s",
+                       failed ? aborted->text : dtrain__bare(dtrain_last_error()), world->rank,
+                       world->size, place->family ? place->family : "the environment");
 }
 
 /* ==== src/world/page.c ======================================================================== */
@@ -7772,12 +7742,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * /proc/<pid>/fd and map it at the same address, or all ranks try another address. The kernel frees
  * the file when the last rank has ended, however it ended. */
 
-/* The host on which a rank is. */
-typedef struct dtrain__host_record {
-    uint64_t host;
-    int32_t error, unused; /* errno: why the host is unknown; 0: it is known */
-} dtrain__host_record;
-
 /* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. A
  * host is a hash of what is equal for ranks that can see each other's processes and memory: host
  * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks
@@ -7788,10 +7752,9 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     uint64_t spaces[2] = {0, 0};
     char text[320];
     struct stat status;
-    dtrain__host_record own, all[DTRAIN_MAX_RANKS];
+    uint64_t all[DTRAIN_MAX_RANKS];
     int local_rank = 0, local_size = 0, hosts = 0, error = 0;
     memset(text, 0, sizeof text);
-    memset(&own, 0, sizeof own);
     if (gethostname(text, 255) != 0) text[0] = 0;
     const int file = dtrain__open("/proc/sys/kernel/random/boot_id", O_RDONLY);
     if (file < 0 || read(file, text + 256, 64) < 0) error = errno;
@@ -7799,24 +7762,21 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     for (int i = 0; i < 2; i++)
         if (stat(names[i], &status) == 0) spaces[i] = (uint64_t)status.st_ino;
         else if (!error) error = errno;
-    if (error == EMFILE || error == ENFILE || error == ENOMEM || error == EIO) own.error = error;
-    const uint64_t mine = own.host = dtrain__siphash(spaces, text, sizeof text);
-    DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
+    if (error == EMFILE || error == ENFILE || error == ENOMEM || error == EIO)
+        return dtrain__abort_with(
+            world, DTRAIN_ERROR_SYSTEM,
+            "dtrain_launch: rank %d cannot find out on which host it is: %s%s", world->rank,
+            strerror(error),
+            error == EMFILE || error == ENFILE ? "; raise the limit (ulimit -n)" : "");
+    const uint64_t mine = dtrain__siphash(spaces, text, sizeof text);
+    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     for (int i = 0; i < world->size; i++) {
         int first = 0;
-        while (all[first].host != all[i].host) first++;
-        if (all[i].host == mine && first == i) world->node = hosts;
-        local_rank += i < world->rank && all[i].host == mine;
-        local_size += all[i].host == mine;
+        while (all[first] != all[i]) first++;
+        if (all[i] == mine && first == i) world->node = hosts;
+        local_rank += i < world->rank && all[i] == mine;
+        local_size += all[i] == mine;
         hosts += first == i;
-        if (all[i].error)
-            return dtrain__abort_with(world, DTRAIN_ERROR_SYSTEM,
-                                      "dtrain_launch: rank %d cannot find out on which host it is: "
-                                      "%s%s",
-                                      i, strerror(all[i].error),
-                                      all[i].error == EMFILE || all[i].error == ENFILE
-                                          ? "; raise the limit (ulimit -n)"
-                                          : "");
     }
     world->node_count = hosts;
     if (place->forks) local_rank = world->rank - place->rank;
@@ -7921,9 +7881,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
     world->control = world->page.control;
     DTRAIN__TRY(dtrain__link_create(world));
-    const dtrain_result met = dtrain__meet(world, place);
-    if (met != DTRAIN_OK) dtrain__link_destroy(world); /* no other rank knows this one */
-    DTRAIN__TRY(met);
+    DTRAIN__TRY(dtrain__meet(world, place));
     DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
     const size_t ranks = (size_t)world->size;
@@ -8002,10 +7960,10 @@ DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
     return sigaction(SIGHUP, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
 }
 
-/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; remove these signals
- * from a mask that the caller sets afterwards. In this order a signal that is already pending is
+/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; then set this thread's
+ * mask to `mask` without these signals. In this order a signal that is already pending is
  * caught. */
-DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask)
 {
     struct sigaction action;
     memset(&action, 0, sizeof action);
@@ -8016,38 +7974,33 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
     dtrain__store(&dtrain__stop_ns, 0u);
     for (int i = 0; i < DTRAIN__CAUGHT; i++) {
         const int number = dtrain__caught_signals[i];
-        dtrain__caught[i] = number == SIGUSR2  ? dumps
-                            : number == SIGHUP ? !dtrain__hangup_ignored()
-                                               : true;
+        dtrain__caught[i] =
+            number == SIGUSR2 ? dumps : number != SIGHUP || !dtrain__hangup_ignored();
         if (!dtrain__caught[i]) continue;
         sigaction(number, &action, &dtrain__found[i]);
-        sigdelset(mask, number);
+        sigdelset(&mask, number);
     }
+    pthread_sigmask(SIG_SETMASK, &mask, NULL);
 }
 
-/* Begin to catch signals in a process that goes on after its ranks: one run at a time. */
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask)
+/* Begin to catch signals in a process that outlives its ranks: one run at a time. */
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t mask)
 {
     uint32_t none = 0;
-    sigset_t mask;
     if (!__atomic_compare_exchange_n(&dtrain__signals_taken, &none, 1u, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "dtrain_launch: catch_signals is set, and another run of this process "
                            "catches signals now; set it in one of them, a process has one handler");
-    pthread_sigmask(SIG_SETMASK, NULL, old_mask);
-    mask = *old_mask;
-    dtrain__signals_install(dumps, &mask);
-    pthread_sigmask(SIG_SETMASK, &mask, NULL);
+    dtrain__signals_install(dumps, mask);
     return DTRAIN_OK;
 }
 
-/* Give the host its handlers and its mask back. */
-DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask)
+/* Give the host its handlers back. */
+DTRAIN__PRIVATE void dtrain__signals_end(void)
 {
     for (int i = 0; i < DTRAIN__CAUGHT; i++)
         if (dtrain__caught[i]) sigaction(dtrain__caught_signals[i], &dtrain__found[i], NULL);
-    pthread_sigmask(SIG_SETMASK, old_mask, NULL);
     dtrain__store(&dtrain__signals_taken, 0u);
 }
 
@@ -8779,10 +8732,10 @@ typedef struct dtrain__bounce {
 
 /* The engine's part of a work precedes the part that the transport sees. */
 struct dtrain__work {
-    dtrain__work *next;       /* in the queue, or among the idle */
-    dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
-    dtrain__bounce bounce;    /* stays, too */
-    int heard;                /* all ranks below this one have been heard, and call the same */
+    dtrain__work *next;      /* in the queue, or among the idle */
+    dtrain__work *next_made; /* works and their bounces stay until the end */
+    dtrain__bounce bounce;
+    int heard; /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
     bool done;
     dtrain_transport_work op;
@@ -8797,7 +8750,7 @@ struct dtrain__engine {
     uint64_t sequence;                /* of the collective started last */
     uint64_t agreed;                  /* of the collective agreed on last */
     dtrain__work *queue, **queue_end; /* not done, in the order of their start */
-    dtrain__work *idle, *blocks;
+    dtrain__work *idle, *works;
     bool staged;           /* the host cannot read the device's memory: copies before and after */
     dtrain_stream *stream; /* of those copies */
     dtrain_comm base;
@@ -8818,7 +8771,7 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
-DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code);
+DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *comm, dtrain_result code,
                                                    const char *format, ...);
@@ -8834,6 +8787,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
 /* comm/circle.c */
+DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
+                                       int rank);
 DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
                                                       const dtrain__work *work, dtrain__wait *wait);
 
@@ -9305,15 +9260,12 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
             return; /* the copies of later ones come after it on the copy stream */
         const bool done = work->op.sequence ? dtrain__collective_advance(comm, work, oldest)
                                             : dtrain__message_advance(comm, work);
+        if (done && comm->staged)
+            (void)dtrain__engine_ok(&comm->base, dtrain__copy_out(comm, work));
         if (comm->failed) return;
         if (!done) {
             link = &work->next;
             continue;
-        }
-        const dtrain_result copied = comm->staged ? dtrain__copy_out(comm, work) : DTRAIN_OK;
-        if (copied != DTRAIN_OK) {
-            (void)dtrain__engine_give_up(&comm->base, copied);
-            return;
         }
         work->done = true;
         ++*comm->base.moves;
@@ -9348,7 +9300,7 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
  * is written some 100 us later, says so. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
-    const dtrain__abort_record *report = comm->report;
+    dtrain__abort_record *report = comm->report;
     dtrain_world *world = comm->base.world;
     for (dtrain__engine *other = world->comms; other; other = other->next) {
         if (other->report != report) continue;
@@ -9357,11 +9309,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
         other->queue_end = &other->queue;
         other->base.in_flight = 0;
     }
-    for (int i = 0; i < 100000 && dtrain__load(&report->state) != 2; i++) {
-        if (dtrain__load(&world->control->first_failed)) break;
-        sched_yield();
-    }
-    if (dtrain__load(&report->state) != 2) {
+    if (!dtrain__await_abort(world->control, report)) {
         DTRAIN__TRY(dtrain__trouble(world));
         return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
     }
@@ -9374,44 +9322,35 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 }
 
 /* Publish a failure, unless there is one already, and return the one that stands. */
-DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
-                                                  const char *text)
-{
-    dtrain__engine *comm = dtrain__engine_of(base);
-    dtrain__abort_record *report = comm->report;
-    uint32_t none = 0;
-    char own[480]; /* `text` may be the last error, or in the report */
-    snprintf(own, sizeof own, "%s", dtrain__bare(text));
-    if (comm->failed) return dtrain__engine_standing(comm);
-    if (report == &base->world->control->aborted) {
-        dtrain_world_abort(base->world, code, own);
-    } else if (__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
-                                           __ATOMIC_ACQUIRE)) {
-        report->code = (int32_t)code;
-        report->rank = base->world->rank;
-        snprintf(report->text, sizeof report->text, "%s", own);
-        dtrain__store(&report->state, 2);
-    }
-    return dtrain__engine_standing(comm);
-}
-
-/* Fail with the last error as the sentence; return false. */
-DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain_comm *comm, dtrain_result code)
-{
-    (void)dtrain__engine_fail(comm, code, dtrain_last_error());
-    return false;
-}
-
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *comm, dtrain_result code,
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *base, dtrain_result code,
                                                    const char *format, ...)
 {
-    char text[480];
+    dtrain__engine *comm = dtrain__engine_of(base);
+    char text[480]; /* an argument may be the last error, or in the report */
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return dtrain__engine_fail(comm, code, text);
+    if (comm->failed) return dtrain__engine_standing(comm);
+    if (comm->report == &base->world->control->aborted) dtrain_world_abort(base->world, code, text);
+    else
+        (void)dtrain__record_abort(base->world->control, comm->report, base->world->rank, code,
+                                   text);
+    return dtrain__engine_standing(comm);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *comm, dtrain_result code,
+                                                  const char *text)
+{
+    return dtrain__engine_failf(comm, code, "%s", dtrain__bare(text));
+}
+
+/* Fail with the last error as the sentence if a result is an error; say whether it is none. */
+DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
+{
+    if (result != DTRAIN_OK) (void)dtrain__engine_fail(comm, result, dtrain_last_error());
+    return result == DTRAIN_OK;
 }
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
@@ -9439,15 +9378,6 @@ static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dt
     return first;
 }
 
-static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
-{
-    if (rank == comm->base.rank) return false;
-    if (!work->op.sequence)
-        return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
-    if (work->state == DTRAIN__MOVING) return comm->transport->lags(&comm->base, &work->op, rank);
-    return !comm->transport->heard(&comm->base, work->op.sequence, rank);
-}
-
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
  * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
  * nothing at a deadline: messages of these ranks can be under way on a slow network. */
@@ -9469,15 +9399,15 @@ static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *wai
     for (int k = 0; k < 2 * size && used + 96 < sizeof list; k++) { /* first who does not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
-        const int next = dtrain__waits(world, ranks[i]), end = dtrain__behind(world, ranks[i]);
-        const int behind = end < 0 ? ranks[i] : end;
+        const int end = dtrain__behind(world, ranks[i]), behind = end < 0 ? ranks[i] : end;
         if (listed[behind] || (behind == ranks[i]) != (k < size)) continue;
         listed[behind] = true;
         used += (size_t)snprintf(list + used, sizeof list - used, "%srank %d", used ? ", " : "",
                                  ranks[i]);
-        if (behind != ranks[i] || (end < 0 && next >= 0))
+        if (end != ranks[i])
             used += (size_t)snprintf(list + used, sizeof list - used, ", which waits for rank %d%s",
-                                     end < 0 ? next : behind, end < 0 ? " in a circle" : "");
+                                     end < 0 ? dtrain__waits(world, ranks[i]) : end,
+                                     end < 0 ? " in a circle" : "");
         for (int at = 0; at < size && end >= 0; at++) {
             if (ranks[at] != behind) continue;
             const uint64_t last = dtrain__last_sequence(comm, at);
@@ -9513,30 +9443,23 @@ static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
 
 static size_t dtrain__work_bytes(const dtrain__engine *comm)
 {
-    return dtrain__round_up(offsetof(dtrain__work, op) + comm->transport->work_bytes,
-                            DTRAIN__CACHE_LINE);
+    return offsetof(dtrain__work, op) + comm->transport->work_bytes;
 }
 
-static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *block, uint32_t i)
+/* Take an idle work, or make one: the first step of a program makes all that it needs. */
+static dtrain__work *dtrain__take_work(dtrain__engine *comm)
 {
-    return (dtrain__work *)(void *)((char *)block + i * dtrain__work_bytes(comm));
-}
-
-/* Make a block of works; one is enough, unless more handles than a window are kept. */
-static dtrain_result dtrain__more_works(dtrain__engine *comm)
-{
-    dtrain__work *block =
-        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN_WINDOW,
-                                      dtrain__work_bytes(comm), "operations in flight");
-    if (!block) return DTRAIN_ERROR_MEMORY;
-    block->next_block = comm->blocks;
-    comm->blocks = block;
-    for (uint32_t i = 0; i < DTRAIN_WINDOW; i++) {
-        dtrain__work *work = dtrain__work_at(comm, block, i);
-        work->next = comm->idle;
-        comm->idle = work;
+    dtrain__work *work = comm->idle;
+    if (!work) {
+        work = (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, 1,
+                                             dtrain__work_bytes(comm), "an operation in flight");
+        if (!work) return NULL;
+        work->next_made = comm->works;
+        comm->works = comm->idle = work;
     }
-    return DTRAIN_OK;
+    comm->idle = work->next;
+    comm->base.outstanding++;
+    return work;
 }
 
 /* Start an operation. Of one rank the result is what it sends, and there is nothing to wait for; a
@@ -9548,20 +9471,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     const size_t bytes = dtrain__send_bytes(what, base->size);
     const size_t kept = offsetof(dtrain__work, heard);
     const dtrain_call call = {what->count, what->kind, (uint32_t)what->dtype, what->op, what->root};
-    dtrain_result result = DTRAIN_OK;
     *out = NULL;
     if (comm->failed) return dtrain__engine_standing(comm);
     if (base->size == 1)
         return what->send == what->recv || bytes == 0
                    ? DTRAIN_OK
                    : dtrain_device_copy(base->world->device, what->recv, what->send, bytes);
-    if (!comm->idle) result = dtrain__more_works(comm);
-    if (result != DTRAIN_OK) return dtrain__engine_fail(base, result, dtrain_last_error());
-
-    dtrain__work *work = comm->idle;
-    comm->idle = work->next;
+    dtrain__work *work = dtrain__take_work(comm);
+    if (!work) return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
     memset((char *)work + kept, 0, dtrain__work_bytes(comm) - kept);
-    base->outstanding++;
     work->next = NULL;
     work->op.base.comm = base;
     work->op.base.event = base->world->timeline.ring->count; /* just recorded */
@@ -9571,18 +9489,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     work->op.small =
         bytes <= DTRAIN_SMALL_BYTES && bytes * (size_t)base->size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->op.call = call;
-    if (comm->staged) result = dtrain__copy_in(comm, work);
-    if (result != DTRAIN_OK) {
-        dtrain__recycle(comm, work);
-        return dtrain__engine_fail(base, result, dtrain_last_error());
+    if (!comm->staged || dtrain__engine_ok(base, dtrain__copy_in(comm, work))) {
+        if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
+            work->op.sequence = ++comm->sequence;
+        *comm->queue_end = work;
+        comm->queue_end = &work->next;
+        base->in_flight++;
+        dtrain__engine_advance(comm);
     }
-
-    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
-        work->op.sequence = ++comm->sequence;
-    *comm->queue_end = work;
-    comm->queue_end = &work->next;
-    base->in_flight++;
-    dtrain__engine_advance(comm);
     if (comm->failed && !work->done) {
         dtrain__recycle(comm, work);
         return dtrain__engine_standing(comm);
@@ -9607,8 +9521,8 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
     if (waited->done || comm->failed) return;
 
     if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
-    if (wait && dtrain__look_for_circle(world, comm, waited, wait) != DTRAIN_OK)
-        (void)dtrain__engine_give_up(&comm->base, DTRAIN_ERROR_MISMATCH);
+    if (wait)
+        (void)dtrain__engine_ok(&comm->base, dtrain__look_for_circle(world, comm, waited, wait));
     if (waited->done || comm->failed) return;
     if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
@@ -9648,11 +9562,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         const dtrain_result turn = dtrain__wait_turn(world, &wait);
         if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
-    dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
-    if (work->done && comm->staged) /* what the compute stream gets from now on comes after it */
-        result = DTRAIN__ORDER(world->device, event_wait, work->bounce.copied, NULL);
-    if (work->done && result != DTRAIN_OK)
-        result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
+    bool ok = work->done;
+    if (ok && comm->staged) /* what the compute stream gets from now on comes after it */
+        ok = dtrain__engine_ok(&comm->base,
+                               DTRAIN__ORDER(world->device, event_wait, work->bounce.copied, NULL));
+    const dtrain_result result = ok ? DTRAIN_OK : dtrain__engine_standing(comm);
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
@@ -9693,6 +9607,12 @@ DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t
     else comm->transport->unmap(base, memory, bytes);
 }
 
+/* Return the size of a communicator's memory: the engine's part, the transport's, world_ranks. */
+static size_t dtrain__comm_bytes(const dtrain_transport_ops *transport, int size)
+{
+    return offsetof(dtrain__engine, base) + transport->comm_bytes + (size_t)size * sizeof(int);
+}
+
 /* Free this rank's half of a communicator. Operations in flight are dropped. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
@@ -9703,99 +9623,103 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
     if (comm->staged) device->ops->synchronize(device); /* copies into memory that goes away */
-    while (comm->blocks) {
-        dtrain__work *block = comm->blocks;
-        comm->blocks = block->next_block;
-        for (uint32_t i = 0; i < DTRAIN_WINDOW; i++)
-            dtrain__bounce_free(comm, dtrain__work_at(comm, block, i));
-        dtrain__free(allocator, block, DTRAIN_WINDOW, dtrain__work_bytes(comm));
+    while (comm->works) {
+        dtrain__work *work = comm->works;
+        comm->works = work->next_made;
+        dtrain__bounce_free(comm, work);
+        dtrain__free(allocator, work, 1, dtrain__work_bytes(comm));
     }
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
     comm->transport->release(base, comm->report != NULL);
-    dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof(int));
-    dtrain__free(allocator, comm, 1, offsetof(dtrain__engine, base) + comm->transport->comm_bytes);
+    dtrain__free(allocator, comm, 1, dtrain__comm_bytes(comm->transport, base->size));
     return DTRAIN_OK;
 }
 
-/* Make this rank's half of a communicator; NULL and an address of 0 when that fails. It does not
- * know the other ranks until `join`. */
-static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops, int size,
-                                         int rank, dtrain__engine **out, int64_t *address)
+/* Make this rank's half of a communicator; it does not know the other ranks yet. */
+static dtrain_result dtrain__engine_make(dtrain_world *world, int size, int rank,
+                                         dtrain__engine **out, int64_t *address)
 {
-    const dtrain_allocator *allocator = &world->allocator;
-    const dtrain_transport_ops *transport = ops->transport;
-    *out = NULL;
-    *address = 0;
+    const dtrain_transport_ops *transport = world->comm_ops->transport;
     dtrain__engine *comm = (dtrain__engine *)dtrain__alloc(
-        allocator, 1, offsetof(dtrain__engine, base) + transport->comm_bytes, "a communicator");
+        &world->allocator, 1, dtrain__comm_bytes(transport, size), "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
-    comm->base.ops = ops;
+    comm->base.ops = world->comm_ops;
     comm->base.world = world;
     comm->base.moves = &world->moves;
     comm->base.size = size;
     comm->base.rank = rank;
-    comm->transport = transport;
     comm->base.number = world->comm_count++;
+    comm->base.world_ranks = (int *)(void *)((char *)&comm->base + transport->comm_bytes);
+    comm->transport = transport;
     comm->queue_end = &comm->queue;
     comm->next = world->comms;
     world->comms = comm;
-    comm->base.world_ranks =
-        (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
-    dtrain_result result = comm->base.world_ranks ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     comm->staged = !world->device->ops->host_memory;
+    dtrain__work *first = dtrain__take_work(comm);
+    dtrain_result result = first ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (first) dtrain__recycle(comm, first);
     if (result == DTRAIN_OK && comm->staged)
         result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
-    if (result == DTRAIN_OK) result = dtrain__more_works(comm);
     if (result == DTRAIN_OK) result = transport->make(&comm->base, address);
-    if (result == DTRAIN_OK) {
-        *out = comm;
-        return DTRAIN_OK;
-    }
-    *address = 0;
-    (void)dtrain__engine_destroy(&comm->base);
+    if (result == DTRAIN_OK) *out = comm;
+    else (void)dtrain__engine_destroy(&comm->base);
     return result;
 }
 
-/* Join the halves of all ranks. Without shared memory failures are reported to the world. */
-static void dtrain__engine_join(dtrain__engine *comm, const int64_t *addresses)
+/* Make a communicator of `members` (size) of a parent; NULL: of the world. All ranks of the parent
+ * call it, those that join none with a size of 0. They exchange the addresses of their halves, 0
+ * where one could not be made. Then no rank gets a communicator: a group that lacks a rank would
+ * wait for ever. Where no memory is shared, its failures are reported to the world. */
+static dtrain_result dtrain__engine_form(dtrain_world *world, dtrain_comm *parent,
+                                         const int *members, int size, int rank, dtrain_comm **out)
 {
-    void *report = comm->transport->join(&comm->base, addresses);
-    comm->report = report ? (dtrain__abort_record *)report : &comm->base.world->control->aborted;
-}
-
-/* Make the world's communicator. */
-DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out)
-{
-    int64_t address, addresses[DTRAIN_MAX_RANKS];
-    dtrain__engine *comm;
-    DTRAIN__TRY(
-        dtrain__engine_make(world, world->comm_ops, world->size, world->rank, &comm, &address));
-    const dtrain_result result =
-        dtrain_world_all_gather(world, &address, sizeof address, addresses);
-    if (result != DTRAIN_OK) {
-        (void)dtrain__engine_destroy(&comm->base);
-        return result;
+    dtrain__engine *comm = NULL;
+    int64_t address = 1, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
+    int lacking = -1;
+    dtrain_result result =
+        size ? dtrain__engine_make(world, size, rank, &comm, &address) : DTRAIN_OK;
+    if (!parent) DTRAIN__TRY(result);
+    if (result != DTRAIN_OK) address = 0;
+    result = parent ? dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
+                                  DTRAIN_DTYPE_I64, 0, -1, NULL)
+                    : dtrain_world_all_gather(world, &address, sizeof address, addresses);
+    for (int i = 0; parent && i < parent->size && result == DTRAIN_OK; i++)
+        if (!addresses[i]) lacking = i;
+    if (lacking >= 0)
+        result =
+            dtrain_fail(DTRAIN_ERROR_MEMORY,
+                        "dtrain_comm_split: rank %d could not make its part: it has no memory, "
+                        "or too many communicators have been made; keep them",
+                        parent->world_ranks[lacking]);
+    if (result != DTRAIN_OK && comm) (void)dtrain__engine_destroy(&comm->base);
+    if (result != DTRAIN_OK || !comm) return result;
+    for (int i = 0; i < size; i++) {
+        joined[i] = addresses[members[i]];
+        comm->base.world_ranks[i] = parent ? parent->world_ranks[members[i]] : members[i];
     }
-    for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
-    world->look_for_circle = dtrain__look_for_circle;
-    dtrain__engine_join(comm, addresses);
+    void *report = comm->transport->join(&comm->base, joined);
+    comm->report = report ? (dtrain__abort_record *)report : &world->control->aborted;
     *out = &comm->base;
     return DTRAIN_OK;
 }
 
-/* Split in two exchanges: colors and keys; then the address of each rank's half, 0 where it could
- * not be made. Then no rank gets a communicator: a group that lacks a rank would wait for ever.
- *
- * The new communicator has a number that no member has used; the groups of one split share it, as
- * no two ranks are in two of them. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out)
+{
+    int members[DTRAIN_MAX_RANKS];
+    for (int i = 0; i < world->size; i++) members[i] = i;
+    world->look_for_circle = dtrain__look_for_circle;
+    return dtrain__engine_form(world, NULL, members, world->size, world->rank, out);
+}
+
+/* Exchange colors and keys, and make a communicator of the ranks with this rank's color. It has a
+ * number that no member has used; the groups of one split share it, as no two ranks are in two of
+ * them. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {
-    dtrain__engine *comm = NULL;
     dtrain_world *world = base->world;
     int64_t mine[3] = {color < 0 ? -1 : color, key, world->comm_count}, all[DTRAIN_MAX_RANKS][3];
-    int64_t address = 1, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
-    int members[DTRAIN_MAX_RANKS], size = 0, rank = 0, lacking = -1;
+    int members[DTRAIN_MAX_RANKS], size = 0, rank = 0;
     DTRAIN__TRY(
         dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
     for (int i = 0; i < base->size; i++) {
@@ -9807,26 +9731,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     }
     while (members[rank] != base->rank) rank++;
     if (color < 0) world->comm_count++;
-    else (void)dtrain__engine_make(world, base->ops, size, rank, &comm, &address);
-    dtrain_result result = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
-                                       DTRAIN_DTYPE_I64, 0, -1, NULL);
-    for (int i = 0; i < base->size && result == DTRAIN_OK; i++)
-        if (!addresses[i]) lacking = i;
-    if (lacking >= 0)
-        result =
-            dtrain_fail(DTRAIN_ERROR_MEMORY,
-                        "dtrain_comm_split: rank %d could not make its part: it has no memory, "
-                        "or too many communicators have been made; keep them",
-                        base->world_ranks[lacking]);
-    if (result != DTRAIN_OK && comm) (void)dtrain__engine_destroy(&comm->base);
-    if (result != DTRAIN_OK || !comm) return result;
-    for (int i = 0; i < size; i++) {
-        joined[i] = addresses[members[i]];
-        comm->base.world_ranks[i] = base->world_ranks[members[i]];
-    }
-    dtrain__engine_join(comm, joined);
-    *out = &comm->base;
-    return DTRAIN_OK;
+    return dtrain__engine_form(world, base, members, color < 0 ? 0 : size, rank, out);
 }
 
 /* ==== src/comm/local.c ======================================================================== */
@@ -9927,14 +9832,14 @@ typedef struct dtrain__local_work {
     uint64_t end; /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
-static dtrain__part *dtrain__part_of(const dtrain_comm *comm, int rank)
+static dtrain__part *dtrain__part_at(const dtrain_comm *comm, int rank)
 {
     return ((const dtrain__local_comm *)comm)->parts[rank];
 }
 
 static dtrain__slot *dtrain__slot_of(const dtrain_comm *comm, int rank, uint64_t sequence)
 {
-    return &dtrain__part_of(comm, rank)->slots[sequence % DTRAIN__SLOTS];
+    return &dtrain__part_at(comm, rank)->slots[sequence % DTRAIN__SLOTS];
 }
 
 /* ---- Stages -----------------------------------------------------------------------------------*/
@@ -9988,7 +9893,7 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
 static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *to, size_t bytes)
 {
     comm->info.staged_bytes += bytes;
-    if (dtrain__read_memory(dtrain__part_of(comm, rank)->pid, from, to, bytes)) return true;
+    if (dtrain__read_memory(dtrain__part_at(comm, rank)->pid, from, to, bytes)) return true;
     if (errno != ESRCH)
         dtrain__engine_failf(comm, DTRAIN_ERROR_PEER,
                              "rank %d's buffer of %zu bytes cannot be read: %s; was it freed while "
@@ -10013,7 +9918,7 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     if (!work->small) {
         const size_t send_bytes = dtrain__send_bytes(what, comm->size);
         const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
-        const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
+        const bool written = kind->reduces && !kind->cuts && dtrain__gets(what, comm->rank);
         const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
                             (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
         const bool read = ((const dtrain__local_comm *)comm)->reads &&
@@ -10029,7 +9934,7 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 {
     if (!sequence) {
         const dtrain__channel *channel =
-            dtrain__load(&dtrain__part_of(comm, rank)->channels[comm->rank]);
+            dtrain__load(&dtrain__part_at(comm, rank)->channels[comm->rank]);
         const uint64_t tail = channel ? dtrain__load(&channel->tail) : 0;
         return channel && dtrain__load(&channel->head) > tail
                    ? &channel->cells[tail % DTRAIN__CELLS].shown
@@ -10041,10 +9946,10 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
- * every rank's result, on the read path in its own, where the root of a reduce computes everything.
- * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
- * that no other rank reads. */
+/* Compute this rank's slice of a sum from the inputs of all: on the direct path in every rank's
+ * result, on the read path in its own, where the root of a reduce computes everything. What is read
+ * comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice that no other
+ * rank reads. */
 static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
@@ -10066,7 +9971,7 @@ static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *w
     if (!direct && !local->scratch) {
         local->scratch = (char *)dtrain__alloc(&comm->world->allocator, DTRAIN__SCRATCH_BYTES, 1,
                                                "blocks of other ranks");
-        if (!local->scratch) return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
+        if (!local->scratch) return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
     }
     block = direct ? length
                    : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
@@ -10084,8 +9989,7 @@ static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *w
             if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
             in[i] = copy;
         }
-        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
-                        outs, count);
+        dtrain__combine(what, in, size, out, outs, count);
         for (int i = 0; i < outs; i++) out[i] += count * unit;
     }
     return true;
@@ -10143,13 +10047,13 @@ static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t slice = cuts ? (size_t)comm->rank * chunk : 0,
                  pieces = cuts ? (size_t)comm->size : 1;
-    dtrain__part *part = dtrain__part_of(comm, comm->rank);
+    dtrain__part *part = dtrain__part_at(comm, comm->rank);
     const char *in[DTRAIN_MAX_RANKS];
     void *stage;
     if (work->stage > 1) {
         const size_t c = work->stage - 2, rest = what->count - c * chunk;
         for (int i = 0; i < comm->size; i++) {
-            in[i] = dtrain__part_of(comm, i)->stage;
+            in[i] = dtrain__part_at(comm, i)->stage;
             if (in[i]) in[i] += c % 2 * DTRAIN__CHUNK_BYTES + slice * unit;
         }
         dtrain__pull(comm, what, in, c * chunk, rest < chunk ? rest : chunk);
@@ -10157,7 +10061,7 @@ static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work
     if (work->stage + 1 >= work->final || !dtrain__gives(what, comm->rank)) return true;
     if (!part->stage) {
         if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
-            return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
+            return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
     const size_t c = work->stage - 1, rest = what->count - c * chunk;
@@ -10176,7 +10080,7 @@ static dtrain__channel *dtrain__channel_of(const dtrain_comm *comm, const dtrain
 {
     const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->rank : what->root;
     const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->rank;
-    return dtrain__load(&dtrain__part_of(comm, from)->channels[to]);
+    return dtrain__load(&dtrain__part_at(comm, from)->channels[to]);
 }
 
 /* Say whether the other side has to act first. */
@@ -10199,8 +10103,8 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
     void *made;
     if (sends && !dtrain__channel_of(comm, what)) {
         if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &made) != DTRAIN_OK)
-            return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
-        dtrain__store(&dtrain__part_of(comm, comm->rank)->channels[what->root],
+            return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
+        dtrain__store(&dtrain__part_at(comm, comm->rank)->channels[what->root],
                       (dtrain__channel *)made);
     }
     while (!dtrain__message_stuck(comm, work)) {
@@ -10215,7 +10119,7 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         /* The sender writes how the receiver comes to a message that is longer than the channel. */
         if (sends && work->moved == 0 && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES) {
             if (dtrain__is_shared(comm->world, what->send, bytes)) work->path = DTRAIN__DIRECT;
-            else if (dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
+            else if (dtrain__load(&dtrain__part_at(comm, what->root)->reads) &&
                      dtrain__is_readable(what->send, bytes))
                 work->path = DTRAIN__READ;
         }
@@ -10271,12 +10175,10 @@ static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
             work->seen++;
         if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
-        const bool computes =
-            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
         const bool moved = work->path == DTRAIN__COPIED
                                ? base->oldest && dtrain__next_chunk(comm, work)
-                           : computes ? dtrain__compute_slice(comm, work)
-                                      : dtrain__take_pieces(comm, work);
+                           : work->stage == 1 && kind->reduces ? dtrain__compute_slice(comm, work)
+                                                               : dtrain__take_pieces(comm, work);
         if (!moved) return false;
         dtrain__reach(comm, work, work->stage + 1);
     }
@@ -10438,6 +10340,17 @@ DTRAIN__COLD
 
 #define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
 
+/* Say whether an operation waits for another rank's side, as far as this rank can see. */
+DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
+                                       int rank)
+{
+    const bool message = !work->op.sequence;
+    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
+    return message || work->state == DTRAIN__MOVING
+               ? comm->transport->lags(&comm->base, &work->op, rank)
+               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
+}
+
 /* Number the wait of this rank, for `work` or, if NULL, for a world all-gather, and show it. */
 static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
                               const dtrain__work *work, dtrain__wait *wait)
@@ -10481,28 +10394,6 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
     return false;
 }
 
-/* During wait m of this rank, write a fact for each rank whose wait may need what this rank has not
- * started. If rank i begins another wait while this rank reads, the fact is about a wait that is
- * over, and rank i does not confirm it. */
-static void dtrain__write_facts(const dtrain_world *world, uint64_t m)
-{
-    for (int i = 0; i < world->size; i++) {
-        const dtrain__long_wait *other = &world->control->long_waits[i];
-        uint64_t *fact = &world->control->facts[world->rank][i];
-        const uint64_t n = dtrain__load(&other->number);
-        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
-        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
-    }
-}
-
-/* Say whether another rank's side of an operation is missing, as far as this rank can see. */
-static bool dtrain__misses(const dtrain__engine *comm, const dtrain__work *work, int rank)
-{
-    if (work->done) return false;
-    if (work->op.sequence) return !comm->transport->heard(&comm->base, work->op.sequence, rank);
-    return rank == work->op.what.root && comm->transport->lags(&comm->base, &work->op, rank);
-}
-
 /* Confirm what other ranks have written about the wait of this one, after moving what they did
  * before. A transport that is slower than the page gets its grace, from the newest fact on. */
 static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
@@ -10520,8 +10411,10 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     wait->facts = sum;
     if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
     if (work) dtrain__engine_advance(comm);
+    /* A collective moves when all ranks have called it: what they wrote is over. */
+    if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
     for (int i = 0; i < size; i++)
-        if (found[i] && (!work || dtrain__misses(comm, work, i)))
+        if (found[i] && (!work || dtrain__waits_for(comm, work, i)))
             dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
 }
 
@@ -10563,7 +10456,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
         return DTRAIN_OK;
     wait->looked_ns = wait->last_ns;
     if (!wait->number) dtrain__show_wait(world, comm, work, wait);
-    dtrain__write_facts(world, wait->number);
+    /* Write a fact for each rank whose wait may need what this rank has not started. If rank i
+     * begins another wait while this rank reads, the fact is about a wait that is over, and rank i
+     * does not confirm it. */
+    const uint64_t m = wait->number;
+    for (int i = 0; i < world->size; i++) {
+        const dtrain__long_wait *other = &world->control->long_waits[i];
+        uint64_t *fact = &world->control->facts[world->rank][i];
+        const uint64_t n = dtrain__load(&other->number);
+        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
+        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
+    }
     dtrain__confirm_facts(world, comm, work, wait);
     const int length = dtrain__find_circle(world, wait->number, path);
     for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)
@@ -10682,8 +10585,8 @@ DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work
     dtrain_device *device = comm->base.world->device;
     bool done = true;
     if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
-    const dtrain_result result = DTRAIN__ORDER(device, event_query, work->bounce.copied, &done);
-    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(&comm->base, result);
+    (void)dtrain__engine_ok(&comm->base,
+                            DTRAIN__ORDER(device, event_query, work->bounce.copied, &done));
     return !done;
 }
 
@@ -11513,8 +11416,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
  * own was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
-    if (world->comm && world->comm->ops->start != dtrain__engine_start)
-        (void)world->comm->ops->destroy(world->comm);
+    if (world->comm && !world->comm->ops->transport) (void)world->comm->ops->destroy(world->comm);
     while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 
@@ -11535,19 +11437,6 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  *         run          each rank, in a process or a thread (rank.c)
  *         conclude     from the exit records: one result, one sentence, the info
  *         restart      after a failure, from "map" on (restart.c) */
-
-/* ==== src/launch/environment_internal.h ======================================================= */
-
-/* Reading the environment
- *
- * The result is a dtrain__placement, from which launch.c starts ranks and the rendezvous finds rank
- * 0. It is a pure function of the variables, so that tests can pass any. */
-
-typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
-
-/* launch/environment.c */
-DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 /* ==== src/launch/launch_internal.h ============================================================ */
 
@@ -11598,6 +11487,12 @@ typedef struct dtrain__launch {
     int caught;         /* signal that a rank of this attempt has seen, see signals.c */
 } dtrain__launch;
 
+typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
+
+/* launch/environment.c */
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
+
 /* launch/rank.c */
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index);
 
@@ -11606,6 +11501,8 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
                                            uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT]);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info);
+
+static const dtrain_launch_info dtrain__no_end = {0, -1, 1, 0, 0, 0}; /* until ranks have run */
 
 static uint32_t dtrain__cores(void)
 {
@@ -11750,8 +11647,8 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 #endif
             if (getppid() != launch->launcher) _exit(1);
             if (launch->desc.catch_signals)
-                dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
-            pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+                dtrain__signals_install(launch->desc.flight_directory != NULL, launch->old_mask);
+            else pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
             const int code = dtrain__rank_run(launch, i);
             fflush(NULL);
             _exit(dtrain__exit_code(code));
@@ -11824,14 +11721,20 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     uint32_t most = desc->rank_count;
     if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
         most = desc->default_rank_count;
-    if (most > DTRAIN_MAX_RANKS || desc->mode > DTRAIN_LAUNCH_THREADS ||
-        desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: rank_count is %d (at most %d), mode is %u (0, processes, "
-            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
-            "4096)", /* %d: a negative number is what a program was given */
-            (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
+    if (!desc->flight_directory || !desc->flight_directory[0])
+        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
+    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
+    const dtrain__bound bounds[] = {
+        /* (int): a program may have been given a negative number */
+        {most > DTRAIN_MAX_RANKS, "rank_count", (double)most, "at most 256 (DTRAIN_MAX_RANKS)"},
+        {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
+         "0 (processes) or 1 (threads)"},
+        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
+        {desc->threads_per_rank > 4096, "threads_per_rank", (double)desc->threads_per_rank,
+         "0 to 4096"},
+        {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
+         "at most 1023 bytes"}};
+    DTRAIN__TRY(dtrain__check_bounds("dtrain_launch", bounds, sizeof bounds / sizeof *bounds));
     if (desc->device_ops == dtrain__plan_device_ops())
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: the plan device runs no kernel: expected cpu or cuda");
@@ -11856,13 +11759,6 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "dtrain_launch: node_ranks is %u, expected a divisor of the %d ranks (1 "
                            "makes every rank a node)",
                            desc->node_ranks, place->size);
-    if (!desc->flight_directory || !desc->flight_directory[0])
-        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
-    if (desc->flight_directory && strlen(desc->flight_directory) >= DTRAIN__FLIGHT_PATH)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
-            strlen(desc->flight_directory), DTRAIN__FLIGHT_PATH - 1);
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -11935,9 +11831,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     launch->kill_ns = 0;
     launch->announced = 0;
     launch->passed_on = 0;
-    info->first_failed_rank = -1;
-    info->exit_code = 1;
-    info->signal = 0;
+    *info = dtrain__no_end;
     dtrain_result result =
         dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
     if (result != DTRAIN_OK) return result;
@@ -11988,12 +11882,9 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     dtrain_launch_info ignored;
     struct sigaction child_action;
     bool ignores_children = false, child_was_pending = false;
-    sigset_t old_mask;
     if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
-    memset(info, 0, sizeof *info);
-    info->first_failed_rank = -1;
-    info->exit_code = 1;
+    *info = dtrain__no_end;
     if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
     if (dtrain__rank_of_thread() >= 0)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -12004,8 +11895,9 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
     launch.job = dtrain__job_number(&launch);
     const bool catches = launch.desc.catch_signals && !launch.launcher;
+    pthread_sigmask(SIG_SETMASK, NULL, &launch.old_mask);
     if (result == DTRAIN_OK && catches)
-        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, &old_mask);
+        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, launch.old_mask);
     if (result == DTRAIN_OK && launch.launcher) {
         sigemptyset(&launch.watched);
         sigaddset(&launch.watched, SIGCHLD);
@@ -12014,7 +11906,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
         sigaction(SIGCHLD, NULL, &child_action);
         ignores_children =
             child_action.sa_handler == SIG_IGN || (child_action.sa_flags & SA_NOCLDWAIT);
-        pthread_sigmask(SIG_BLOCK, &launch.watched, &launch.old_mask);
+        pthread_sigmask(SIG_BLOCK, &launch.watched, NULL);
         child_was_pending = dtrain__take_child_signal();
         if (ignores_children) signal(SIGCHLD, SIG_DFL);
     }
@@ -12023,14 +11915,14 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
         while (dtrain__restart(&launch, &result, info));
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
         info->restart_count = launch.place.restart_count + launch.restart_count;
-        if (catches) dtrain__signals_end(&old_mask);
+        if (catches) dtrain__signals_end();
 
         /* Remove the last SIGCHLD of a rank from the queue: a handler of the host would wait for a
          * child that is gone. One that was pending before, of another child, is raised again. */
         while (launch.launcher && dtrain__take_child_signal()) continue;
         if (ignores_children) sigaction(SIGCHLD, &child_action, NULL);
         if (child_was_pending) kill(getpid(), SIGCHLD);
-        if (launch.launcher) pthread_sigmask(SIG_SETMASK, &launch.old_mask, NULL);
+        pthread_sigmask(SIG_SETMASK, &launch.old_mask, NULL);
     }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
@@ -12067,20 +11959,17 @@ DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
  * that is dead, and name another file: without the magic it is not touched. */
 static uint64_t *dtrain__progress_open(void)
 {
-    const char *path = getenv("DTRAIN_PROGRESS_FILE");
-    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
-    struct stat status;
-    if (!path || !path[0]) return NULL;
-    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
-    if (file < 0) return NULL;
+    const char *path = dtrain__env_text(getenv, "DTRAIN_PROGRESS_FILE");
+    const size_t magic = sizeof DTRAIN__PROGRESS_MAGIC;
+    char head[sizeof DTRAIN__PROGRESS_MAGIC + sizeof(uint64_t)]; /* pread takes nothing of a pipe */
+    const int file = path ? dtrain__open(path, O_RDWR | O_NONBLOCK) : -1;
     void *page = MAP_FAILED;
-    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
-        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
-        read(file, magic, sizeof magic) == sizeof magic &&
-        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+    if (file < 0) return NULL;
+    if (pread(file, head, sizeof head, 0) == sizeof head &&
+        memcmp(head, DTRAIN__PROGRESS_MAGIC, magic) == 0)
         page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
-    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + magic / sizeof(uint64_t);
 }
 
 static void dtrain__world_destroy(dtrain_world *world)
@@ -12184,8 +12073,8 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
 }
 
 /* Send how this rank has ended, and stay until everybody has been sent it. Rank 0 stays until all
- * ranks have ended, because their frames pass through it. After a failure the grace period limits
- * both. */
+ * ranks that came have ended, because their frames pass through it. After a failure the grace
+ * period limits both. */
 static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 {
     const dtrain__exit_record *own = &world->control->exits[world->rank];
@@ -12200,7 +12089,8 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
             end_ns = now + (uint64_t)grace_ms * 1000000u;
         all = dtrain__link_unsent(world) < 0;
         for (int i = 0; i < world->size && world->rank == 0; i++)
-            all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
+            all = all && (world->link->ends[i].socket < 0 ||
+                          dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING);
         if (end_ns && now >= end_ns) break;
     }
 }
@@ -12288,12 +12178,11 @@ DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *
     return text && text[0] ? text : NULL;
 }
 
-/* Read a number of at most nine digits, without sign or blank; *found says whether it is set. */
-static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name, bool *found,
-                                        int *value)
+/* Read a number of at most nine digits, without sign or blank; -1: it is not set. */
+static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name, int *value)
 {
     const char *text = dtrain__env_text(env, name);
-    *found = text != NULL;
+    *value = -1;
     if (!text) return DTRAIN_OK;
     const size_t digits = strspn(text, "0123456789");
     if (text[digits] || digits > 9)
@@ -12321,24 +12210,23 @@ static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_n
                                        const char *size_name, bool size_alone,
                                        dtrain__placement *out)
 {
-    bool has_rank, has_size;
+    int rank, size;
     out->rank = out->size = 0;
-    DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
-    DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    if (!has_rank && (!has_size || size_alone)) {
-        out->size = 0;
-        return DTRAIN_OK;
-    }
-    if (has_rank != has_size) {
-        const char *there = has_rank ? rank_name : size_name;
-        const char *missing = has_rank ? size_name : rank_name;
+    DTRAIN__TRY(dtrain__env_number(env, rank_name, &rank));
+    DTRAIN__TRY(dtrain__env_number(env, size_name, &size));
+    if (rank < 0 && (size < 0 || size_alone)) return DTRAIN_OK;
+    if (rank < 0 || size < 0) {
+        const char *there = size < 0 ? rank_name : size_name;
+        const char *missing = size < 0 ? size_name : rank_name;
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: %s=%d is in the environment and %s is not; a launcher "
                            "sets both: set %s too or unset %s",
-                           there, has_rank ? out->rank : out->size, missing, missing, there);
+                           there, size < 0 ? rank : size, missing, missing, there);
     }
-    if (out->rank < out->size) return DTRAIN_OK;
-    return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
+    out->rank = rank;
+    out->size = size;
+    if (rank < size) return DTRAIN_OK;
+    return dtrain__env_conflict(rank_name, rank, size_name, size,
                                 "numbers go from 0 to the size less one");
 }
 
@@ -12390,15 +12278,14 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement
     const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
     dtrain__placement said;
-    bool has_nodes;
-    int nodes = 0;
+    int nodes;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__read_pair(env, "SLURM_PROCID",
                                   recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, out));
     DTRAIN__TRY(dtrain__read_pair(env, "PMI_RANK", "PMI_SIZE", false, &said));
     if (said.size && (said.rank != out->rank || said.size != out->size)) out->size = 0;
     if (!out->size) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
+    DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &nodes));
     if (nodes == 1) out->local_size = out->size;
     if (!hosts || dtrain__first_host(hosts, out->address, sizeof out->address)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -12429,18 +12316,18 @@ static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, dtrain__placeme
  * wants one launcher a node. */
 static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, dtrain__placement *out)
 {
-    int forks = 1;
-    bool has_forks;
+    int forks;
     DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, out));
-    DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    const int nodes = out->size ? out->size : 1, node = out->size ? out->rank : 0;
-    if (!out->size && !has_forks) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &forks));
+    const int nodes = out->size ? out->size : 1;
+    if (!out->size && forks < 0) return DTRAIN_OK;
+    if (forks < 0) forks = 1;
     if (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes)
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
     out->forks = out->local_size = forks;
     out->size = nodes * forks;
-    out->rank = node * forks;
+    out->rank *= forks;
     return DTRAIN_OK;
 }
 
@@ -12481,19 +12368,19 @@ static dtrain_result dtrain__env_meeting(dtrain__lookup_fn env, const dtrain__fa
 {
     const char *const *names = family->variables;
     const char *const ports[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", names[DTRAIN__PORT]};
-    int port = DTRAIN__DEFAULT_PORT, offset = 0;
-    bool found = false;
-    for (int i = 0; i < 3 && !found; i++) {
-        DTRAIN__TRY(dtrain__env_number(env, ports[i], &found, &port));
-        if (port < 1 || port > 65535)
+    int port = -1;
+    for (int i = 0; i < 3 && port < 0; i++) {
+        DTRAIN__TRY(dtrain__env_number(env, ports[i], &port));
+        if (port == 0 || port > 65535)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
                 ports[i], port);
-        if (i == 2) offset = DTRAIN__PORT_OFFSET;
+        if (i < 2) continue;
+        if (port < 0) port = DTRAIN__DEFAULT_PORT;
+        port += port + DTRAIN__PORT_OFFSET > 65535 ? -DTRAIN__PORT_OFFSET : DTRAIN__PORT_OFFSET;
     }
-    if (port + offset > 65535) offset = -offset;
-    out->port = (uint32_t)(port + offset);
+    out->port = (uint32_t)port;
 
     const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
     if (!address) address = dtrain__env_text(env, names[DTRAIN__ADDRESS]);
@@ -12525,8 +12412,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     static const char *const counts[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
                                          "SLURM_RESTART_COUNT"};
     const dtrain__family *family = dtrain__families;
-    bool found = false, counted = false;
-    int count = 0;
+    bool found = false;
+    int count = -1;
     for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
@@ -12539,20 +12426,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     }
     if (found) {
         const char *const *names = family->variables;
-        bool has_rank, has_size;
-        DTRAIN__TRY(
-            dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &has_rank, &out->local_rank));
-        DTRAIN__TRY(
-            dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &has_size, &out->local_size));
-        if (has_size && (out->local_size < 1 || out->local_size > out->size))
-            return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], out->local_size,
-                                        names[DTRAIN__SIZE], out->size,
-                                        "a node has from 1 to world size ranks");
-        const int limit = has_size ? out->local_size : out->size;
-        if (has_rank && out->local_rank >= limit)
+        int size;
+        DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &out->local_rank));
+        DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &size));
+        if (size == 0 || size > out->size)
+            return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], size, names[DTRAIN__SIZE],
+                                        out->size, "a node has from 1 to world size ranks");
+        const int limit = size > 0 ? size : out->size;
+        if (out->local_rank >= limit)
             return dtrain__env_conflict(names[DTRAIN__LOCAL_RANK], out->local_rank,
-                                        names[has_size ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
+                                        names[size > 0 ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
                                         "local ranks go from 0 to the local size less one");
+        if (size > 0) out->local_size = size;
     }
     const bool alone = !found || out->size == 1;
     if (alone) memset(out, 0, sizeof *out), out->size = 1;
@@ -12560,9 +12445,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
 
     /* How often the launcher around this process has started it again. Whether that launcher has
      * started one rank, a node or a shell makes no difference. */
-    for (int i = 0; i < 3 && !counted; i++)
-        DTRAIN__TRY(dtrain__env_number(env, counts[i], &counted, &count));
-    out->restart_count = (uint32_t)count;
+    for (int i = 0; i < 3 && count < 0; i++)
+        DTRAIN__TRY(dtrain__env_number(env, counts[i], &count));
+    out->restart_count = count < 0 ? 0 : (uint32_t)count;
     if (alone) return DTRAIN_OK;
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -20778,7 +20663,6 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
 /* The structure of a state, for checkpoints. */
 
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
-#define DTRAIN__SCALARS 16  /* at most */
 
 struct dtrain_state {
     dtrain_world *world;
@@ -20788,8 +20672,6 @@ struct dtrain_state {
     dtrain_device *device;
     dtrain_state_tensor *tensors; /* (tensor_room), tensor_count in use */
     size_t tensor_count, tensor_room;
-    dtrain__scalar scalars[DTRAIN__SCALARS];
-    size_t scalar_count;
 
     /* Its history, as rank 0 knows it: the run of the checkpoint that was loaded or saved last, 0 =
      * unknown, and the step, -1 = there was none. */
@@ -21011,45 +20893,46 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-static void dtrain__state_scalar(dtrain_state *state, const char *name, void *memory, size_t bytes)
+/* Append numbers, up to the first without a name, as tensors of one element. */
+static dtrain_result dtrain__state_numbers(dtrain_state *state, const dtrain__scalar *list)
 {
-    const dtrain__scalar scalar = {name, memory, bytes};
-    state->scalars[state->scalar_count++] = scalar;
+    for (; list && list->name; list++) {
+        const bool real = strcmp(list->name, "scaler.scale") == 0;
+        const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
+        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, list->name,
+                                  list->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow,
+                                  dtrain__one, list->memory))
+            return DTRAIN_ERROR_MEMORY;
+    }
+    return DTRAIN_OK;
 }
 
-/* List the numbers of those objects that there are, and append them after all tensors. tensor_count
- * leaves them out, because a manifest has its own list of scalars. Compression depends on the
- * strategy's step; a schedule and the seeds of dropout depend on the trainer's. */
+/* Append the numbers of those objects that there are. Compression depends on the strategy's step; a
+ * schedule and the seeds of dropout depend on the trainer's. */
 static dtrain_result dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
     const dtrain__state_source *trainer = dtrain__source_of(desc->trainer);
-    dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
-    dtrain__state_scalar(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
-    if (desc->optimizer)
-        dtrain__state_scalar(state, "optimizer.step", &desc->optimizer->step_count, 8);
-    for (const dtrain__scalar *s = trainer ? trainer->scalars : NULL; s && s->name; s++)
-        dtrain__state_scalar(state, s->name, s->memory, s->bytes);
-    if (scaler) {
-        dtrain__state_scalar(state, "scaler.scale", &scaler->scale, 4);
-        dtrain__state_scalar(state, "scaler.good_steps", &scaler->good_steps, 4);
-        dtrain__state_scalar(state, "scaler.bad_steps", &scaler->bad_steps, 4);
-        dtrain__state_scalar(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
-    }
     const dtrain__state_source *loader = dtrain__source_of(desc->loader);
-    for (const dtrain__scalar *s = loader ? loader->scalars : NULL; s && s->name; s++)
-        dtrain__state_scalar(state, s->name, s->memory, s->bytes);
-    for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain__scalar *s = &state->scalars[i];
-        const bool real = strcmp(s->name, "scaler.scale") == 0;
-        const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
-        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, s->name,
-                                  s->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow, dtrain__one,
-                                  s->memory))
-            return DTRAIN_ERROR_MEMORY;
+    dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
+    const dtrain__scalar steps[] = {{"strategy.step", dtrain__step_count_of(desc->strategy), 8},
+                                    {NULL, NULL, 0}};
+    DTRAIN__TRY(dtrain__state_numbers(state, steps));
+    if (desc->optimizer) {
+        const dtrain__scalar updates[] = {{"optimizer.step", &desc->optimizer->step_count, 8},
+                                          {NULL, NULL, 0}};
+        DTRAIN__TRY(dtrain__state_numbers(state, updates));
     }
-    state->tensor_count -= state->scalar_count;
-    return DTRAIN_OK;
+    if (scaler) {
+        const dtrain__scalar scale[] = {{"scaler.scale", &scaler->scale, 4},
+                                        {"scaler.good_steps", &scaler->good_steps, 4},
+                                        {"scaler.bad_steps", &scaler->bad_steps, 4},
+                                        {"scaler.skipped_steps", &scaler->skipped_steps, 8},
+                                        {NULL, NULL, 0}};
+        DTRAIN__TRY(dtrain__state_numbers(state, scale));
+    }
+    DTRAIN__TRY(dtrain__state_numbers(state, trainer ? trainer->scalars : NULL));
+    return dtrain__state_numbers(state, loader ? loader->scalars : NULL);
 }
 
 /* Refuse settings that are no pairs, or that no manifest could give back. */
@@ -21122,7 +21005,7 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
     DTRAIN__GIVEN("dtrain_state_tensors", tensors);
     DTRAIN__GIVEN("dtrain_state_tensors", count);
     *tensors = state->tensors;
-    *count = state->tensor_count + state->scalar_count;
+    *count = state->tensor_count;
     return DTRAIN_OK;
 }
 
@@ -21343,13 +21226,13 @@ typedef struct dtrain__tensor_file {
     uint32_t crc;                        /* of the header, if it was read from a file */
 } dtrain__tensor_file;
 
-/* Append the beginning of a file to the text: length and header, padded with blanks to a multiple
- * of 8. tensors (count) follow each other in the order of their data, from 0 on; metadata is a JSON
- * object of strings. The header is read again at once: what would not be read later, a name that
+/* Write the header of a file to a text that is empty at first: add each tensor, in the order of
+ * their data, from byte 0 on, then end. metadata is a JSON object of strings. The header is padded
+ * with blanks to a multiple of 8 and read again at once: what would not be read later, a name that
  * occurs twice for example, is DTRAIN_ERROR_DATA. */
-DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
-                                                        const dtrain__stored *tensors, size_t count,
-                                                        const char *metadata);
+DTRAIN__PRIVATE void dtrain__safetensors_add(dtrain__text *text, const dtrain__stored *tensor);
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_end(dtrain__text *text, const char *metadata,
+                                                      uint64_t data_bytes);
 /* Read the header of a file and check all of it, first its checksum (crc: 8 digits; NULL: it is not
  * known). This takes at most six times the memory of the header, and leaves nothing to free after
  * an error. */
@@ -21371,6 +21254,52 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
 
+/* ==== src/state/storage_internal.h ============================================================ */
+
+/* Paths, and whole reads and writes over any storage table. */
+
+#define DTRAIN__PATH 768
+
+/* A path that is long enough for all that a checkpoint names. */
+typedef struct dtrain__file_path {
+    char text[DTRAIN__PATH];
+} dtrain__file_path;
+
+/* state/storage.c */
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path);
+DTRAIN__PRIVATE dtrain__file_path dtrain__directory_of(const char *path);
+DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_storage *given);
+DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
+                                        dtrain_storage_mode mode);
+DTRAIN__PRIVATE int dtrain__storage_probe(const dtrain_storage *storage, const char *path,
+                                          dtrain_storage_mode mode);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_fail(const char *path, const char *what,
+                                                   int64_t code);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,
+                                                   dtrain_storage_mode mode, int *file);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage, int file,
+                                                   const char *path, void *to, size_t bytes,
+                                                   uint64_t offset);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
+                                                    const char *path, const void *from,
+                                                    size_t bytes, uint64_t offset);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
+                                                     const char *path, dtrain_result result);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storage *storage,
+                                                             const char *path);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
+                                                     const char *from, const char *to);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *storage,
+                                                     const char *path);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
+                                                  const void *from, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
+                                                  const dtrain_allocator *allocator,
+                                                  const char *path, uint64_t most, char **text,
+                                                  size_t *bytes);
+
 /* Checksums are of blocks of a piece, so that a rank that needs a part of it can check what it
  * reads without reading all of it. */
 #define DTRAIN__BLOCK ((size_t)1 << 20)
@@ -21381,14 +21310,8 @@ static inline size_t dtrain__blocks_of(uint64_t bytes)
 }
 
 #define DTRAIN__PIECE_KEY "piece:" /* before a piece's name in the metadata of its file */
-#define DTRAIN__PATH 768
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
-
-/* A path that is long enough for all that a checkpoint names. */
-typedef struct dtrain__file_path {
-    char text[DTRAIN__PATH];
-} dtrain__file_path;
 
 /* A result with its sentence, kept from calls that leave others. */
 typedef struct dtrain__outcome {
@@ -21405,6 +21328,7 @@ typedef struct dtrain__held {
     int64_t rank;               /* whose list or file it is in; -1: none */
     int64_t at;                 /* of the name, in those gathered; of the first byte in the file */
     int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
+    char *copy_at;              /* of a rank that saves: in the snapshot; NULL: there is none */
     const char *crc;            /* of a file: CRC_DIGITS hexadecimal digits for each block */
 } dtrain__held;
 
@@ -21412,12 +21336,6 @@ typedef struct dtrain__held {
 
 /* The largest step or count that is saved or loaded: programs add to it and multiply it. */
 #define DTRAIN__STEP_MOST (INT64_MAX / 4)
-
-/* An object in the text; NULL: there is none. */
-typedef struct dtrain__object {
-    const char *at;
-    size_t bytes;
-} dtrain__object;
 
 typedef struct dtrain__saved_tensor {
     const dtrain__held *pieces; /* (count) */
@@ -21433,7 +21351,7 @@ typedef struct dtrain__manifest {
     uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
     bool hierarchical;
-    dtrain__object model, settings, scalars;
+    const char *model, *settings;  /* where their objects begin; NULL: there is none */
     dtrain__tensor_file *files;    /* (file_count) */
     dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
     dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */
@@ -21449,27 +21367,26 @@ typedef struct dtrain__folder {
     const char *path;
 } dtrain__folder;
 
-/* The steps of a folder, newest first. */
+/* The steps of a folder, newest first: twice the step of a directory that is being replaced (.old),
+ * one more of any other. */
 typedef struct dtrain__steps {
     const dtrain_allocator *allocator;
-    int64_t *steps; /* (room), count in use */
+    const char *suffix; /* of the directories */
+    int64_t *keys;      /* (room), count in use */
     size_t count, room;
     bool remains; /* there are files of a checkpoint beside them */
+    bool failed;  /* no memory */
 } dtrain__steps;
 
 /* state/directory.c */
-DTRAIN__PRINTF(2, 3)
-DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
-DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path);
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix);
+DTRAIN__PRIVATE dtrain__file_path dtrain__key_path(const dtrain__folder *folder, int64_t key);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
                                                   const char *suffix);
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
-                                                  bool *old);
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
                                                 dtrain__file_path *aside);
@@ -21491,15 +21408,6 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, i
 
 /* ---- Saving -----------------------------------------------------------------------------------*/
 
-/* One piece that this rank writes. */
-typedef struct dtrain__write_piece {
-    const dtrain__held *held;
-    uint64_t bytes;
-    uint64_t at;   /* first byte, from the beginning of the file's data */
-    char *copy;    /* in the snapshot; NULL: there is none */
-    uint32_t *crc; /* of each block */
-} dtrain__write_piece;
-
 typedef struct dtrain__write_file {
     size_t first, count; /* pieces */
     uint64_t bytes;      /* of data */
@@ -21520,13 +21428,11 @@ struct dtrain_checkpoint {
     int lock;     /* rank 0: the file; -1: none */
     uint64_t run; /* rank 0: whose history the directory has */
 
-    dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
+    dtrain__held *held; /* (held_room) what this rank writes, by file and place */
     char *held_names;   /* (held_names_bytes) */
     size_t held_count, held_room, held_names_bytes;
-    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see save.c */
-    size_t piece_count, piece_room;
-    uint32_t *crcs; /* (crc_count) of all pieces */
-    size_t crc_count;
+    char *crcs; /* (crc_bytes) of all pieces, and a 0 */
+    size_t crc_bytes;
     dtrain__write_file files[2]; /* values; all else */
     char *snapshot;              /* page-locked where the device is no CPU; NULL: there is none */
     char *bounce;                /* (BLOCK) for what is not in host memory; NULL: there is none */
@@ -21570,6 +21476,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtra
                                                    size_t count);
 DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b);
 DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right);
+
+#define DTRAIN__PIECE_HEADER 256 /* bytes of the header of a file that a piece takes, about */
 
 /* Gather all lists: entries and names, each padded to those of the longest list. */
 static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
@@ -21721,7 +21629,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
             }
             if (!counts) continue;
             load[held[least].rank] +=
-                (uint64_t)piece->count * dtrain__state_bytes(held[k].tensor.dtype);
+                (uint64_t)piece->count * dtrain__state_bytes(held[k].tensor.dtype) +
+                DTRAIN__PIECE_HEADER;
             held[stay++] = held[least];
         }
         DTRAIN__TRY(dtrain__pieces_check(call, &held[first], stay - first));
@@ -21749,41 +21658,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  * its order among those of training would differ from rank to rank: rank 0's thread polls the
  * directory, which all share, for the files of the others, and the ranks agree at the next call.
  * Rank 0 stops waiting when that agreement reports the failure of a rank. */
-
-/* ==== src/state/storage_internal.h ============================================================ */
-
-/* Whole reads and writes over any storage table. */
-
-/* state/storage.c */
-DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_storage *given);
-DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
-                                        dtrain_storage_mode mode);
-DTRAIN__PRIVATE int dtrain__storage_probe(const dtrain_storage *storage, const char *path,
-                                          dtrain_storage_mode mode);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_fail(const char *path, const char *what,
-                                                   int64_t code);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,
-                                                   dtrain_storage_mode mode, int *file);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage, int file,
-                                                   const char *path, void *to, size_t bytes,
-                                                   uint64_t offset);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
-                                                    const char *path, const void *from,
-                                                    size_t bytes, uint64_t offset);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
-                                                     const char *path, dtrain_result result);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storage *storage,
-                                                             const char *path);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
-                                                     const char *from, const char *to);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *storage,
-                                                     const char *path);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
-                                                  const void *from, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
-                                                  const dtrain_allocator *allocator,
-                                                  const char *path, uint64_t most, char **text,
-                                                  size_t *bytes);
 
 #ifdef __x86_64__
 #include <emmintrin.h>
@@ -21815,32 +21689,43 @@ static void dtrain__poll_sleep(void)
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-/* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
- * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
- * "wte[0:16384]". The names of all kinds but values begin with the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, char *name,
+static uint64_t dtrain__held_bytes(const dtrain__held *held)
+{
+    return (uint64_t)held->tensor.piece.count * dtrain__state_bytes(held->tensor.dtype);
+}
+
+/* Append the name of a piece in its file, and describe the piece as the file has it. A whole tensor
+ * has its own name and shape. A box adds its place along each axis, "wte[0:64,0:128]"; a run adds
+ * its elements of the tensor or box, "wte[0:16384]". The names of all kinds but values begin with
+ * the kind. */
+static dtrain_result dtrain__piece_stored(const dtrain__held *held, dtrain__text *name,
                                           dtrain__stored *stored)
 {
-    const dtrain_piece *piece = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
-    const bool boxed = !dtrain__box_same(piece, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
-    const bool run = piece->count != dtrain__box_count(piece);
-    char where[200] = "", range[48] = "";
+    const dtrain_state_tensor *tensor = &held->tensor;
+    const dtrain_piece *part = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
+    const bool boxed = !dtrain__box_same(part, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
+    const bool run = part->count != dtrain__box_count(part);
+    const size_t before = name->bytes;
+    stored->dtype = tensor->dtype;
+    stored->begin = (uint64_t)held->at;
+    stored->end = stored->begin + dtrain__held_bytes(held);
     stored->dims = run ? 1 : 0;
-    stored->shape[0] = piece->count;
-    for (int d = 0; d < 4 && (d == 0 || piece->length[d]); d++) {
-        const size_t used = strlen(where);
-        if (!run) stored->shape[stored->dims++] = piece->length[d];
+    stored->shape[0] = part->count;
+    dtrain__text_add(name, "%s%s%s", value ? "" : dtrain__state_kind_name(tensor->kind),
+                     value ? "" : ".", tensor->name);
+    for (int d = 0; d < 4 && (d == 0 || part->length[d]); d++) {
+        if (!run) stored->shape[stored->dims++] = part->length[d];
         if (boxed)
-            snprintf(where + used, sizeof where - used, "%s%lld:%lld", d ? "," : "[",
-                     (long long)piece->first[d], (long long)(piece->first[d] + piece->length[d]));
+            dtrain__text_add(name, "%c%lld:%lld", d ? ',' : '[', (long long)part->first[d],
+                             (long long)(part->first[d] + part->length[d]));
     }
+    if (boxed) dtrain__text_add(name, "]");
     if (run)
-        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
-                 (long long)(piece->offset + piece->count));
-    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s%s%s%s",
-                                value ? "" : dtrain__state_kind_name(tensor->kind),
-                                value ? "" : ".", tensor->name, where, boxed ? "]" : "", range);
-    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+        dtrain__text_add(name, "[%lld:%lld]", (long long)part->offset,
+                         (long long)(part->offset + part->count));
+    if (name->failed) return DTRAIN_ERROR_MEMORY;
+    stored->name = name->at + before;
+    if (name->bytes - before < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the name \"%s\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
@@ -21851,82 +21736,81 @@ static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, cha
  * does not depend on the checksums. */
 static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__write_file *file)
 {
-    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1;
-    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
-        &c->allocator, file->count, sizeof *stored, "the header of a file");
-    char(*keys)[sizeof DTRAIN__PIECE_KEY + DTRAIN__TENSOR_NAME] =
-        (char(*)[sizeof DTRAIN__PIECE_KEY + DTRAIN__TENSOR_NAME])
-            dtrain__alloc(&c->allocator, file->count, sizeof *keys, "the header of a file");
-    dtrain__text metadata, value;
-    dtrain_result result = stored && keys ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    memset(&metadata, 0, sizeof metadata);
-    metadata.allocator = &c->allocator;
-    value = metadata;
-    dtrain__text_add(&metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
+    dtrain__text texts[3], *metadata = &texts[0], *key = &texts[1], *value = &texts[2];
+    dtrain_result result = DTRAIN_OK;
+    memset(texts, 0, sizeof texts);
+    for (int i = 0; i < 3; i++) texts[i].allocator = &c->allocator;
+    file->header.allocator = &c->allocator;
+    file->header.bytes = 0;
+    dtrain__text_add(metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
-        const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        const dtrain_state_tensor *tensor = &piece->held->tensor;
+        const dtrain__held *held = &c->held[file->first + i];
+        const dtrain_state_tensor *tensor = &held->tensor;
+        dtrain__stored stored;
         int64_t numbers[16] = {tensor->kind, tensor->own};
         memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
         memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
-        memcpy(keys[i], DTRAIN__PIECE_KEY, prefix);
-        result = dtrain__piece_stored(tensor, keys[i] + prefix, &stored[i]);
-        stored[i].name = keys[i] + prefix;
-        stored[i].dtype = tensor->dtype;
-        stored[i].begin = piece->at;
-        stored[i].end = piece->at + piece->bytes;
-        value.bytes = 0;
-        for (int n = 0; n < 16; n++) dtrain__text_add(&value, "%lld ", (long long)numbers[n]);
-        for (size_t b = 0; b < dtrain__blocks_of(piece->bytes); b++)
-            dtrain__text_add(&value, "%08x", piece->crc[b]);
-        dtrain__text_add(&value, " %s", tensor->name);
-        dtrain__text_add(&metadata, ",");
-        dtrain__text_add_string(&metadata, keys[i]);
-        dtrain__text_add(&metadata, ":");
-        dtrain__text_add_string(&metadata, value.failed ? "" : value.at);
-        metadata.failed = metadata.failed || value.failed;
+        key->bytes = value->bytes = 0;
+        dtrain__text_add(key, DTRAIN__PIECE_KEY);
+        result = dtrain__piece_stored(held, key, &stored);
+        for (int n = 0; n < 16; n++) dtrain__text_add(value, "%lld ", (long long)numbers[n]);
+        dtrain__text_append(value, held->crc,
+                            dtrain__blocks_of(dtrain__held_bytes(held)) * DTRAIN__CRC_DIGITS);
+        dtrain__text_add(value, " %s", tensor->name);
+        if (result == DTRAIN_OK && value->failed) result = DTRAIN_ERROR_MEMORY;
+        if (result != DTRAIN_OK) break;
+        dtrain__safetensors_add(&file->header, &stored);
+        dtrain__text_add(metadata, ",");
+        dtrain__text_add_string(metadata, key->at);
+        dtrain__text_add(metadata, ":");
+        dtrain__text_add_string(metadata, value->at);
     }
-    dtrain__text_add(&metadata, "}");
-    if (result == DTRAIN_OK && metadata.failed) result = DTRAIN_ERROR_MEMORY;
-    file->header.allocator = &c->allocator;
-    file->header.bytes = 0;
+    dtrain__text_add(metadata, "}");
+    if (result == DTRAIN_OK && metadata->failed) result = DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
-        result = dtrain__safetensors_write(&file->header, stored, file->count, metadata.at);
-    dtrain__text_free(&value);
-    dtrain__text_free(&metadata);
-    dtrain__free(&c->allocator, keys, file->count, sizeof *keys);
-    dtrain__free(&c->allocator, stored, file->count, sizeof *stored);
+        result = dtrain__safetensors_end(&file->header, metadata->at, file->bytes);
+    for (int i = 0; i < 3; i++) dtrain__text_free(&texts[i]);
     return result;
 }
 
-/* Plan both files, wide elements first, so that all are aligned, and make the memory that blocks
- * and snapshots are copied to. A tensor without elements has an entry in its file. */
+/* Order pieces by file, wide elements first: so all are aligned. */
+static int dtrain__file_order(const void *left, const void *right)
+{
+    const dtrain_state_tensor *a = &((const dtrain__held *)left)->tensor;
+    const dtrain_state_tensor *b = &((const dtrain__held *)right)->tensor;
+    const int files = (a->kind != DTRAIN_STATE_VALUE) - (b->kind != DTRAIN_STATE_VALUE);
+    const int widths = (int)dtrain__state_bytes(b->dtype) - (int)dtrain__state_bytes(a->dtype);
+    return files ? files : widths ? widths : dtrain__held_order(left, right);
+}
+
+/* Plan both files, and make the memory that blocks and snapshots are copied to. A tensor without
+ * elements has an entry in its file. */
 static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
-    size_t copied = 0;
+    size_t copied = 0, count = 0;
     void *memory;
-    for (size_t n = 0; n < 8 * c->held_count; n++) {
-        const size_t round = n / c->held_count, each = (size_t)8 >> round % 4;
-        const dtrain__held *held = &c->held[n % c->held_count];
-        dtrain__write_file *file = &c->files[round / 4];
-        if (held->rank != c->rank || (!held->tensor.piece.count && held->tensor.total) ||
-            (held->tensor.kind != DTRAIN_STATE_VALUE) != (round >= 4) ||
-            dtrain__state_bytes(held->tensor.dtype) != each)
-            continue;
-        if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
-                          sizeof *c->pieces, "the plan of a save"))
-            return DTRAIN_ERROR_MEMORY;
-        const uint64_t bytes = (uint64_t)held->tensor.piece.count * each;
-        const dtrain__write_piece piece = {held, bytes, file->bytes, NULL, NULL};
-        if (!file->count++) file->first = c->piece_count;
-        c->pieces[c->piece_count++] = piece;
-        c->crc_count += dtrain__blocks_of(bytes);
-        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
-        file->bytes += bytes;
+    for (size_t i = 0; i < c->held_count; i++) {
+        const dtrain__held *held = &c->held[i];
+        if (held->rank == c->rank && (held->tensor.piece.count || !held->tensor.total))
+            c->held[count++] = *held;
     }
-    c->crcs = (uint32_t *)dtrain__alloc(&c->allocator, c->crc_count, sizeof *c->crcs, "checksums");
+    c->held_count = count;
+    qsort(c->held, count, sizeof *c->held, dtrain__file_order);
+    c->crc_bytes = 1;
+    for (size_t i = 0; i < count; i++) {
+        dtrain__held *held = &c->held[i];
+        dtrain__write_file *file = &c->files[held->tensor.kind != DTRAIN_STATE_VALUE];
+        const uint64_t bytes = dtrain__held_bytes(held);
+        held->at = (int64_t)file->bytes;
+        if (!file->count++) file->first = i;
+        file->bytes += bytes;
+        c->crc_bytes += dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
+        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
+    }
+    c->crcs = (char *)dtrain__alloc(&c->allocator, c->crc_bytes, 1, "checksums");
     if (!c->crcs) return DTRAIN_ERROR_MEMORY;
+    memset(c->crcs, '0', c->crc_bytes);
     if (c->desc.background && copied) {
         DTRAIN__TRY(device->ops->host_alloc(device, copied, &memory));
         c->snapshot = (char *)memory;
@@ -21935,14 +21819,13 @@ static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
         c->bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
         if (!c->bounce) return DTRAIN_ERROR_MEMORY;
     }
-    char *copy = c->snapshot;
-    uint32_t *crc = c->crcs;
-    for (size_t i = 0; i < c->piece_count; i++) {
-        const uint64_t bytes = c->pieces[i].bytes;
-        c->pieces[i].copy = copy;
-        c->pieces[i].crc = crc;
+    char *copy = c->snapshot, *crc = c->crcs;
+    for (size_t i = 0; i < count; i++) {
+        const uint64_t bytes = dtrain__held_bytes(&c->held[i]);
+        c->held[i].copy_at = copy;
+        c->held[i].crc = crc;
         if (copy) copy += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
-        crc += dtrain__blocks_of(bytes);
+        crc += dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
     }
     for (int f = 0; f < 2; f++) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
     return DTRAIN_OK;
@@ -21976,12 +21859,12 @@ static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
 static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
-    for (size_t i = 0; i < c->piece_count; i++) {
-        const dtrain__write_piece *piece = &c->pieces[i];
-        const char *from = (const char *)piece->held->tensor.memory;
-        if (device->ops->host_memory)
-            dtrain__copy_past_cache(piece->copy, from, (size_t)piece->bytes);
-        else DTRAIN__TRY(dtrain_device_copy(device, piece->copy, from, (size_t)piece->bytes));
+    for (size_t i = 0; i < c->held_count; i++) {
+        const dtrain__held *held = &c->held[i];
+        const char *from = (const char *)held->tensor.memory;
+        const size_t bytes = (size_t)dtrain__held_bytes(held);
+        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
+        else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
     }
     return DTRAIN_OK;
 }
@@ -21990,20 +21873,22 @@ static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* Write a piece after the header of its file, block by block. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
-                                         uint64_t data, const dtrain__write_piece *piece)
+                                         uint64_t data, const dtrain__held *held)
 {
-    const char *from = piece->copy ? piece->copy : (const char *)piece->held->tensor.memory;
-    for (uint64_t done = 0; done < piece->bytes; done += DTRAIN__BLOCK) {
-        const size_t count =
-            (size_t)dtrain__min((int64_t)(piece->bytes - done), (int64_t)DTRAIN__BLOCK);
+    const char *from = held->copy_at ? held->copy_at : (const char *)held->tensor.memory;
+    const uint64_t bytes = dtrain__held_bytes(held);
+    char *crc = c->crcs + (held->crc - c->crcs), digits[DTRAIN__CRC_DIGITS + 1];
+    for (uint64_t done = 0; done < bytes; done += DTRAIN__BLOCK, crc += DTRAIN__CRC_DIGITS) {
+        const size_t count = (size_t)dtrain__min((int64_t)(bytes - done), (int64_t)DTRAIN__BLOCK);
         const char *block = from + done;
         if (c->bounce) {
             DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, c->bounce, block, count));
             block = c->bounce;
         }
-        piece->crc[done / DTRAIN__BLOCK] = dtrain__crc32c(0, block, count);
+        snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, block, count));
+        memcpy(crc, digits, DTRAIN__CRC_DIGITS);
         DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count,
-                                          data + piece->at + done));
+                                          data + (uint64_t)held->at + done));
     }
     return DTRAIN_OK;
 }
@@ -22024,13 +21909,15 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
         int file;
         DTRAIN__TRY(dtrain__storage_open(storage, tmp.text, DTRAIN_STORAGE_CREATE, &file));
         for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++)
-            result = dtrain__piece_write(c, file, tmp.text, data, &c->pieces[plan->first + i]);
+            result = dtrain__piece_write(c, file, tmp.text, data, &c->held[plan->first + i]);
         if (result == DTRAIN_OK) result = dtrain__file_header(c, plan);
         if (result == DTRAIN_OK)
             result =
                 dtrain__storage_write(storage, file, tmp.text, plan->header.at, (size_t)data, 0);
         DTRAIN__TRY(dtrain__storage_finish(storage, file, tmp.text, result));
-        DTRAIN__TRY(dtrain__storage_rename(storage, tmp.text, path.text));
+        /* the names are brought to the disk all at once, when the checkpoint is published */
+        const int code = storage->rename(storage->user, tmp.text, path.text);
+        if (code < 0) return dtrain__storage_fail(tmp.text, "renamed", code);
         c->bytes += data + plan->bytes;
     }
     return DTRAIN_OK;
@@ -22064,12 +21951,12 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
     bool ours = list.count == 0;
     for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
-        const dtrain__file_path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        const dtrain__file_path path = dtrain__key_path(&c->folder, list.keys[i]);
         if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
         ours = manifest.run == state->run;
         dtrain__manifest_free(&manifest);
     }
-    const int64_t newest = list.count ? list.steps[0] : -1;
+    const int64_t newest = list.count ? list.keys[0] / 2 : -1;
     dtrain__steps_free(&list);
     if (!ours && !c->desc.set_aside)
         return dtrain_fail(
@@ -22090,17 +21977,15 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
     const dtrain_storage *storage = c->folder.storage;
     const char *const all = c->folder.path, *unlocked = getenv("DTRAIN_NO_LOCK");
     const dtrain__file_path lock = dtrain__path_in(all, "lock");
-    char path[DTRAIN__PATH], above[DTRAIN__PATH];
-    const size_t length = strlen(all);
-    snprintf(above, sizeof above, "%s", all[0] == '/' ? "/" : ".");
-    for (size_t end = 1; end <= length; end++) {
+    for (size_t end = 1, length = strlen(all); end <= length; end++) {
+        dtrain__file_path path;
         if (end < length && all[end] != '/') continue;
-        snprintf(path, sizeof path, "%.*s", (int)end, all);
-        const int made = storage->make_directory(storage->user, path);
+        snprintf(path.text, sizeof path.text, "%.*s", (int)end, all);
+        const dtrain__file_path above = dtrain__directory_of(path.text);
+        const int made = storage->make_directory(storage->user, path.text);
         if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
-            return dtrain__storage_fail(path, "made", made);
-        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
-        memcpy(above, path, sizeof above);
+            return dtrain__storage_fail(path.text, "made", made);
+        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above.text));
     }
     c->lock = dtrain__storage_try(storage, lock.text, DTRAIN_STORAGE_LOCK);
     if (c->lock == -EAGAIN)
@@ -22167,7 +22052,7 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
     double *metrics =
         (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
     for (size_t i = 0; i < list.count && metrics && c->desc.keep_best; i++) {
-        const dtrain__file_path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        const dtrain__file_path path = dtrain__key_path(&c->folder, list.keys[i]);
         metrics[i] = DBL_MAX;
         if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
         if ((manifest.metric_bits >> 52 & 0x7ff) != 0x7ff)
@@ -22179,8 +22064,8 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
         for (size_t k = 0; k < list.count; k++)
             better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
         const bool best = metrics[i] < DBL_MAX && better < c->desc.keep_best;
-        if (list.steps[i] == c->step || best) continue;
-        if (dtrain__step_remove(&c->folder, list.steps[i], "") != DTRAIN_OK)
+        if (list.keys[i] / 2 == c->step || best) continue;
+        if (dtrain__step_remove(&c->folder, list.keys[i] / 2, list.keys[i] % 2 ? "" : ".old"))
             dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
                        dtrain__bare(dtrain_last_error()));
     }
@@ -22523,8 +22408,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     dtrain__free(&allocator, c->bounce, DTRAIN__BLOCK, 1);
     dtrain__free(&allocator, c->held, c->held_room, sizeof *c->held);
     dtrain__free(&allocator, c->held_names, c->held_names_bytes, 1);
-    dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
-    dtrain__free(&allocator, c->crcs, c->crc_count, sizeof *c->crcs);
+    dtrain__free(&allocator, c->crcs, c->crc_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;
 }
@@ -22558,10 +22442,10 @@ typedef struct dtrain__source {
 
 /* The piece that a rank wants. */
 typedef struct dtrain__target {
-    void *memory; /* (piece.count) of the device; of the host with `add` */
+    void *memory; /* (piece.count) of the device; of the host with a scale */
     dtrain_piece piece;
     uint32_t dtype; /* the source's, or F32 for BF16 and F16, which are widened */
-    bool add;       /* memory is sums of fp32 */
+    float scale;    /* not 0: elements, times this, are added to sums of fp32 */
 } dtrain__target;
 
 /* One file is open at a time, and one block in memory. */
@@ -22581,8 +22465,20 @@ typedef struct dtrain__name_list {
     int count; /* 7: the text ends with "..." */
 } dtrain__name_list;
 
-/* The differences between a file and the tensors that a run wants from it, a list of each kind. */
-enum { DTRAIN__MISSING, DTRAIN__DIFFERENT, DTRAIN__EXTRA, DTRAIN__MISFITS };
+/* The differences between a file and what a run wants from it, a list of each kind. Those before
+ * DTRAIN__REFUSED are errors, unless a load or import is partial. */
+enum {
+    DTRAIN__OTHER_MODEL,
+    DTRAIN__MISSING,
+    DTRAIN__DIFFERENT,
+    DTRAIN__EXTRA,
+    DTRAIN__REFUSED,
+    DTRAIN__OTHER_SETTINGS = DTRAIN__REFUSED,
+    DTRAIN__ANEW,
+    DTRAIN__LEFT_OUT,
+    DTRAIN__AVERAGED,
+    DTRAIN__DIFFERENCES
+};
 
 /* state/read.c */
 DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
@@ -22595,10 +22491,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
 DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
                                                  const dtrain__source *source,
                                                  const dtrain__target *target);
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
-                                      const char *difference);
-DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__MISFITS], char *text,
-                                         size_t room);
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
+                                             size_t room);
 
 DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
                                                    const dtrain_state *state,
@@ -22669,7 +22565,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
 {
     const dtrain_piece *a = &source->piece, *b = &target->piece;
     const bool widen = source->dtype != target->dtype;
-    const bool direct = !target->add && reader->device->ops->host_memory;
+    const bool direct = target->scale == 0 && reader->device->ops->host_memory;
     const size_t each = dtrain__stored_bytes(target->dtype); /* in the block */
     const int64_t block = (int64_t)(DTRAIN__BLOCK / each);
     dtrain_piece common;
@@ -22696,10 +22592,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
             reader->high = high;
         }
         const char *block_at = reader->block + (size_t)(from - reader->low) * each;
-        if (!target->add)
+        if (target->scale == 0)
             DTRAIN__TRY(dtrain_device_copy(reader->device, to, block_at, (size_t)count * each));
-        for (int64_t e = 0; e < count && target->add; e++)
-            ((float *)(void *)to)[e] += ((const float *)(const void *)block_at)[e];
+        for (int64_t e = 0; e < count && target->scale != 0; e++)
+            ((float *)(void *)to)[e] += target->scale * ((const float *)(const void *)block_at)[e];
     }
     return DTRAIN_OK;
 }
@@ -22707,26 +22603,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
 /* Add a name to a list, if it is one of the first six and there is room for all of it. */
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *kind, const char *name,
-                                      const char *difference)
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...)
 {
-    const size_t used = strlen(list->text), room = sizeof list->text - sizeof ", ..." - used;
-    char one[340];
-    const int bytes = snprintf(one, sizeof one, "%s%s%s\"%s\"%s", used ? ", " : "", kind,
-                               kind[0] ? " " : "", dtrain__short(name), difference);
+    const size_t used = strlen(list->text);
+    const int room = (int)(sizeof list->text - sizeof ", , ...") - (int)used;
+    char one[sizeof list->text];
+    va_list args;
+    va_start(args, format);
+    const int bytes = vsnprintf(one, sizeof one, format, args);
+    va_end(args);
     if (list->count == 7) return;
-    list->count = (size_t)bytes > room ? 7 : list->count + 1;
-    snprintf(list->text + used, sizeof list->text - used, "%s", list->count == 7 ? ", ..." : one);
+    list->count = used && bytes > room ? 7 : list->count + 1;
+    snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? ", " : "",
+             list->count == 7 ? "..." : one);
 }
 
-/* Write the differences as a sentence; false: there are none. */
-DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__MISFITS], char *text,
-                                         size_t room)
+/* Write the first lists as a sentence; false: they are empty. */
+DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
+                                             size_t room)
 {
-    static const char *const titles[] = {"missing in it", "of another shape or type", "only in it"};
+    static const char *const titles[DTRAIN__DIFFERENCES] = {
+        "of another model",
+        "missing in it",
+        "of another shape or type",
+        "only in it",
+        "of other settings",
+        "begins anew",
+        "left out",
+        "the mean over the ranks that saved it"};
     size_t used = 0;
     *text = 0;
-    for (int i = 0; i < DTRAIN__MISFITS && used < room; i++)
+    for (int i = 0; i < count && used < room; i++)
         if (lists[i].count)
             used += (size_t)snprintf(text + used, room - used, "%s%s: %s", used ? "; " : "",
                                      titles[i], lists[i].text);
@@ -22739,7 +22646,7 @@ DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__name_list lists[DTRAIN__M
  *
  *     rank 0           which checkpoint: the one of the path, or the newest below it
  *     every rank       manifest and headers | do they fit the state? | read the pieces that this
- *                      rank needs | scalars | publish
+ *                      rank needs | publish
  *
  * Every step ends with an agreement of all ranks: together they go on, try an older checkpoint or
  * give up. state/read.c reads the pieces. */
@@ -22758,29 +22665,19 @@ typedef struct dtrain__load {
     dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
-    uint64_t scalars[DTRAIN__SCALARS]; /* its numbers, as the state lists them */
-    bool has_scalar[DTRAIN__SCALARS];
-    int32_t *wanted; /* (manifest.tensor_count) 1: some rank lists it */
+    int32_t *wanted; /* (manifest.tensor_count + 1) 1: some rank lists it; the last: cuts differ */
     float *sum;      /* (BLOCK) for means, made when there are any */
     bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
-    uint64_t values;
-    char note[600];
+    dtrain_load_info info; /* of a success */
 } dtrain__load;
 
 /* Add a sentence to dtrain_load_info.note; a note that becomes too long is cut off. */
-DTRAIN__PRINTF(2, 3)
-static void dtrain__load_note(dtrain__load *load, const char *format, ...)
+static void dtrain__load_note(dtrain__load *load, const char *title, const char *text)
 {
-    char text[sizeof load->note];
-    const size_t used = strlen(load->note);
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    snprintf(load->note + used, sizeof load->note - used, "%s%s", used ? "; " : "", text);
+    char *const note = load->info.note;
+    const size_t used = strlen(note);
+    snprintf(note + used, sizeof load->info.note - used, "%s%s%s", used ? "; " : "", title, text);
 }
-
-/* ---- Does it fit? -----------------------------------------------------------------------------*/
 
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
 static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
@@ -22791,174 +22688,32 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
     return saved && dtrain__state_alike(&saved->pieces->tensor, tensor) ? saved : NULL;
 }
 
-/* List the settings whose text in the manifest is another one. Keys of one side alone do not
- * count. */
-static void dtrain__settings_compare(const dtrain__object *object, const char *const *pairs,
-                                     char *text, size_t room)
-{
-    char key[DTRAIN__SETTING], was[DTRAIN__SETTING];
-    dtrain__json json = dtrain__json_begin("settings", object->at, object->bytes);
-    *text = 0;
-    if (!object->at || !pairs || !dtrain__json_enter(&json, '{')) return;
-    while (dtrain__json_member(&json, key, sizeof key) &&
-           dtrain__json_string(&json, was, sizeof was)) {
-        const size_t used = strlen(text);
-        size_t i = 0;
-        while (pairs[i] && strcmp(pairs[i], key) != 0) i += 2;
-        if (pairs[i] && strcmp(pairs[i + 1], was) != 0)
-            snprintf(text + used, room - used, "%s%s was %s and is %s", used ? ", " : "", key,
-                     *was ? was : "not given", *pairs[i + 1] ? pairs[i + 1] : "not given");
-    }
-}
-
-/* Read the scalars that the state lists, and refuse those that no run can have: counts that a next
- * step would overflow, and a loss scale that is not finite or not positive. Every value is a
- * seed. */
-static dtrain_result dtrain__scalars_read(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    const dtrain__object *object = &load->manifest.scalars;
-    char name[64];
-    dtrain__json json = dtrain__json_begin(load->directory.text, object->at, object->bytes);
-    memset(load->has_scalar, 0, sizeof load->has_scalar);
-    if (!object->at || load->desc.values_only) return DTRAIN_OK;
-    (void)dtrain__json_enter(&json, '{');
-    while (dtrain__json_member(&json, name, sizeof name)) {
-        uint64_t bits = 0;
-        float scale = 1;
-        size_t i = 0;
-        if (!dtrain__json_u64(&json, &bits)) break;
-        while (i < state->scalar_count && strcmp(state->scalars[i].name, name) != 0) i++;
-        if (i == state->scalar_count) continue;
-        load->scalars[i] = bits;
-        load->has_scalar[i] = true;
-        if (strstr(name, ".seed")) continue;
-        if (strcmp(name, "scaler.scale") == 0) memcpy(&scale, &bits, sizeof scale);
-        if (bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s is %llu, which no run can have saved",
-                               load->directory.text, name, (unsigned long long)bits);
-    }
-    return dtrain__json_end(&json);
-}
-
-/* Compare the checkpoint's tensors and settings with this run's, and name the differences. */
-static dtrain_result dtrain__load_compare(dtrain__load *load)
-{
-    const dtrain__manifest *m = &load->manifest;
-    const dtrain_state *state = load->state;
-    dtrain__name_list misfits[DTRAIN__MISFITS];
-    char model[400], settings[400], text[1024];
-    if (load->desc.this_job && m->job != load->job)
-        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job",
-                           load->directory.text);
-    dtrain__settings_compare(&m->model, state->desc.model, model, sizeof model);
-    dtrain__settings_compare(&m->settings, state->desc.settings, settings, sizeof settings);
-    if (model[0] && !load->desc.partial)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory.text,
-                           model);
-    if (model[0]) dtrain__load_note(load, "%s", model);
-    if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
-    memset(misfits, 0, sizeof misfits);
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        const bool value = tensor->kind == DTRAIN_STATE_VALUE; /* others belong to a training */
-        if (!value && (load->desc.values_only || tensor->own || tensor->kind == DTRAIN_STATE_STEPS))
-            continue;
-        if (dtrain__saved_for(load, tensor)) continue;
-        const bool there = dtrain__manifest_find(m, tensor->kind, tensor->name) != NULL;
-        dtrain__name_add(&misfits[there ? DTRAIN__DIFFERENT : DTRAIN__MISSING],
-                         dtrain__state_kind_name(tensor->kind), tensor->name, "");
-    }
-    for (size_t i = 0; i < m->tensor_count; i++)
-        if (m->tensors[i].pieces->tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfits[DTRAIN__EXTRA], "value", m->tensors[i].pieces->tensor.name,
-                             "");
-    if (!dtrain__misfit_text(misfits, text, sizeof text)) return DTRAIN_OK;
-    if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s does not fit this run%s%s%s: %s; build the same model and optimizer, or "
-                       "load with `partial` or `values_only`",
-                       load->directory.text, settings[0] ? " (" : "", settings,
-                       settings[0] ? ")" : "", text);
-}
-
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
 /* Read the target's elements of a saved tensor. Of tensors that each rank has of its own, `rank`
- * chooses one. */
+ * chooses one; -1 adds up their mean. Ranks that had the same part of a parameter saved the same
+ * piece. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
                                          int64_t rank, dtrain__target *target)
 {
+    const dtrain__held *const end = saved->pieces + saved->count;
     target->dtype = saved->pieces->tensor.dtype;
-    for (const dtrain__held *held = saved->pieces; held < saved->pieces + saved->count; held++) {
+    for (const dtrain__held *held = saved->pieces; held < end; held++) {
         const dtrain_state_tensor *tensor = &held->tensor;
-        if (tensor->own && held->rank != rank) continue;
+        if (tensor->own && rank >= 0 && held->rank != rank) continue;
         const dtrain__file_path path = dtrain__tensors_path(
             load->directory.text, tensor->kind != DTRAIN_STATE_VALUE, held->rank);
         const dtrain__source source = {
             path.text,    (uint64_t)held->at, dtrain__state_kind_name(tensor->kind),
             tensor->name, held->crc,          tensor->dtype,
             tensor->piece};
+        int same = 0; /* pieces, of as many ranks */
+        for (const dtrain__held *other = saved->pieces; other < end && rank < 0; other++)
+            same += dtrain__piece_order(&tensor->piece, &other->tensor.piece) == 0;
+        if (rank < 0) target->scale = 1.0f / (float)same;
         DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
     }
     return DTRAIN_OK;
-}
-
-/* ---- Tensors that each rank has of its own ----------------------------------------------------*/
-
-/* Find out whether every rank finds the residuals and velocities of exactly its own pieces. */
-static dtrain_result dtrain__compare_cuts(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    const int rank = dtrain_comm_rank(state->comm);
-    int32_t same = load->manifest.ranks == dtrain_comm_size(state->comm);
-    for (size_t i = 0; i < state->tensor_count && same; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        if (!tensor->own || tensor->kind == DTRAIN_STATE_HOST) continue;
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-        int64_t there = 0, all = 0; /* elements: of this piece, and saved less listed */
-        for (size_t k = 0; k < state->tensor_count; k++)
-            if (state->tensors[k].kind == tensor->kind &&
-                strcmp(state->tensors[k].name, tensor->name) == 0)
-                all -= state->tensors[k].piece.count;
-        for (size_t k = 0; saved && k < saved->count; k++) {
-            const dtrain_piece *piece = &saved->pieces[k].tensor.piece;
-            dtrain_piece common;
-            if (saved->pieces[k].rank != rank) continue;
-            all += piece->count;
-            if (dtrain__piece_common(piece, &tensor->piece, &common)) there += common.count;
-        }
-        same = there == tensor->piece.count && all == 0;
-    }
-    DTRAIN__TRY(
-        dtrain_all_reduce(state->comm, &same, &same, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
-    load->same_cuts = same != 0;
-    return DTRAIN_OK;
-}
-
-/* Make the sums in a target means over the ranks that saved them. Ranks that had the same part of
- * the parameter saved the same piece. */
-static void dtrain__own_scale(const dtrain__saved_tensor *saved, const dtrain__target *target)
-{
-    const dtrain_piece *to = &target->piece;
-    for (size_t i = 0; i < saved->count; i++) {
-        const dtrain_piece *piece = &saved->pieces[i].tensor.piece;
-        dtrain_piece common;
-        size_t before = 0, all = 0;
-        for (size_t k = 0; k < saved->count; k++) {
-            if (dtrain__piece_order(piece, &saved->pieces[k].tensor.piece) != 0) continue;
-            before += k < i;
-            all++;
-        }
-        if (before || !dtrain__piece_common(piece, to, &common)) continue;
-        const float scale = 1.0f / (float)all;
-        const int64_t end = common.offset + common.count;
-        for (int64_t at = common.offset, count; at < end; at += count) {
-            float *sums = (float *)target->memory + dtrain__piece_place(to, &common, at);
-            count = dtrain__min(dtrain__piece_span(to, &common, at), end - at);
-            for (int64_t e = 0; e < count; e++) sums[e] *= scale;
-        }
-    }
 }
 
 /* Fill a residual or velocity with the mean over the ranks that saved it, or with zeros. */
@@ -22974,74 +22729,161 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
             (float *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "sums of residuals");
     if (!load->sum) return DTRAIN_ERROR_MEMORY;
     for (int64_t done = 0; done < tensor->piece.count; done += most) {
-        dtrain__target target = {load->sum, tensor->piece, DTRAIN_DTYPE_F32, true};
+        dtrain__target target = {load->sum, tensor->piece, DTRAIN_DTYPE_F32, 1};
         target.piece.offset += done;
         target.piece.count = dtrain__min(most, tensor->piece.count - done);
         memset(load->sum, 0, DTRAIN__BLOCK);
-        for (int64_t r = 0; r < load->manifest.ranks && flat; r++)
-            DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
-        if (flat) dtrain__own_scale(saved, &target);
+        if (flat) DTRAIN__TRY(dtrain__tensor_read(load, saved, -1, &target));
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
                                        (size_t)target.piece.count * sizeof(float)));
     }
     return DTRAIN_OK;
 }
 
-/* ---- All of it --------------------------------------------------------------------------------*/
+/* Refuse numbers that no run can have saved: counts that a next step would overflow, and a loss
+ * scale that is not finite or not positive. Every value is a seed. */
+static dtrain_result dtrain__scalars_check(dtrain__load *load)
+{
+    for (size_t i = 0; i < load->state->tensor_count && !load->desc.values_only; i++) {
+        const dtrain_state_tensor *tensor = &load->state->tensors[i];
+        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        uint64_t bits = 0;
+        float scale = 1;
+        dtrain__target target = {&bits, tensor->piece, tensor->dtype, 0};
+        if (tensor->kind != DTRAIN_STATE_SCALAR || !saved || strstr(tensor->name, ".seed"))
+            continue;
+        DTRAIN__TRY(dtrain__tensor_read(load, saved, 0, &target)); /* little-endian */
+        if (tensor->dtype == DTRAIN_DTYPE_F32) memcpy(&scale, &bits, sizeof scale);
+        if (bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s is %llu, which no run can have saved",
+                               load->directory.text, tensor->name, (unsigned long long)bits);
+    }
+    return DTRAIN_OK;
+}
 
-/* Note what was not carried over exactly: scalars and arrays of this run that begin anew, tensors
- * of the checkpoint that no rank lists (the program's arrays by name, the optimizer's by kind), and
- * residuals. */
-static void dtrain__note_differences(dtrain__load *load)
+/* ---- Does it fit? -----------------------------------------------------------------------------*/
+
+/* Tell whether the residuals and velocities that this rank lists are exactly the pieces that the
+ * rank of its number saved. wanted: what this rank lists. */
+static bool dtrain__cuts_same(const dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
-    const int ranks = dtrain_comm_size(state->comm), before = (int)m->ranks;
-    const bool by_nodes = m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy);
-    bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
-    bool residuals = false, there = false;
-    quiet[DTRAIN_STATE_STEPS] = quiet[DTRAIN_STATE_VELOCITY] = true;
-    quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        residuals |= state->tensors[i].kind == DTRAIN_STATE_RESIDUAL;
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const uint32_t kind = m->tensors[i].pieces->tensor.kind;
-        there |= kind == DTRAIN_STATE_RESIDUAL;
-        quiet[kind] |= load->wanted[i] && kind != DTRAIN_STATE_HOST;
-    }
-    for (size_t i = 0; i < state->scalar_count; i++)
-        if (!load->has_scalar[i]) dtrain__load_note(load, "%s begins anew", state->scalars[i].name);
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
-        const bool array = tensor->kind == DTRAIN_STATE_HOST;
-        if (load->wanted[i] || quiet[tensor->kind]) continue;
-        quiet[tensor->kind] = !array;
-        dtrain__load_note(load,
-                          array ? "\"%s\" is left out: this run has no such array"
-                                : "%s was left out: this optimizer keeps none",
-                          array ? dtrain__short(tensor->name)
-                                : dtrain__state_kind_name(tensor->kind));
-    }
-    if (there && !residuals)
-        dtrain__load_note(load, "residuals were left out: this run keeps none");
-    else if (residuals && !there) dtrain__load_note(load, "residuals begin with zeros");
-    else if (residuals && !load->same_cuts)
-        dtrain__load_note(load, by_nodes ? "residuals begin with zeros: they are those of nodes"
-                                         : "residuals are the mean over the ranks that saved them");
-    for (size_t i = 0; i < state->tensor_count; i++) {
+    const int rank = dtrain_comm_rank(state->comm);
+    bool same = m->ranks == dtrain_comm_size(state->comm);
+    int64_t more = 0; /* pieces saved than listed */
+    for (size_t i = 0; i < state->tensor_count && same; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        const char *name = dtrain__short(tensor->name);
-        if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
-        if (!dtrain__saved_for(load, tensor))
-            dtrain__load_note(
-                load, "\"%s\" begins anew: it is not there, or has another count or type", name);
-        else if (ranks > before)
-            dtrain__load_note(load, "\"%s\" begins anew on ranks from %d on, which are new", name,
-                              before);
-        else if (ranks < before)
-            dtrain__load_note(load, "\"%s\" of ranks from %d on is left out", name, ranks);
+        if (!tensor->own || tensor->kind == DTRAIN_STATE_HOST || !tensor->piece.count) continue;
+        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        same = false;
+        for (size_t k = 0; saved && k < saved->count; k++)
+            same |= saved->pieces[k].rank == rank &&
+                    dtrain__piece_order(&saved->pieces[k].tensor.piece, &tensor->piece) == 0;
+        more--;
+    }
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain__saved_tensor *saved = &m->tensors[i];
+        const dtrain_state_tensor *tensor = &saved->pieces->tensor;
+        if (!load->wanted[i] || !tensor->own || tensor->kind == DTRAIN_STATE_HOST) continue;
+        for (size_t k = 0; k < saved->count; k++)
+            more += saved->pieces[k].rank == rank && saved->pieces[k].tensor.piece.count;
+    }
+    return same && more == 0;
+}
+
+/* List the settings that have another text in the manifest. Keys that only one side has do not
+ * count. */
+static void dtrain__settings_compare(const dtrain__manifest *m, const char *object,
+                                     const char *const *pairs, dtrain__name_list *list)
+{
+    char key[DTRAIN__SETTING], was[DTRAIN__SETTING];
+    if (!object || !pairs) return;
+    dtrain__json json =
+        dtrain__json_begin("settings", object, (size_t)(m->text + m->text_bytes - object));
+    (void)dtrain__json_enter(&json, '{');
+    while (dtrain__json_member(&json, key, sizeof key) &&
+           dtrain__json_string(&json, was, sizeof was)) {
+        size_t i = 0;
+        while (pairs[i] && strcmp(pairs[i], key) != 0) i += 2;
+        if (pairs[i] && strcmp(pairs[i + 1], was) != 0)
+            dtrain__name_add(list, "%s was %s and is %s", key, *was ? was : "not given",
+                             *pairs[i + 1] ? pairs[i + 1] : "not given");
     }
 }
+
+/* List how the checkpoint differs from what this run loads of it: an error names all that cannot be
+ * loaded, the note has the rest. Residuals, and what an optimizer keeps that this one does not, are
+ * said once for all parameters. */
+static dtrain_result dtrain__load_compare(dtrain__load *load)
+{
+    dtrain__name_list lists[DTRAIN__DIFFERENCES];
+    char text[1024];
+    const dtrain_state *state = load->state;
+    const dtrain__manifest *m = &load->manifest;
+    const int ranks = dtrain_comm_size(state->comm), before = (int)m->ranks;
+    const bool all = !load->desc.values_only;
+    const bool by_nodes = m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy);
+    bool said[DTRAIN_STATE_KINDS] = {false};
+    if (load->desc.this_job && m->job != load->job)
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job",
+                           load->directory.text);
+    memset(lists, 0, sizeof lists);
+    dtrain__settings_compare(m, m->model, state->desc.model, &lists[DTRAIN__OTHER_MODEL]);
+    if (all)
+        dtrain__settings_compare(m, m->settings, state->desc.settings,
+                                 &lists[DTRAIN__OTHER_SETTINGS]);
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const uint32_t kind = tensor->kind;
+        const char *kind_name = dtrain__state_kind_name(kind), *name = dtrain__short(tensor->name);
+        const bool saved = dtrain__saved_for(load, tensor) != NULL;
+        const bool array = kind == DTRAIN_STATE_HOST, number = kind == DTRAIN_STATE_SCALAR;
+        if ((kind != DTRAIN_STATE_VALUE && !all) || kind == DTRAIN_STATE_STEPS) continue;
+        if (tensor->own && !array) {
+            if (!said[kind] && (!saved || (!load->same_cuts && by_nodes)))
+                dtrain__name_add(&lists[DTRAIN__ANEW], "%s%s", kind_name,
+                                 saved ? " (of nodes)" : "");
+            else if (!said[kind] && !load->same_cuts)
+                dtrain__name_add(&lists[DTRAIN__AVERAGED], "%s", kind_name);
+            said[kind] = true;
+        } else if (!saved) {
+            const bool there = dtrain__manifest_find(m, kind, tensor->name) != NULL;
+            const int list = number || tensor->own ? DTRAIN__ANEW
+                             : there               ? DTRAIN__DIFFERENT
+                                                   : DTRAIN__MISSING;
+            dtrain__name_add(&lists[list], "%s \"%s\"", kind_name, name);
+        } else if (tensor->own && ranks != before)
+            dtrain__name_add(&lists[ranks > before ? DTRAIN__ANEW : DTRAIN__LEFT_OUT],
+                             "%s \"%s\" of ranks from %d on", kind_name, name,
+                             ranks > before ? before : ranks);
+    }
+    for (size_t i = 0; i < m->tensor_count; i++)
+        if (load->wanted[i]) said[m->tensors[i].pieces->tensor.kind] = true;
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
+        const bool value = tensor->kind == DTRAIN_STATE_VALUE,
+                   array = tensor->kind == DTRAIN_STATE_HOST;
+        const char *kind_name = dtrain__state_kind_name(tensor->kind);
+        if (load->wanted[i]) continue;
+        if (value || array)
+            dtrain__name_add(&lists[value ? DTRAIN__EXTRA : DTRAIN__LEFT_OUT], "%s \"%s\"",
+                             kind_name, dtrain__short(tensor->name));
+        else if (!said[tensor->kind]) dtrain__name_add(&lists[DTRAIN__LEFT_OUT], "%s", kind_name);
+        said[tensor->kind] = true;
+    }
+    (void)dtrain__difference_text(lists, DTRAIN__DIFFERENCES, load->info.note,
+                                  sizeof load->info.note);
+    if (load->desc.partial || !dtrain__difference_text(lists, DTRAIN__REFUSED, text, sizeof text))
+        return DTRAIN_OK;
+    (void)dtrain__difference_text(lists, DTRAIN__OTHER_SETTINGS + 1, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s does not fit this run: %s; build the same model and optimizer, or load "
+                       "with `partial` or `values_only`",
+                       load->directory.text, text);
+}
+
+/* ---- All of it --------------------------------------------------------------------------------*/
 
 /* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:
  * nor will an older checkpoint. */
@@ -23054,16 +22896,16 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     const int rank = dtrain_comm_rank(state->comm);
     char note[256] = "";
     *differs = false;
-    load->note[0] = 0;
-    load->reader.bytes = load->values = 0;
+    memset(&load->info, 0, sizeof load->info);
+    load->reader.bytes = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
     if (result == DTRAIN_OK)
         result = dtrain__manifest_tensors(m, &load->folder, load->directory.text, !all);
-    if (result == DTRAIN_OK) result = dtrain__scalars_read(load);
+    if (result == DTRAIN_OK) result = dtrain__scalars_check(load);
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     /* ranks may list different tensors */
-    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count,
+    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count + 1,
                                             sizeof *load->wanted, "a list of tensors");
     DTRAIN__TRY(dtrain__agree(state->comm, load->wanted ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
     for (size_t i = 0; i < state->tensor_count; i++) {
@@ -23071,33 +22913,30 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
             dtrain__manifest_find(m, state->tensors[i].kind, state->tensors[i].name);
         if (saved) load->wanted[saved - m->tensors] = 1;
     }
-    DTRAIN__TRY(dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count,
+    load->wanted[m->tensor_count] = !dtrain__cuts_same(load);
+    DTRAIN__TRY(dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count + 1,
                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
+    load->same_cuts = !load->wanted[m->tensor_count];
     result = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = result != DTRAIN_OK;
     DTRAIN__TRY(result);
-    DTRAIN__TRY(dtrain__compare_cuts(load));
     dtrain__set_torn(state->desc.strategy, dtrain__load_call);
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
+        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, 0};
         if (tensor->kind != DTRAIN_STATE_VALUE && !all) continue;
         if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
             result = dtrain__own_mean(load, tensor);
         else if (saved && (!tensor->own || rank < m->ranks)) {
-            load->values += tensor->kind == DTRAIN_STATE_VALUE;
+            load->info.values += tensor->kind == DTRAIN_STATE_VALUE;
             result = dtrain__tensor_read(load, saved, rank, &target);
         }
     }
     DTRAIN__TRY(dtrain__agree(state->comm, result));
-    for (size_t i = 0; i < state->scalar_count && all; i++)
-        if (load->has_scalar[i]) /* little-endian */
-            memcpy(state->scalars[i].memory, &load->scalars[i], state->scalars[i].bytes);
     if (all) {
-        dtrain__note_differences(load);
         if (loader) loader->resume(loader, note, sizeof note);
-        if (note[0]) dtrain__load_note(load, "%s", note);
+        if (note[0]) dtrain__load_note(load, note, "");
         state->step = m->step;
         if (m->run) state->run = m->run;
     }
@@ -23107,7 +22946,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 /* Free what belongs to one checkpoint. */
 static void dtrain__load_free(dtrain__load *load)
 {
-    dtrain__free(&load->state->allocator, load->wanted, load->manifest.tensor_count,
+    dtrain__free(&load->state->allocator, load->wanted, load->manifest.tensor_count + 1,
                  sizeof *load->wanted);
     load->wanted = NULL;
     dtrain__manifest_free(&load->manifest);
@@ -23121,19 +22960,17 @@ static dtrain_result dtrain__load_newest(dtrain__load *load)
     const dtrain_state *state = load->state;
     char passed[256] = "";
     for (size_t i = 0;; i++) {
-        int64_t which[2] = {i < load->steps.count ? load->steps.steps[i] : -1, 0}; /* of rank 0 */
-        bool differs, old = false;
-        if (which[0] >= 0) (void)dtrain__step_is_old(&load->folder, which[0], &old);
-        which[1] = old;
-        DTRAIN__TRY(dtrain_broadcast(state->comm, which, 2, DTRAIN_DTYPE_I64, 0, NULL));
-        if (which[0] < 0)
+        int64_t key = i < load->steps.count ? load->steps.keys[i] : -1; /* of rank 0 */
+        bool differs;
+        DTRAIN__TRY(dtrain_broadcast(state->comm, &key, 1, DTRAIN_DTYPE_I64, 0, NULL));
+        if (key < 0)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "no checkpoint in %s can be read; the last one that was tried: %s",
                                load->folder.path, passed);
-        load->directory = dtrain__step_path(&load->folder, which[0], which[1] ? ".old" : "");
+        load->directory = dtrain__key_path(&load->folder, key);
         const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
         if (tried.result == DTRAIN_OK && passed[0])
-            dtrain__load_note(load, "newer ones were passed over: %s", passed);
+            dtrain__load_note(load, "newer ones were passed over: ", passed);
         if (tried.result == DTRAIN_OK || differs) return tried.result;
         int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
@@ -23205,18 +23042,17 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
     const dtrain_result result = dtrain__load_path(&load);
-    const dtrain__manifest *m = &load.manifest;
     if (result == DTRAIN_OK) {
+        const dtrain__manifest *m = &load.manifest;
+        *info = load.info;
         info->step = m->step;
         info->ranks = (int)m->ranks;
         snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
         snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
                  load.directory.text);
         info->bytes = load.reader.bytes;
-        info->values = load.values;
         memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
         info->seconds = dtrain_seconds() - start;
-        memcpy(info->note, load.note, sizeof info->note);
     } else if (torn && !dtrain__torn(state->desc.strategy))
         dtrain__set_torn(state->desc.strategy, torn);
     dtrain__load_free(&load);
@@ -23318,14 +23154,6 @@ static bool dtrain__ends_with(const char *text, const char *end)
     return bytes >= end_bytes && strcmp(text + bytes - end_bytes, end) == 0;
 }
 
-/* Write the directory of a path. */
-static void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path)
-{
-    const char *slash = strrchr(path, '/');
-    const int bytes = slash == path ? 1 : slash ? (int)(slash - path) : 1;
-    snprintf(directory, DTRAIN__PATH, "%.*s", bytes, slash ? path : ".");
-}
-
 /* ---- Export -----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__export {
@@ -23349,23 +23177,20 @@ static const char dtrain__export_call[] = "dtrain_checkpoint_export";
 static dtrain_result dtrain__export_header(dtrain__export *e)
 {
     static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers reads no file without */
-    const size_t count = e->weights.count;
     char why[DTRAIN__ERROR_BYTES];
     uint64_t at = 0;
-    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
-        e->weights.allocator, count, sizeof *stored, "the header of a file");
-    if (!stored) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < e->weights.count; i++) {
         const dtrain__weight *weight = &e->weights.list[i];
-        stored[i].name = weight->name;
-        stored[i].dtype = e->desc.dtype;
-        stored[i].dims = weight->dims;
-        memcpy(stored[i].shape, weight->shape, sizeof weight->shape);
-        stored[i].begin = at;
-        stored[i].end = at += (uint64_t)weight->total * dtrain__stored_bytes(e->desc.dtype);
+        dtrain__stored stored;
+        stored.name = weight->name;
+        stored.dtype = e->desc.dtype;
+        stored.dims = weight->dims;
+        memcpy(stored.shape, weight->shape, sizeof weight->shape);
+        stored.begin = at;
+        stored.end = at += (uint64_t)weight->total * dtrain__stored_bytes(e->desc.dtype);
+        dtrain__safetensors_add(&e->header, &stored);
     }
-    const dtrain_result result = dtrain__safetensors_write(&e->header, stored, count, metadata);
-    dtrain__free(e->weights.allocator, stored, count, sizeof *stored);
+    const dtrain_result result = dtrain__safetensors_end(&e->header, metadata, at);
     if (result != DTRAIN_ERROR_DATA) return result;
     snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: a name cannot be used: %s", dtrain__export_call,
@@ -23432,7 +23257,6 @@ static dtrain_result dtrain__export_values(dtrain__export *e)
 {
     const dtrain_storage *storage = e->desc.storage;
     const bool writes = e->block != NULL;
-    char directory[DTRAIN__PATH];
     dtrain_result result = DTRAIN_OK;
     if (writes) {
         (void)storage->remove(storage->user, e->tmp);
@@ -23447,10 +23271,8 @@ static dtrain_result dtrain__export_values(dtrain__export *e)
     }
     if (!writes) return result;
     if (e->file >= 0) result = dtrain__storage_finish(storage, e->file, e->tmp, result);
-    dtrain__directory_of(directory, e->path);
     if (result == DTRAIN_OK) result = dtrain__storage_rename(storage, e->tmp, e->path);
-    if (result == DTRAIN_OK) return dtrain__storage_sync_directory(storage, directory);
-    (void)storage->remove(storage->user, e->tmp);
+    if (result != DTRAIN_OK) (void)storage->remove(storage->user, e->tmp);
     return result;
 }
 
@@ -23493,8 +23315,7 @@ typedef struct dtrain__import {
     uint32_t file_count;
     size_t file_room, tensor_count; /* of all files */
     dtrain__reader reader;
-    uint64_t values;
-    char note[600];
+    dtrain_import_info info; /* of a success */
 } dtrain__import;
 
 static const char dtrain__import_call[] = "dtrain_checkpoint_import";
@@ -23521,11 +23342,11 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
     const dtrain_allocator *allocator = &im->state->allocator;
-    char key[DTRAIN__TENSOR_NAME], name[DTRAIN__WEIGHT_FILE_NAME], directory[DTRAIN__PATH];
+    char key[DTRAIN__TENSOR_NAME], name[DTRAIN__WEIGHT_FILE_NAME];
     char path[2 * DTRAIN__PATH], *text;
     size_t bytes, count = 0;
     bool seen = false;
-    dtrain__directory_of(directory, im->index);
+    const dtrain__file_path directory = dtrain__directory_of(im->index);
     DTRAIN__TRY(dtrain__storage_get(im->desc.storage, allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
     dtrain__json json = dtrain__json_begin(im->index, text, bytes);
@@ -23542,7 +23363,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
         for (; result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key); count++) {
             json.inside = key;
             if (!dtrain__json_string(&json, name, sizeof name)) break;
-            snprintf(path, sizeof path, "%s/%s", directory, name);
+            snprintf(path, sizeof path, "%s/%s", directory.text, name);
             if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
                 result = dtrain__import_file(im, path);
             else
@@ -23658,23 +23479,24 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
-    dtrain__name_list misfits[DTRAIN__MISFITS];
-    memset(misfits, 0, sizeof misfits);
+    dtrain__name_list lists[DTRAIN__REFUSED];
+    memset(lists, 0, sizeof lists);
     for (size_t i = 0; i < im->weights.count; i++) {
         dtrain__weight *weight = &im->weights.list[i];
-        char found[64], expected[64], difference[200];
+        char found[64], expected[64];
         DTRAIN__TRY(dtrain__import_place(im, weight));
         const dtrain__stored *stored = weight->stored;
         bool fits = stored && stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
         for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
-        im->values += fits;
-        if (!stored) dtrain__name_add(&misfits[DTRAIN__MISSING], "", weight->name, "");
+        im->info.values += fits;
+        if (!stored)
+            dtrain__name_add(&lists[DTRAIN__MISSING], "\"%s\"", dtrain__short(weight->name));
         if (fits || !stored) continue;
         dtrain__weight_shape_text(stored->shape, stored->dims, found);
         dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-        snprintf(difference, sizeof difference, " is %s %s, expected F32, BF16 or F16 %s",
-                 dtrain__stored_name(stored->dtype), found, expected);
-        dtrain__name_add(&misfits[DTRAIN__DIFFERENT], "", weight->name, difference);
+        dtrain__name_add(&lists[DTRAIN__DIFFERENT], "\"%s\" is %s %s, expected F32, BF16 or F16 %s",
+                         dtrain__short(weight->name), dtrain__stored_name(stored->dtype), found,
+                         expected);
         weight->stored = NULL;
     }
     for (uint32_t i = 0; i < im->file_count; i++)
@@ -23683,15 +23505,19 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
             const char *const *end = im->desc.ignore;
             while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
             if (!stored->user && (!end || !*end))
-                dtrain__name_add(&misfits[DTRAIN__EXTRA], "", stored->name, "");
+                dtrain__name_add(&lists[DTRAIN__EXTRA], "\"%s\"", dtrain__short(stored->name));
         }
-    if (!dtrain__misfit_text(misfits, sentence, sizeof sentence)) return DTRAIN_OK;
-    char *to = im->desc.partial ? im->note : NULL;
-    if (to) snprintf(to, sizeof im->note, "%.*s", (int)sizeof im->note - 1, sentence);
-    if (to && (im->values || !im->weights.count)) return DTRAIN_OK;
+    if (!dtrain__difference_text(lists, DTRAIN__REFUSED, sentence, sizeof sentence))
+        return DTRAIN_OK;
+    if (im->desc.partial && (im->info.values || !im->weights.count)) {
+        snprintf(im->info.note, sizeof im->info.note, "%.*s", (int)sizeof im->info.note - 1,
+                 sentence);
+        return DTRAIN_OK;
+    }
     return dtrain_fail(DTRAIN_ERROR_DATA, "%.300s does not fit this model: %s; see `names`, %s",
                        im->path, sentence,
-                       to ? "as no parameter is in it" : "`prefix`, `ignore` or `partial`");
+                       im->desc.partial ? "as no parameter is in it"
+                                        : "`prefix`, `ignore` or `partial`");
 }
 
 /* ---- Import: values ---------------------------------------------------------------------------*/
@@ -23762,7 +23588,7 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
     const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
+        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, 0};
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
         const dtrain__weight *next = weight; /* after weights of other stages */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
@@ -23809,12 +23635,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
         result = dtrain__agree(state->comm, dtrain__import_values(&im));
     }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
-    if (result == DTRAIN_OK && info) {
-        info->values = im.values;
-        info->bytes = im.reader.bytes;
-        info->seconds = dtrain_seconds() - start;
-        memcpy(info->note, im.note, sizeof im.note);
-    }
+    im.info.bytes = im.reader.bytes;
+    im.info.seconds = dtrain_seconds() - start;
+    if (result == DTRAIN_OK && info) *info = im.info;
     dtrain__reader_end(&im.reader, state);
     for (uint32_t i = 0; i < im.file_count; i++) dtrain__safetensors_free(&im.files[i].header);
     dtrain__free(&state->allocator, im.files, im.file_room, sizeof *im.files);
@@ -23843,26 +23666,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
-/* Return the path of a name in a directory. */
-DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...)
-{
-    dtrain__file_path path;
-    va_list args;
-    const int used = snprintf(path.text, sizeof path.text, "%.*s/", DTRAIN__PATH - 2, directory);
-    va_start(args, format);
-    vsnprintf(path.text + used, sizeof path.text - (size_t)used, format, args);
-    va_end(args);
-    return path;
-}
-
-/* Check a path that a caller gave: what is added to it must have room. */
-DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path)
-{
-    if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
-                       DTRAIN__PATH - 128);
-}
-
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix)
 {
@@ -23888,30 +23691,30 @@ static bool dtrain__is_ours(const char *name)
     return false;
 }
 
+/* Return the path of a checkpoint in a list. */
+DTRAIN__PRIVATE dtrain__file_path dtrain__key_path(const dtrain__folder *folder, int64_t key)
+{
+    return dtrain__step_path(folder, key / 2, key % 2 ? "" : ".old");
+}
+
 /* ---- Lists ------------------------------------------------------------------------------------*/
 
-static void dtrain__add_name(void *list, const char *name)
+static void dtrain__list_step(void *user, const char *name)
 {
-    dtrain__text_append((dtrain__text *)list, name, strlen(name) + 1);
-}
-
-/* List the names in a directory, each with a 0 behind it. The caller frees *names in any case. */
-static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char *path,
-                                        dtrain__text *names)
-{
-    const dtrain_storage *storage = folder->storage;
-    memset(names, 0, sizeof *names);
-    names->allocator = folder->allocator;
-    const int code = storage->list(storage->user, path, dtrain__add_name, names);
-    if (code < 0) return dtrain__storage_fail(path, "read", code);
-    return names->failed ? DTRAIN_ERROR_MEMORY : DTRAIN_OK;
-}
-
-/* Return the name after `name`, or the first one if that is NULL; NULL: there is no other. */
-static const char *dtrain__next_name(const dtrain__text *names, const char *name)
-{
-    const char *next = name ? name + strlen(name) + 1 : names->at;
-    return names->bytes && next < names->at + names->bytes ? next : NULL;
+    dtrain__steps *list = (dtrain__steps *)user;
+    const size_t prefix = sizeof DTRAIN__STEP_PREFIX - 1;
+    const char *at = strncmp(name, DTRAIN__STEP_PREFIX, prefix) == 0 ? name + prefix : "";
+    const size_t digits = strspn(at, "0123456789");
+    const int64_t step = strtoll(at, NULL, 10);
+    const bool old = !*list->suffix && strcmp(at + digits, ".old") == 0;
+    list->remains |= dtrain__is_ours(name);
+    if (digits < DTRAIN__STEP_DIGITS || step > DTRAIN__STEP_MOST ||
+        (!old && strcmp(at + digits, list->suffix) != 0))
+        return;
+    list->failed =
+        list->failed || !dtrain__grow(list->allocator, (void **)&list->keys, list->count,
+                                      &list->room, sizeof *list->keys, "a list of steps");
+    if (!list->failed) list->keys[list->count++] = 2 * step + !old;
 }
 
 static int dtrain__newest_first(const void *left, const void *right)
@@ -23920,59 +23723,37 @@ static int dtrain__newest_first(const void *left, const void *right)
     return a > b ? -1 : a < b;
 }
 
-/* List the steps whose directories have such a suffix, each once: "" for checkpoints, those that
- * are being replaced included. After an error nothing is left to free. */
+/* List the directories of steps that have a suffix: "" for checkpoints, those that are being
+ * replaced included. After an error nothing is left to free. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
-    const size_t prefix = sizeof DTRAIN__STEP_PREFIX - 1;
-    dtrain__text names;
     memset(out, 0, sizeof *out);
     out->allocator = folder->allocator;
-    dtrain_result result = dtrain__names_list(folder, folder->path, &names);
-    for (const char *name = NULL;
-         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const bool is_step = strncmp(name, DTRAIN__STEP_PREFIX, prefix) == 0;
-        const char *at = is_step ? name + prefix : "";
-        const size_t digits = strspn(at, "0123456789");
-        const int64_t step = strtoll(at, NULL, 10);
-        const bool fits = strcmp(at + digits, suffix) == 0;
-        out->remains |= dtrain__is_ours(name);
-        if (digits < DTRAIN__STEP_DIGITS || step > DTRAIN__STEP_MOST ||
-            (!fits && (*suffix || strcmp(at + digits, ".old") != 0)))
-            continue;
-        if (!dtrain__grow(out->allocator, (void **)&out->steps, out->count, &out->room,
-                          sizeof *out->steps, "a list of steps"))
-            result = DTRAIN_ERROR_MEMORY;
-        else out->steps[out->count++] = step;
+    out->suffix = suffix;
+    const int code =
+        folder->storage->list(folder->storage->user, folder->path, dtrain__list_step, out);
+    if (code < 0 || out->failed) {
+        dtrain__steps_free(out);
+        return out->failed ? DTRAIN_ERROR_MEMORY : dtrain__storage_fail(folder->path, "read", code);
     }
-    dtrain__text_free(&names);
-    if (result != DTRAIN_OK) dtrain__steps_free(out);
-    if (!out->count) return result;
-    size_t count = 1;
-    qsort(out->steps, out->count, sizeof *out->steps, dtrain__newest_first);
-    for (size_t i = 1; i < out->count; i++)
-        if (out->steps[i] != out->steps[i - 1]) out->steps[count++] = out->steps[i];
-    out->count = count;
-    return result;
+    if (out->count) qsort(out->keys, out->count, sizeof *out->keys, dtrain__newest_first);
+    return DTRAIN_OK;
 }
 
 /* Free a list; one that was never made is empty. */
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 {
-    dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
-    steps->steps = NULL;
+    dtrain__free(steps->allocator, steps->keys, steps->room, sizeof *steps->keys);
+    steps->keys = NULL;
     steps->count = steps->room = 0;
 }
 
 /* ---- Removal ----------------------------------------------------------------------------------*/
 
-/* Rename a name of the folder, and bring that to the disk. */
-static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__file_path *from,
-                                    const dtrain__file_path *to)
+static void dtrain__list_name(void *names, const char *name)
 {
-    DTRAIN__TRY(dtrain__storage_rename(folder->storage, from->text, to->text));
-    return dtrain__storage_sync_directory(folder->storage, folder->path);
+    dtrain__text_append((dtrain__text *)names, name, strlen(name) + 1);
 }
 
 /* Remove a checkpoint, or a directory that is none any more, or not yet, with all that is in it,
@@ -23981,57 +23762,53 @@ static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
                                                   const char *suffix)
 {
+    const dtrain_storage *storage = folder->storage;
     const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
     const dtrain__file_path tmp = dtrain__step_path(folder, step, *suffix ? suffix : ".tmp");
-    dtrain__text names;
-    dtrain_result result = dtrain__names_list(folder, path.text, &names);
-    for (const char *name = NULL;
-         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;)
-        if (!dtrain__is_ours(name))
+    dtrain__text names; /* each with a 0 after it */
+    memset(&names, 0, sizeof names);
+    names.allocator = folder->allocator;
+    const int code = storage->list(storage->user, path.text, dtrain__list_name, &names);
+    dtrain_result result = code < 0       ? dtrain__storage_fail(path.text, "read", code)
+                           : names.failed ? DTRAIN_ERROR_MEMORY
+                                          : DTRAIN_OK;
+    for (size_t at = 0; at < names.bytes && result == DTRAIN_OK; at += strlen(names.at + at) + 1)
+        if (!dtrain__is_ours(names.at + at))
             result = dtrain_fail(DTRAIN_ERROR_FILE,
                                  "%s is not removed: there are files in it that no checkpoint has",
                                  path.text);
-    if (result == DTRAIN_OK && !*suffix) result = dtrain__rename(folder, &path, &tmp);
-    for (const char *name = NULL;
-         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const dtrain__file_path file = dtrain__path_in(tmp.text, "%s", name);
-        result = dtrain__storage_remove(folder->storage, file.text);
+    if (result == DTRAIN_OK && !*suffix)
+        result = dtrain__storage_rename(storage, path.text, tmp.text);
+    for (size_t at = 0; at < names.bytes && result == DTRAIN_OK; at += strlen(names.at + at) + 1) {
+        const dtrain__file_path file = dtrain__path_in(tmp.text, "%s", names.at + at);
+        result = dtrain__storage_remove(storage, file.text);
     }
     dtrain__text_free(&names);
-    return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, tmp.text) : result;
+    return result == DTRAIN_OK ? dtrain__storage_remove(storage, tmp.text) : result;
 }
 
-/* Tell whether a step has nothing under its own name but a checkpoint that was being replaced: a
- * crash came between the two renames of dtrain__publish_step. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
-                                                  bool *old)
-{
-    const dtrain__file_path path = dtrain__step_path(folder, step, "");
-    const int code = dtrain__storage_probe(folder->storage, path.text, DTRAIN_STORAGE_DIRECTORY);
-    *old = code == -ENOENT;
-    return !code || *old ? DTRAIN_OK : dtrain__storage_fail(path.text, "opened", code);
-}
-
-/* Clear away what saves, or removals, have left unfinished. A checkpoint that was being replaced
- * gets its name back, or is removed if the new one has that. */
+/* Clear away what saves, or removals, have left unfinished. A checkpoint that was being replaced is
+ * removed if the new one has its name, and gets the name back if a crash came between the two
+ * renames of dtrain__publish_step. */
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder)
 {
-    static const char *const suffixes[] = {".tmp", ".old"};
+    dtrain__steps list;
+    DTRAIN__TRY(dtrain__steps_list(folder, ".tmp", &list));
     dtrain_result result = DTRAIN_OK;
-    for (int s = 0; s < 2 && result == DTRAIN_OK; s++) {
-        dtrain__steps list;
-        DTRAIN__TRY(dtrain__steps_list(folder, suffixes[s], &list));
-        for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++) {
-            const dtrain__file_path path = dtrain__step_path(folder, list.steps[i], "");
-            const dtrain__file_path left = dtrain__step_path(folder, list.steps[i], suffixes[s]);
-            bool is_old = false;
-            if (s) result = dtrain__step_is_old(folder, list.steps[i], &is_old);
-            if (result == DTRAIN_OK)
-                result = is_old ? dtrain__rename(folder, &left, &path)
-                                : dtrain__step_remove(folder, list.steps[i], suffixes[s]);
-        }
-        dtrain__steps_free(&list);
+    for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++)
+        result = dtrain__step_remove(folder, list.keys[i] / 2, ".tmp");
+    dtrain__steps_free(&list);
+    if (result == DTRAIN_OK) result = dtrain__steps_list(folder, "", &list);
+    for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++) {
+        const int64_t key = list.keys[i];
+        const dtrain__file_path old = dtrain__key_path(folder, key);
+        const dtrain__file_path path = dtrain__key_path(folder, key + 1);
+        if (key % 2) continue;
+        result = i && list.keys[i - 1] == key + 1
+                     ? dtrain__step_remove(folder, key / 2, ".old")
+                     : dtrain__storage_rename(folder->storage, old.text, path.text);
     }
+    dtrain__steps_free(&list);
     return result;
 }
 
@@ -24046,7 +23823,7 @@ static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t 
     const char *name = path.text + strlen(folder->path) + 1;
     DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* of a save that was cut off */
     DTRAIN__TRY(dtrain__storage_put(folder->storage, tmp.text, name, strlen(name)));
-    return dtrain__rename(folder, &tmp, &latest);
+    return dtrain__storage_rename(folder->storage, tmp.text, latest.text);
 }
 
 /* Move the checkpoints of later steps than `above`, from which a run goes on without them, to a new
@@ -24060,8 +23837,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     int code = 0, number = 0;
     aside->text[0] = 0;
     DTRAIN__TRY(dtrain__steps_list(folder, "", &list));
-    while (later < list.count && list.steps[later] > above) later++;
-    const int64_t newest = later < list.count ? list.steps[later] : -1;
+    while (later < list.count && list.keys[later] / 2 > above) later++;
+    const int64_t newest = later < list.count ? list.keys[later] / 2 : -1;
     do {
         if (!later) break;
         *aside = dtrain__path_in(folder->path, "aside-%d", ++number);
@@ -24070,13 +23847,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     dtrain_result result = code >= 0 ? DTRAIN_OK : dtrain__storage_fail(aside->text, "made", code);
     const dtrain__folder there = {folder->storage, folder->allocator, aside->text};
     for (size_t i = later; i-- > 0 && result == DTRAIN_OK;) {
-        const dtrain__file_path from = dtrain__step_path(folder, list.steps[i], "");
-        const dtrain__file_path to = dtrain__step_path(&there, list.steps[i], "");
+        const dtrain__file_path from = dtrain__key_path(folder, list.keys[i]);
+        const dtrain__file_path to = dtrain__key_path(&there, list.keys[i]);
         result = dtrain__storage_rename(folder->storage, from.text, to.text);
     }
     dtrain__steps_free(&list);
     if (result != DTRAIN_OK || !later) return result;
-    DTRAIN__TRY(dtrain__storage_sync_directory(folder->storage, aside->text));
     if (newest >= 0) return dtrain__write_latest(folder, newest);
     const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
     DTRAIN__TRY(dtrain__storage_remove(folder->storage, latest.text));
@@ -24095,7 +23871,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
     DTRAIN__TRY(dtrain__storage_sync_directory(storage, tmp.text));
     const int code = storage->rename(storage->user, path.text, old.text);
     if (code < 0 && code != -ENOENT) return dtrain__storage_fail(path.text, "renamed", code);
-    DTRAIN__TRY(dtrain__rename(folder, &tmp, &path));
+    DTRAIN__TRY(dtrain__storage_rename(folder->storage, tmp.text, path.text));
     if (code >= 0) DTRAIN__TRY(dtrain__step_remove(folder, step, ".old"));
     return dtrain__write_latest(folder, step);
 }
@@ -24109,7 +23885,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
  *      "run": 83, "job": 83, "config": "...",
  *      "model": {"heads": "4", ...},
  *      "settings": {"seed": "1337", ...},
- *      "scalars": {"optimizer.step": 1000, ...},
  *      "headers": "8a9136aa62a8ab4346dd794e113fdb5c", "crc32c": "e3069283"}
  *
  * A float is stored as its bits. "run" numbers the history that this checkpoint continues, and
@@ -24169,15 +23944,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain__text_add_string(text, c->desc.config ? c->desc.config : "");
     dtrain__write_settings(text, "model", state->desc.model);
     dtrain__write_settings(text, "settings", state->desc.settings);
-    dtrain__text_add(text, ",\n \"scalars\": {");
-    for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain__scalar *scalar = &state->scalars[i];
-        bits = 0;
-        memcpy(&bits, scalar->memory, scalar->bytes); /* little-endian */
-        dtrain__text_add(text, "%s\"%s\": %llu", i ? ", " : "", scalar->name,
-                         (unsigned long long)bits);
-    }
-    dtrain__text_add(text, "},\n \"headers\": \"");
+    dtrain__text_add(text, ",\n \"headers\": \"");
 }
 
 /* End the manifest, and its list of checksums, with the checksum of what there is of it. */
@@ -24199,13 +23966,12 @@ static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const cha
     return dtrain__json_string(json, here, (size_t)(json->end - json->at));
 }
 
-static bool dtrain__read_object(dtrain__json *json, dtrain__object *object)
+/* Step over an object that is read later. */
+static bool dtrain__read_later(dtrain__json *json, const char **object)
 {
     (void)dtrain__json_peek(json);
-    object->at = json->at;
-    if (!dtrain__json_skip(json)) return false;
-    object->bytes = (size_t)(json->at - object->at);
-    return true;
+    *object = json->at;
+    return dtrain__json_skip(json);
 }
 
 /* Read the text of a manifest, the seal first. Other members than these are skipped: people, or a
@@ -24232,9 +23998,8 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
         else if (strcmp(name, "metric_bits") == 0) (void)dtrain__json_u64(j, &m->metric_bits);
         else if (strcmp(name, "run") == 0) (void)dtrain__json_u64(j, &m->run);
         else if (strcmp(name, "job") == 0) (void)dtrain__json_u64(j, &m->job);
-        else if (strcmp(name, "model") == 0) (void)dtrain__read_object(j, &m->model);
-        else if (strcmp(name, "settings") == 0) (void)dtrain__read_object(j, &m->settings);
-        else if (strcmp(name, "scalars") == 0) (void)dtrain__read_object(j, &m->scalars);
+        else if (strcmp(name, "model") == 0) (void)dtrain__read_later(j, &m->model);
+        else if (strcmp(name, "settings") == 0) (void)dtrain__read_later(j, &m->settings);
         else if (strcmp(name, "headers") == 0) (void)dtrain__read_text(m, j, &m->headers);
         else (void)dtrain__json_skip(j);
     DTRAIN__TRY(dtrain__json_end(j));
@@ -24330,7 +24095,7 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
             fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
             if (fits) tensor->total *= tensor->shape[d];
         }
-        if (!fits || numbers[0] >= DTRAIN_STATE_SCALAR || stored->dtype > DTRAIN_STATE_BYTES ||
+        if (!fits || numbers[0] >= DTRAIN_STATE_KINDS || stored->dtype > DTRAIN_STATE_BYTES ||
             (numbers[0] == DTRAIN_STATE_VALUE) != (f % 2 == 0) ||
             !dtrain__piece_fits(&tensor->piece, tensor->shape))
             return dtrain__json_fail(&json, "this piece cannot be"), json.result;
@@ -24450,35 +24215,29 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
-                                                        const dtrain__stored *tensors, size_t count,
-                                                        const char *metadata)
+DTRAIN__PRIVATE void dtrain__safetensors_add(dtrain__text *text, const dtrain__stored *tensor)
 {
-    const size_t start = text->bytes, header = start + DTRAIN__LENGTH_BYTES;
+    if (!text->bytes) dtrain__text_add(text, "%8s{", ""); /* the length comes last */
+    dtrain__text_add_string(text, tensor->name);
+    dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
+    for (int d = 0; d < tensor->dims; d++)
+        dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
+    dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]},", (unsigned long long)tensor->begin,
+                     (unsigned long long)tensor->end);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_end(dtrain__text *text, const char *metadata,
+                                                      uint64_t data_bytes)
+{
     dtrain__tensor_file check;
-    dtrain__text_add(text, "%8s{\"__metadata__\":%s", "", metadata); /* the length comes last */
-    for (size_t i = 0; i < count; i++) {
-        const dtrain__stored *tensor = &tensors[i];
-        dtrain__text_add(text, ",");
-        dtrain__text_add_string(text, tensor->name);
-        dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[",
-                         dtrain__stored_name(tensor->dtype));
-        for (int d = 0; d < tensor->dims; d++)
-            dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
-        dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)tensor->begin,
-                         (unsigned long long)tensor->end);
-    }
-    dtrain__text_add(text, "}");
-    const size_t end = start + dtrain__round_up(text->bytes - start, 8);
-    dtrain__text_add(text, "%*s", (int)(end - text->bytes), "");
+    if (!text->bytes) dtrain__text_add(text, "%8s{", "");
+    dtrain__text_add(text, "\"__metadata__\":%s}", metadata);
+    dtrain__text_add(text, "%*s", (int)(dtrain__round_up(text->bytes, 8) - text->bytes), "");
     if (text->failed) return DTRAIN_ERROR_MEMORY;
-    const size_t bytes = end - header;
-    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES; i++)
-        text->at[start + i] = (char)(bytes >> (8 * i) & 255);
-    const uint64_t data_bytes = count ? tensors[count - 1].end : 0;
-    DTRAIN__TRY(dtrain__safetensors_parse("a new file", text->at + header, bytes,
-                                          DTRAIN__LENGTH_BYTES + bytes + data_bytes,
-                                          text->allocator, &check));
+    const size_t bytes = text->bytes - DTRAIN__LENGTH_BYTES;
+    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES; i++) text->at[i] = (char)(bytes >> (8 * i) & 255);
+    DTRAIN__TRY(dtrain__safetensors_parse("a new file", text->at + DTRAIN__LENGTH_BYTES, bytes,
+                                          text->bytes + data_bytes, text->allocator, &check));
     dtrain__safetensors_free(&check);
     return DTRAIN_OK;
 }
@@ -24847,6 +24606,38 @@ DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_stor
     return given ? given : &table;
 }
 
+/* ---- Paths ------------------------------------------------------------------------------------*/
+
+/* Return the path of a name in a directory. */
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...)
+{
+    dtrain__file_path path;
+    va_list args;
+    const int used = snprintf(path.text, sizeof path.text, "%.*s/", DTRAIN__PATH - 2, directory);
+    va_start(args, format);
+    vsnprintf(path.text + used, sizeof path.text - (size_t)used, format, args);
+    va_end(args);
+    return path;
+}
+
+/* Check a path that a caller gave: what is added to it must have room. */
+DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path)
+{
+    if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
+                       DTRAIN__PATH - 128);
+}
+
+/* Return the directory of a path. */
+DTRAIN__PRIVATE dtrain__file_path dtrain__directory_of(const char *path)
+{
+    dtrain__file_path directory;
+    const char *slash = strrchr(path, '/');
+    const int bytes = !slash || slash == path ? 1 : (int)(slash - path);
+    snprintf(directory.text, sizeof directory.text, "%.*s", bytes, slash ? path : ".");
+    return directory;
+}
+
 /* ---- Over any table ---------------------------------------------------------------------------*/
 
 /* Fail because something could not be done with a path, for the reason of a negated errno. */
@@ -24940,11 +24731,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storag
     return dtrain__storage_finish(storage, file, path, DTRAIN_OK);
 }
 
+/* Give a file or directory another name, and bring that name to the disk. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
                                                      const char *from, const char *to)
 {
+    const dtrain__file_path directory = dtrain__directory_of(to);
     const int code = storage->rename(storage->user, from, to);
-    if (code >= 0) return DTRAIN_OK;
+    if (code >= 0) return dtrain__storage_sync_directory(storage, directory.text);
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be renamed to %s: %s", from, to,
                        strerror(-code));
 }
@@ -25916,11 +25709,10 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
  *
  *     stage_reset       in each step
  *     stage_begin       of DTRAIN__SURVEY: all stages are remote, and stage_end notes what crosses
- *     stage_receive     find addresses for what the stage before sends, before the pass begins
+ *     stage_part        of a message: its addresses
  *     stage_begin       select a slot; the caller then runs the model's function
- *     stage_end         behind it
- *     stage_seed        find addresses for the gradients that the stage behind sends
- *     stage_backward    from those, or from the loss
+ *     stage_end         after it
+ *     stage_backward    from gradients that came, or from the loss
  *     stage_weights     the second half of a backward in halves */
 
 /* ==== src/tape/tape_internal.h ================================================================ */
@@ -25941,8 +25733,8 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
  *                     what an operation borrows            while its kernels and sums run
  *     params          values and gradients                 not the tape's
  *
- * A pipeline has several passes under way, each in a slot (stage.c) with arenas of its own; what is
- * listed first in the enum below is there once.
+ * A pipeline has several passes under way, each in a slot with its arenas; casts, weights and the
+ * pool are the tape's.
  *
  * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
  * the last one asked for allocates nothing and gets the same addresses. That also makes memory
@@ -25964,7 +25756,8 @@ typedef struct dtrain__chunk {
  * A chunk of device memory has exactly the size of the request it was made for: nothing is lost at
  * its end, and a few hundred allocations in the first step are soon forgotten. */
 typedef struct dtrain__bump {
-    dtrain_device *device; /* NULL: host memory */
+    struct dtrain__bump *next; /* of the tape's arenas */
+    dtrain_device *device;     /* NULL: host memory */
     dtrain__chunk *first;
     dtrain__chunk **at;                 /* the link to the chunk in use */
     size_t used;                        /* bytes of that chunk */
@@ -25972,16 +25765,19 @@ typedef struct dtrain__bump {
     struct dtrain__tape_segment *owner; /* of a region: who put its results there last */
 } dtrain__bump;
 
+/* Arenas of a tape and of a pass. The first one of each is host memory. */
 enum {
-    DTRAIN__ARENA_RECORDS,   /* host memory: which weights have been rounded */
+    DTRAIN__ARENA_RECORDS,   /* which weights have been rounded */
     DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
     DTRAIN__ARENA_CASTS,
     DTRAIN__ARENA_WEIGHTS,
-    DTRAIN__ARENA_HOST, /* from here on those of a pass */
+    DTRAIN__TAPE_ARENAS
+};
+enum {
+    DTRAIN__ARENA_HOST,
     DTRAIN__ARENA_DATA,
-    DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
-    DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2,
-    DTRAIN__PASS_ARENAS = DTRAIN__ARENAS - DTRAIN__ARENA_HOST
+    DTRAIN__ARENA_REGION, /* and the next one: what segments drop, in turn */
+    DTRAIN__PASS_ARENAS = DTRAIN__ARENA_REGION + 2
 };
 
 /* ---- Nodes and tensors ------------------------------------------------------------------------*/
@@ -26085,6 +25881,17 @@ typedef struct dtrain__pass {
     bool more; /* another micro-batch adds to its gradients: none is ready after this backward */
 } dtrain__pass;
 
+/* A pass under way, of which a pipeline has several. `pass` is in the tape while it is selected. */
+typedef struct dtrain__pass_slot {
+    dtrain__pass pass;
+    dtrain__bump arenas[DTRAIN__PASS_ARENAS];
+    int32_t stage;                   /* this and what follows: see stage.c */
+    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
+    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
+    struct dtrain__crossed *crossed; /* (crossing_count) */
+    size_t next_crossing, input_count;
+} dtrain__pass_slot;
+
 /* ---- Costs ------------------------------------------------------------------------------------*/
 
 /* Where a plan adds up what units cost: see costs.c. */
@@ -26110,8 +25917,11 @@ struct dtrain_tape {
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
     double flops;                        /* see dtrain_tape_info */
     const dtrain__unit_costs *costs;     /* of a plan that counts them; or NULL */
-    dtrain__bump arenas[DTRAIN__ARENAS];
-    dtrain__pass pass;
+    dtrain__bump *all_arenas;            /* of the tape, its slots and its stages */
+    dtrain__bump arenas[DTRAIN__TAPE_ARENAS];
+    dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
+    uint32_t slot_count;
+    dtrain__pass pass;                       /* of the selected slot */
     dtrain__cast *casts;                     /* rounded weights, latest first */
     struct dtrain__stages *stages;           /* NULL: this rank has the whole model */
     int64_t unit;                            /* the gathered unit; -1: none */
@@ -26145,15 +25955,16 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 /* tape/op.c */
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
+/* Refuse a call of an operation, and list what it was given: shape and type of the inputs, shapes
+ * of the parameters and, over a tensor axis, which part of each is on this rank. */
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE dtrain_result dtrain__refuse(const dtrain_op *op, const char *format, ...);
 DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
 /* Return the part that this rank has of a tensor which is not whole. */
 DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x);
 /* Say how an output lies, and which part of it is here. */
 DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
                                       const dtrain__share *part);
-/* Refuse input i, which does not lie as `expected`. */
-DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
-                                                     const char *expected);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
 /* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up.
@@ -26189,7 +26000,12 @@ DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, u
  * plan. With `work` it returns at once and leaves *work to dtrain_work_wait, if the strategy wants
  * overlap; otherwise later work on the device comes after it. Sums are added up in fp32 in the
  * order of the ranks and rounded once. */
-DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank);
+/* Return which part of `length` rows or columns a rank has by a cut; NULL: an even one. */
+DTRAIN__PRIVATE dtrain__share dtrain__part_of(const dtrain_op *op, const dtrain_cut *cut,
+                                              int64_t length, int rank);
+/* Return this rank's part of a row of `width` columns, one component of those that x has. */
+DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dtrain_tensor *x,
+                                                   int64_t width);
 /* Add values (count) up over the axis, in place. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *values, int64_t count,
                                                  uint32_t dtype, dtrain_work **work);
@@ -26270,7 +26086,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 #define DTRAIN__REMOTE 64 /* address of data that this rank does not have: aligned, never read */
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, uint32_t unit);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x);
@@ -26282,10 +26098,13 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
 /* tape/arena.c */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
-DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena);
-DTRAIN__PRIVATE void dtrain__bump_count(const dtrain__bump *arena, dtrain_tape_info *info);
+/* Make slots for so many passes, without those of before. */
+DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t slot_count);
+DTRAIN__PRIVATE void dtrain__slots_free(dtrain_tape *tape);
+DTRAIN__PRIVATE void dtrain__arena_add(dtrain_tape *tape, dtrain__bump *arena,
+                                       dtrain_device *device);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, int arena, size_t bytes);
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, dtrain__bump *arena, size_t bytes);
 DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
                                           uint32_t dtype);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
@@ -26312,17 +26131,6 @@ typedef struct dtrain__crossed {
     dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
 } dtrain__crossed;
 
-/* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
-typedef struct dtrain__pass_slot {
-    dtrain__pass pass;
-    dtrain__bump arenas[DTRAIN__PASS_ARENAS];
-    int32_t stage;
-    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
-    dtrain__crossed *crossed;        /* (crossing_count) */
-    size_t next_crossing, input_count;
-} dtrain__pass_slot;
-
 /* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
 typedef struct dtrain__inbox {
     dtrain__bump arena;
@@ -26336,35 +26144,28 @@ typedef struct dtrain__stage_source {
 } dtrain__stage_source;
 
 typedef struct dtrain__stages {
-    int32_t count, at;          /* stages; the one whose unit the pass is in */
-    const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
-    size_t unit_count;
-    const bool *here;                /* (count) this rank has the stage */
-    dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
-    dtrain__inbox *inboxes;          /* (inbox_count) */
-    uint32_t slot_count, inbox_count;
-    dtrain__bump zeros; /* as many as the longest tensor that crosses has */
-    void *lists;        /* (list_bytes) memory of the lists whose length a survey finds */
-    size_t list_bytes;
+    const dtrain__stage_map *map;
+    int32_t at;             /* the stage whose unit the pass is in */
+    dtrain__inbox *inboxes; /* (inbox_count) */
+    uint32_t inbox_count;
+    dtrain__bump zeros;          /* as many as the longest tensor that crosses has */
+    dtrain__bump lists;          /* host memory of the lists that a survey finds */
     dtrain__crossing *crossings; /* (crossing_count) */
     bool *reads;                 /* (input_count) a stage here reads the input */
     size_t crossing_count, input_count;
 } dtrain__stages;
 
-/* Let a tape run stages: stage_units and here stay the caller's. */
-DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t stages,
-                                                    const bool *here, const int32_t *stage_units,
-                                                    size_t unit_count, uint32_t slot_count,
-                                                    uint32_t inbox_count);
+/* Let a tape run stages: the map stays the caller's. */
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, const dtrain__stage_map *map,
+                                                    uint32_t slot_count, uint32_t inbox_count);
 /* Forget what an earlier step, or one that failed, has left. */
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
-/* Return item i of a message between `stage` and the next one: the tensor's place among all that
- * cross; false: there is none. `gradient`: of the message that goes back. */
-DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
-                                        size_t i, size_t *crossing);
-/* Find addresses in an inbox for what the stage before `stage` sends. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t inbox,
-                                                    int32_t stage);
+/* Describe part i of a message of `stage`; its count stays 0 where there is none. With part 0 what
+ * is received gets its memory, and memory of gradients that were sent before is given back.
+ * `empty`: the micro-batch has no data, so that zeros are sent and no gradients. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stage,
+                                                 const dtrain_pipeline_action *action, bool empty,
+                                                 size_t i, dtrain_pipeline_part *part);
 /* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
  * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
  * what crosses. */
@@ -26385,14 +26186,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
                                                      dtrain_tensor *loss, float scale, bool more,
                                                      bool halves);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t slot);
-/* Give back the gradients that an earlier pass of a slot has sent. */
-DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t slot);
-/* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
- * there is none, and the error sticks. */
-DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing);
-/* Return where a tensor that crosses, or its gradient, is in a slot. */
-DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
-                                         bool gradient);
 
 DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__layout *layout,
                                        const dtrain__groups *groups)
@@ -26448,12 +26241,11 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
         tape->groups = groups;
         dtrain__expect_tape(strategy);
     }
-    for (int i = 0; i < DTRAIN__ARENAS; i++)
-        tape->arenas[i].device =
-            i == DTRAIN__ARENA_HOST || i == DTRAIN__ARENA_RECORDS ? NULL : tape->device;
     tape->unit = -1;
-    *out = tape;
-    return DTRAIN_OK;
+    const dtrain_result result = dtrain__slots_create(tape, 1);
+    if (result == DTRAIN_OK) *out = tape;
+    else dtrain_tape_destroy(tape);
+    return result;
 }
 
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
@@ -26464,7 +26256,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
     for (size_t i = 0; i < tape->inputs.count; i++)
         dtrain__pinned_free(tape->device, &tape->inputs.items[i]);
     if (tape->uploaded) tape->device->ops->event_destroy(tape->device, tape->uploaded);
-    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
+    dtrain__slots_free(tape);
     dtrain__stages_free(tape);
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
@@ -26511,16 +26303,16 @@ DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape)
 {
     dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
     for (; chunk; chunk = chunk->next) chunk->owners = 0;
-    for (int i = 0; i < DTRAIN__ARENA_HOST; i++) dtrain__bump_rewind(&tape->arenas[i]);
+    for (int i = 0; i < DTRAIN__TAPE_ARENAS; i++) dtrain__bump_rewind(&tape->arenas[i]);
     tape->casts = NULL;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
 {
     const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
-    for (int i = DTRAIN__ARENA_HOST; i < DTRAIN__ARENAS; i++) {
-        dtrain__bump_rewind(&tape->arenas[i]);
-        tape->arenas[i].owner = NULL;
+    for (int i = 0; i < DTRAIN__PASS_ARENAS; i++) {
+        dtrain__bump_rewind(&tape->slot->arenas[i]);
+        tape->slot->arenas[i].owner = NULL;
     }
     memset(&tape->pass, 0, sizeof tape->pass);
     tape->pass.state = DTRAIN__TAPE_FORWARD;
@@ -26738,7 +26530,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
     if (!((dtrain__tape_tensor *)x)->remote) result = dtrain__input_upload(tape, x, host);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
-        float *valid = (float *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, DTRAIN__VALID_BYTES);
+        float *valid = (float *)dtrain__take_host(tape, tape->slot->arenas, DTRAIN__VALID_BYTES);
         if (!valid) return NULL;
         dtrain__count_valid(host, x->count, valid);
         samples->valid = valid;
@@ -26801,14 +26593,12 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     info->flops = tape->flops;
     info->recomputed_count = tape->pass.recomputed_count;
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
-    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_count(&tape->arenas[i], info);
+    for (const dtrain__bump *arena = tape->all_arenas; arena; arena = arena->next) {
+        if (!arena->device) continue;
+        info->activation_bytes += arena->bytes;
+        info->block_allocations += arena->allocations;
+    }
     info->activation_bytes -= info->gradient_bytes;
-    const dtrain__stages *stages = tape->stages; /* a selected slot's arenas are in the tape */
-    for (uint32_t s = 0; stages && s < stages->slot_count; s++)
-        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
-            dtrain__bump_count(&stages->slots[s].arenas[i], info);
-    for (uint32_t i = 0; stages && i < stages->inbox_count; i++)
-        dtrain__bump_count(&stages->inboxes[i].arena, info);
     info->error = dtrain__tape_error(tape);
 }
 
@@ -26867,7 +26657,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
 
     /* 1. also in passes without gradients: the arguments need a place */
     dtrain_node *node =
-        (dtrain_node *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, node_bytes + args_bytes);
+        (dtrain_node *)dtrain__take_host(tape, tape->slot->arenas, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
     if (args_bytes) op->args = (char *)node + node_bytes;
@@ -26945,26 +26735,9 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 
 /* ---- Placements -------------------------------------------------------------------------------*/
 
-static const char *dtrain__placement_name(const dtrain_tensor *x)
-{
-    return x->placement == DTRAIN_PLACEMENT_WHOLE     ? "whole"
-           : x->placement == DTRAIN_PLACEMENT_COLUMNS ? "cut by columns"
-                                                      : "cut by rows";
-}
-
 DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x)
 {
     return &((const dtrain__tape_tensor *)x)->part;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
-                                                     const char *expected)
-{
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "%s: input %u is %s over the tensor axis, expected %s; dtrain_place converts "
-        "it",
-        op->desc->name, i + 1, dtrain__placement_name(op->inputs[i]), expected);
 }
 
 DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
@@ -26991,13 +26764,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
     if (!groups->sequence_parallel || (!even && op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD))
         return DTRAIN_OK;
     if (!even)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: sequence parallelism divides rows evenly, and %lld rows (batch * "
-                           "sequence) do not divide by the %d ranks of the tensor axis; change the "
-                           "batch",
-                           op->desc->name, (long long)rows, groups->tensor_ranks);
+        return dtrain__refuse(op,
+                              "sequence parallelism divides rows evenly, and %lld rows (batch * "
+                              "sequence) do not divide by the %d ranks of the tensor axis; change "
+                              "the batch",
+                              (long long)rows, groups->tensor_ranks);
     *placement = DTRAIN_PLACEMENT_ROWS;
-    *part = dtrain__rows_share(rows, groups->tensor_ranks, groups->tensor_rank);
+    *part = dtrain__part_of(op, NULL, rows, groups->tensor_rank);
     return DTRAIN_OK;
 }
 
@@ -27016,11 +26789,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op)
     const bool rows = first && first->placement == DTRAIN_PLACEMENT_ROWS;
     for (uint32_t i = 0; i < op->param_count && rows; i++)
         if (node->target[i] && !op->tape->groups.sequence_parallel)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "%s: parameter %s is whole, and its gradient would be a sum over "
-                               "this rank's rows alone, which nobody adds up without the mesh's "
-                               "sequence_parallel; set it, or make input 1 whole with dtrain_place",
-                               op->desc->name, dtrain__param_name(op->params[i]));
+            return dtrain__refuse(op,
+                                  "the gradient of parameter %s would be a sum over this rank's "
+                                  "rows only, which nobody adds up without the mesh's "
+                                  "sequence_parallel; set it, or make input 1 whole with "
+                                  "dtrain_place",
+                                  dtrain__param_name(op->params[i]));
     return DTRAIN_OK;
 }
 
@@ -27035,25 +26809,24 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
         const dtrain_tensor *x = op->inputs[i];
         if (!dtrain__is_float(x) && first && first->placement == DTRAIN_PLACEMENT_COLUMNS) continue;
         if (x->placement & ~takes) /* a placement is the flag that takes it */
-            return dtrain__placement_fail(op, i,
-                                          !takes ? "whole"
-                                          : x->placement == DTRAIN_PLACEMENT_COLUMNS
-                                              ? "a whole one, or one cut by rows"
-                                              : "a whole one, or one cut by columns");
-        if (first && x->placement != first->placement)
-            return dtrain__placement_fail(op, i, dtrain__placement_name(first));
-        if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
-            !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))
-            return dtrain__placement_fail(op, i, "the same part of a tensor as input 1");
+            return dtrain__refuse(op, "expected input %u whole%s; dtrain_place converts it", i + 1,
+                                  !takes ? ""
+                                  : x->placement == DTRAIN_PLACEMENT_COLUMNS
+                                      ? ", or cut by rows"
+                                      : ", or cut by columns");
+        if (first && (x->placement != first->placement ||
+                      (x->placement != DTRAIN_PLACEMENT_WHOLE &&
+                       !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))))
+            return dtrain__refuse(op, "expected inputs cut alike, into the same parts; "
+                                      "dtrain_place converts them");
     }
     for (uint32_t i = 0; i < op->param_count; i++)
         if (op->params[i]->cut.axis)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "%s: parameter %s is cut over the tensor axis, and this operation "
-                               "takes whole ones; leave its cut zeroed",
-                               op->desc->name, dtrain__param_name(op->params[i]));
+            return dtrain__refuse(op, "expected whole parameters; leave the cut of %s zeroed",
+                                  dtrain__param_name(op->params[i]));
     if (op->param_count && first && first->placement == DTRAIN_PLACEMENT_COLUMNS)
-        return dtrain__placement_fail(op, 0, "whole, or cut by rows, beside a whole parameter");
+        return dtrain__refuse(op, "expected input 1 whole, or cut by rows, beside a whole "
+                                  "parameter; dtrain_place converts it");
     return dtrain__check_partial(op);
 }
 
@@ -27129,7 +26902,7 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     dtrain__cast *cast = tape->casts;
     while (cast && (cast->storage != storage || cast->mark != mark)) cast = cast->next;
     if (cast) return cast->low;
-    cast = (dtrain__cast *)dtrain__take_host(tape, DTRAIN__ARENA_RECORDS, sizeof *cast);
+    cast = (dtrain__cast *)dtrain__take_host(tape, tape->arenas, sizeof *cast);
     if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
     cast->mark = mark;
@@ -27179,7 +26952,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
     dtrain_param *target = storage;
     if (op->planning) { /* before values and gradients are allocated, and without a trace */
-        target = (dtrain_param *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *target);
+        target = (dtrain_param *)dtrain__take_host(tape, tape->slot->arenas, sizeof *target);
         if (!target) return tape->error;
         *target = *storage;
         target->grad = (float *)DTRAIN__REMOTE;
@@ -27301,15 +27074,7 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
         const int64_t n = op->outputs[i]->shape[ndim - 1];
         bool each = first->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
         for (uint32_t k = 0; k < part.runs && each; k++) each = part.length[k] == n;
-        if (each) {
-            part.shape[0] = part.count = n;
-            part.whole /= part.runs;
-            part.runs = 1;
-            memset(part.first + 1, 0, sizeof part.first - sizeof part.first[0]);
-            memset(part.length + 1, 0, sizeof part.length - sizeof part.length[0]);
-            part.cut.components = 0;
-            memset(part.cut.widths, 0, sizeof part.cut.widths);
-        }
+        if (each) part = dtrain__component_of(op, first, part.whole / part.runs);
         dtrain__place_as(op->outputs[i], first->placement, &part);
     }
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
@@ -27365,25 +27130,51 @@ DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *tex
     return text;
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__refuse(const dtrain_op *op, const char *format, ...)
+{
+    static const char *const placements[3] = {"whole", "cut by columns", "cut by rows"};
+    char why[512], found[DTRAIN__ERROR_BYTES], shape[DTRAIN__SHAPE_TEXT], text[DTRAIN__SHARE_TEXT];
+    const bool cut = op->tape->groups.tensor_ranks > 1;
+    size_t used = 0;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+    found[0] = 0;
+    for (uint32_t k = 0; k < op->input_count + op->param_count && used < sizeof found; k++) {
+        const uint32_t i = k < op->input_count ? k : k - op->input_count;
+        const dtrain_tensor *x = k < op->input_count ? op->inputs[i] : NULL;
+        const dtrain__share part = x ? *dtrain__tensor_share(x) : dtrain__param_share(op, i);
+        const uint32_t placement = !cut            ? 0
+                                   : x             ? x->placement
+                                   : part.axis < 0 ? 0
+                                                   : 2 - (uint32_t)part.axis;
+        char number[12];
+        snprintf(number, sizeof number, "%u", i + 1);
+        used += (size_t)snprintf(
+            found + used, sizeof found - used, "; %s %.99s is %s%s%s%s%s %s",
+            x ? "input" : "parameter", x ? number : dtrain__param_name(op->params[i]),
+            cut ? placements[placement] : "", placement ? ", on this rank " : "",
+            placement ? dtrain__share_text(&part, text) : "", cut ? ", " : "",
+            dtrain__shape_text(x ? x->shape : op->param_shape[i], shape),
+            dtrain_dtype_name(x ? (dtrain_dtype)x->dtype : DTRAIN_DTYPE_F32));
+    }
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s%s", op->desc->name, why, found);
+}
+
 DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
                                                int64_t columns)
 {
     const int64_t expected[4] = {rows, columns, 0, 0};
-    char found_text[DTRAIN__SHAPE_TEXT], expected_text[DTRAIN__SHAPE_TEXT];
-    char input_text[DTRAIN__SHAPE_TEXT];
-    bool same = true;
-    if (i >= op->param_count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: there is no parameter %u", op->desc->name,
-                           i + 1);
-    const int64_t *found = op->param_shape[i];
-    for (int a = 0; a < 4; a++)
-        same = same && (expected[a] < 0 ? found[a] > 0 : found[a] == expected[a]);
+    char text[DTRAIN__SHAPE_TEXT];
+    bool same = i < op->param_count;
+    for (int a = 0; a < 4 && same; a++)
+        same = expected[a] < 0 ? op->param_shape[i][a] > 0 : op->param_shape[i][a] == expected[a];
     if (same) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s", op->desc->name,
-        dtrain__param_name(op->params[i]), dtrain__shape_text(found, found_text),
-        op->input_count ? dtrain__shape_text(op->inputs[0]->shape, input_text) : "(none)",
-        dtrain__shape_text(expected, expected_text));
+    return dtrain__refuse(op, "parameter %s must be %s",
+                          i < op->param_count ? dtrain__param_name(op->params[i])
+                                              : "that is missing",
+                          dtrain__shape_text(expected, text));
 }
 
 /* ==== src/tape/backward.c ===================================================================== */
@@ -27751,14 +27542,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_g
 static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
                                           uint32_t *placement, dtrain__share *part)
 {
-    static const char *const expected[3] = {
-        "a whole one, or one cut by rows, for a weight that is not cut",
-        "a whole one, or one cut by rows, for a weight that is cut by rows",
-        "cut by columns (DTRAIN_PLACEMENT_COLUMNS) for a weight that is"};
     const dtrain_tensor *x = op->inputs[0];
     const dtrain__groups *groups = &op->tape->groups;
-    const char *name = dtrain__param_name(op->params[0]);
-    char weight_text[DTRAIN__SHARE_TEXT], text[DTRAIN__SHARE_TEXT];
     *placement = x->placement;
     *part = *dtrain__tensor_share(x);
     if (groups->tensor_ranks == 1) return DTRAIN_OK;
@@ -27766,35 +27551,27 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;
     layer->cut = (uint32_t)(weight.axis + 1);
     if (columns != (layer->cut == DTRAIN_CUT_COLUMNS))
-        return dtrain__placement_fail(op, 0, expected[layer->cut]);
+        return dtrain__refuse(op, "expected input 1 %s; dtrain_place converts it",
+                              columns
+                                  ? "whole, or cut by rows, for this weight"
+                                  : "cut by columns (DTRAIN_PLACEMENT_COLUMNS), as the weight is");
     if (columns && !dtrain__share_same(part, &weight))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_linear: of input 1 this rank has the columns %s, of parameter "
-                           "%s %s; cut what makes the input, and the parameter, into the same "
-                           "parts",
-                           dtrain__share_text(part, text), name,
-                           dtrain__share_text(&weight, weight_text));
+        return dtrain__refuse(op, "cut what makes input 1, and the weight, into the same parts");
     if (op->param_count > 1) { /* the bias is there as the outputs of the weight are */
         const dtrain__share bias = dtrain__param_share(op, 1);
         const bool rows = layer->cut == DTRAIN_CUT_ROWS;
         if (rows ? !dtrain__share_same(&bias, &weight) : bias.axis >= 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_linear: of bias %s this rank has %s outputs, of parameter "
-                               "%s %s%s; give the bias %s",
-                               dtrain__param_name(op->params[1]), dtrain__share_text(&bias, text),
-                               name, rows ? "the rows " : "every output",
-                               rows ? dtrain__share_text(&weight, weight_text) : "",
-                               rows ? "the same cut" : "no cut");
+            return dtrain__refuse(op, "give the bias %s",
+                                  rows ? "the same cut as the rows of the weight" : "no cut");
     }
     if (layer->cut == DTRAIN_CUT_NONE) return dtrain__check_partial(op);
     if (layer->cut == DTRAIN_CUT_COLUMNS) {
         DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
         layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
     } else { /* a row of y is cut as the axis of the weight is */
-        const int64_t row[4] = {weight.whole, 0, 0, 0};
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
         *placement = DTRAIN_PLACEMENT_COLUMNS;
-        dtrain__share_of(&weight.cut, row, groups->tensor_ranks, groups->tensor_rank, part);
+        *part = dtrain__part_of(op, &weight.cut, weight.whole, groups->tensor_rank);
     }
     return DTRAIN_OK;
 }
@@ -27813,8 +27590,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
     if (args->activation > DTRAIN_ACTIVATION_SILU)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
-                           args->activation);
+        return dtrain__refuse(op, "unknown activation %u", args->activation);
     args->m = layer->gathers ? dtrain__tensor_share(x)->whole : rows;
     if (layer->gathers || layer->scatters) {
         const int64_t shape[2] = {layer->scatters ? part.count : args->m, out};
@@ -28117,8 +27893,7 @@ static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, args->n, 0));
     if (!(args->epsilon >= 0)) /* so written that NaN is refused */
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: epsilon is %g, expected 0 or more",
-                           op->desc->name, (double)args->epsilon);
+        return dtrain__refuse(op, "epsilon is %g, expected 0 or more", (double)args->epsilon);
     dtrain_op_output(op, op->cast, x->ndim, x->shape);
     args->x = op->input_data[0];
     args->weight = (const float *)op->param_data[0];
@@ -28278,16 +28053,10 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     if (op->tape->groups.tensor_ranks > 1) {
         const dtrain__share table = dtrain__param_share(op, 0);
         if (table.axis > 0 || table.runs > 1)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "dtrain_embedding: parameter %s is cut by %s, expected rows, in one "
-                               "component: the vocabulary",
-                               dtrain__param_name(op->params[0]),
-                               table.axis ? "columns" : "rows, in several components");
+            return dtrain__refuse(op, "expected the table cut by rows, in one component: the "
+                                      "vocabulary");
         if (op->param_count > 1 && dtrain__param_share(op, 1).axis >= 0)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "dtrain_embedding: parameter %s is cut over the tensor axis, and "
-                               "positions stay whole; leave its cut zeroed",
-                               dtrain__param_name(op->params[1]));
+            return dtrain__refuse(op, "positions stay whole; leave the cut of parameter 2 zeroed");
         layer->cut = table.axis == 0;
         if (layer->cut) {
             args->first_token = table.first[0];
@@ -28301,10 +28070,8 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     }
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
     if (op->param_count > 1 && positions < args->sequence)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
-                           dtrain__param_name(op->params[1]), (long long)positions,
-                           (long long)args->sequence);
+        return dtrain__refuse(op, "there are %lld positions, and the tokens have %lld",
+                              (long long)positions, (long long)args->sequence);
     const int64_t shape[2] = {layer->rows, args->n};
     dtrain__place_as(dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape), placement, &part);
     args->tokens = (const int32_t *)op->input_data[0];
@@ -28423,13 +28190,12 @@ static dtrain_result dtrain__heads_of(const dtrain_op *op, uint32_t input, uint3
     if (from >= begin && past <= begin + heads * d && (from - begin) % d == 0 &&
         (past - from) % d == 0)
         return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: of input %u this rank has the columns %lld to %lld of %lld, which are "
-                       "not whole heads of %lld columns; give the weight that made them a "
-                       "component for each of q, k and v, and as cut.parts the number of heads "
-                       "(of keys, where queries share them)",
-                       op->desc->name, input + 1, (long long)from, (long long)past - 1,
-                       (long long)part->whole, (long long)d);
+    return dtrain__refuse(op,
+                          "the columns %lld to %lld of input %u are not whole heads of %lld "
+                          "columns; give the weight that made them a component for each of q, k "
+                          "and v, and as cut.parts the number of heads (of keys, where queries "
+                          "share them)",
+                          (long long)from, (long long)past - 1, input + 1, (long long)d);
 }
 
 /* Check how the inputs lie, and where their columns are cut turn the numbers of heads into those of
@@ -28446,14 +28212,11 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
     x->heads = heads;
     for (uint32_t i = 0; i < op->input_count; i++) {
         const bool beside = i && (i == x->lengths || i == x->mask);
-        const uint32_t wanted = cut && !beside ? DTRAIN_PLACEMENT_COLUMNS : DTRAIN_PLACEMENT_WHOLE;
-        const uint32_t placement = op->inputs[i]->placement;
-        const bool either = placement == DTRAIN_PLACEMENT_ROWS && !beside;
-        if (placement != wanted)
-            return dtrain__placement_fail(op, i,
-                                          either   ? "whole, or cut by columns"
-                                          : wanted ? "cut by columns"
-                                                   : "whole");
+        if (op->inputs[i]->placement !=
+            (uint32_t)(cut && !beside ? DTRAIN_PLACEMENT_COLUMNS : DTRAIN_PLACEMENT_WHOLE))
+            return dtrain__refuse(op,
+                                  "expected q, k and v all whole or all cut by columns, and the "
+                                  "others whole; dtrain_place converts them");
     }
     if (!cut) return DTRAIN_OK;
     const int64_t d = row->whole / (x->k ? heads : all);
@@ -28461,25 +28224,24 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
         const dtrain__share *part = dtrain__tensor_share(op->inputs[inputs[i]]);
         const int64_t whole = (x->k ? of[i] : all) * d;
         if (part->whole != whole || part->runs != (x->k ? 1u : 3u))
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: input %u is cut out of %lld columns in %u components, expected "
-                               "%lld columns (heads of %lld) in %d",
-                               op->desc->name, inputs[i] + 1, (long long)part->whole,
-                               (unsigned)part->runs, (long long)whole, (long long)d, x->k ? 1 : 3);
+            return dtrain__refuse(op,
+                                  "expected input %u cut out of %lld columns (heads of %lld) in "
+                                  "%s",
+                                  inputs[i] + 1, (long long)whole, (long long)d,
+                                  x->k ? "one component" : "three components");
         DTRAIN__TRY(
             dtrain__heads_of(op, inputs[i], x->k ? 0 : i, begin, of[i], d, &first[i], &count[i]));
         if (!x->k) begin += of[i] * d;
     }
     for (uint32_t i = 1; i < 3; i++)
         if (first[i] * group != first[0] || count[i] * group != count[0])
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: this rank has the heads %lld to %lld of q and %lld to %lld of "
-                               "%s, which %lld heads of q share each; cut both into %lld parts "
-                               "(cut.parts)",
-                               op->desc->name, (long long)first[0],
-                               (long long)(first[0] + count[0] - 1), (long long)first[i],
-                               (long long)(first[i] + count[i] - 1), i == 1 ? "k" : "v",
-                               (long long)group, (long long)kv_heads);
+            return dtrain__refuse(op,
+                                  "this rank has the heads %lld to %lld of q and %lld to %lld of "
+                                  "%s, which %lld heads of q share each; cut both into %lld parts "
+                                  "(cut.parts)",
+                                  (long long)first[0], (long long)(first[0] + count[0] - 1),
+                                  (long long)first[i], (long long)(first[i] + count[i] - 1),
+                                  i == 1 ? "k" : "v", (long long)group, (long long)kv_heads);
     args->heads = count[0];
     args->kv_heads = count[1];
     x->first_head = first[0];
@@ -28493,26 +28255,22 @@ static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__atten
     const dtrain_tensor *lengths = op->inputs[x->lengths], *mask = op->inputs[x->mask];
     const int64_t full[4] = {args->batch, x->heads, args->queries, args->keys};
     int64_t shape[4] = {1, 1, 1, 1};
-    char text[DTRAIN__SHAPE_TEXT], full_text[DTRAIN__SHAPE_TEXT];
+    char text[DTRAIN__SHAPE_TEXT];
     if (x->lengths && lengths->count != args->batch)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %lld key lengths for a batch of %lld",
-                           op->desc->name, (long long)lengths->count, (long long)args->batch);
+        return dtrain__refuse(op, "%lld key lengths for a batch of %lld", (long long)lengths->count,
+                              (long long)args->batch);
     if (x->lengths) args->key_lengths = (const int32_t *)op->input_data[x->lengths];
     if (!x->mask) return DTRAIN_OK;
     if (mask->dtype != DTRAIN_DTYPE_F32 || mask->needs_grad)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the mask is %s%s, expected f32 and no gradient, which it does not "
-                           "get",
-                           op->desc->name, dtrain_dtype_name((dtrain_dtype)mask->dtype),
-                           mask->needs_grad ? " and wants a gradient" : "");
+        return dtrain__refuse(op, "expected a mask of f32, which gets no gradient%s",
+                              mask->needs_grad ? " and may not want one" : "");
     memcpy(shape + 4 - mask->ndim, mask->shape, mask->ndim * sizeof *shape);
     if (shape[3] != full[3] || shape[2] != full[2] || (shape[1] != 1 && shape[1] != full[1]) ||
         (shape[0] != 1 && shape[0] != full[0]))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the mask is %s, expected (batch, heads, queries, keys) = %s, where "
-                           "batch and heads may be 1 or left out",
-                           op->desc->name, dtrain__shape_text(mask->shape, text),
-                           dtrain__shape_text(full, full_text));
+        return dtrain__refuse(op,
+                              "expected a mask of (batch, heads, queries, keys) = %s, where batch "
+                              "and heads may be 1 or left out",
+                              dtrain__shape_text(full, text));
     if (shape[1] > 1) args->mask_head_step = args->queries * args->keys;
     if (shape[0] > 1) args->mask_batch_step = shape[1] * args->queries * args->keys;
     args->mask = (const float *)op->input_data[x->mask] + x->first_head * args->mask_head_step;
@@ -28523,71 +28281,49 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 {
     dtrain__attention *x = (dtrain__attention *)op->args;
     dtrain_attention_args *args = &x->args;
-    const int64_t heads = args->heads, kv_heads = args->kv_heads;
-    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
-    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
-    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
-    if (heads < 1 || kv_heads < 1 || heads % kv_heads)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld heads of queries cannot share %lld of keys equally",
-                           op->desc->name, (long long)heads, (long long)kv_heads);
+    const dtrain_tensor *q = op->inputs[0];
+    const uint32_t inputs[3] = {0, x->k, x->v};
+    const int64_t width = q->shape[q->ndim - 1];
+    const void *address[3];
+    int64_t stride[3], begin = 0;
+    if (args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads)
+        return dtrain__refuse(op, "%lld heads of queries cannot share %lld of keys equally",
+                              (long long)args->heads, (long long)args->kv_heads);
     if (args->queries < 1 || args->keys < 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
-                           op->desc->name, (long long)args->queries, (long long)args->keys);
-    args->dtype = (dtrain_dtype)q->dtype;
+        return dtrain__refuse(op, "a sequence of %lld queries and %lld keys, expected at least one",
+                              (long long)args->queries, (long long)args->keys);
     DTRAIN__TRY(dtrain__attention_here(op, x));
-    const int64_t all = args->heads + (x->k ? 0 : 2 * args->kv_heads);
-    args->batch = rows / args->queries;
+    const int64_t heads[3] = {args->heads, args->kv_heads, args->kv_heads};
+    const int64_t all = heads[0] + (x->k ? 0 : 2 * heads[1]);
+    bool good = width % all == 0 && (x->k || args->keys == args->queries);
+    args->dtype = (dtrain_dtype)q->dtype;
+    args->batch = q->count / width / args->queries;
     args->d = width / all;
-    args->q = op->input_data[0];
-    args->q_stride = width;
-    if (!x->k) { /* rows hold q, k and v side by side */
-        const size_t head_bytes = (size_t)args->d * dtrain_dtype_bytes(args->dtype);
-        if (rows % args->queries || width % all || args->keys != args->queries)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: rows %s of queries, keys and values side by side do not divide "
-                               "into sequences of %lld queries, as many keys (found %lld) and %lld "
-                               "+ 2 x %lld heads",
-                               op->desc->name, dtrain__shape_text(q->shape, q_text),
-                               (long long)args->queries, (long long)args->keys,
-                               (long long)args->heads, (long long)args->kv_heads);
-        args->k = (const char *)args->q + (size_t)args->heads * head_bytes;
-        args->v = (const char *)args->k + (size_t)args->kv_heads * head_bytes;
-        args->k_stride = args->v_stride = width;
-    } else {
-        const int64_t kv_width = args->kv_heads * args->d;
-        const int64_t count = args->batch * args->keys * kv_width;
-        args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
-        args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
-        if (rows % args->queries || width % all || args->k_stride != kv_width ||
-            args->v_stride != kv_width || k->count != count || v->count != count)
-            return dtrain_fail(
-                DTRAIN_ERROR_ARGUMENT,
-                "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads "
-                "of q, and %lld rows of %lld heads of k and v of the same size",
-                op->desc->name, dtrain__shape_text(q->shape, q_text),
-                dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
-                (long long)args->queries, (long long)args->heads, (long long)args->keys,
-                (long long)args->kv_heads);
-        if (q->dtype != k->dtype || q->dtype != v->dtype)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
-                               op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
-                               dtrain_dtype_name((dtrain_dtype)k->dtype),
-                               dtrain_dtype_name((dtrain_dtype)v->dtype));
+    for (uint32_t i = 0; i < 3; i++) { /* packed rows hold q, k and v side by side */
+        const dtrain_tensor *rows = op->inputs[inputs[i]];
+        const int64_t count = args->batch * (i ? args->keys : args->queries);
+        stride[i] = rows->shape[rows->ndim - 1];
+        good = good && rows->dtype == q->dtype && rows->count == count * stride[i] &&
+               (!x->k || stride[i] == heads[i] * args->d);
+        address[i] = (const char *)op->input_data[inputs[i]] +
+                     (size_t)begin * dtrain_dtype_bytes(args->dtype);
+        if (!x->k) begin += heads[i] * args->d;
     }
+    if (!good)
+        return dtrain__refuse(op,
+                              "expected sequences of %lld rows of %lld heads of q, and of %lld "
+                              "rows of %lld heads of k and v, %s, of one head size and type (see "
+                              "dtrain_cast)",
+                              (long long)args->queries, (long long)heads[0], (long long)args->keys,
+                              (long long)heads[1], x->k ? "each whole" : "side by side");
+    args->q = address[0], args->q_stride = stride[0];
+    args->k = address[1], args->k_stride = stride[1];
+    args->v = address[2], args->v_stride = stride[2];
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
     dtrain__output_like(op, q, args->heads * args->d, args->dtype);
     if (q->placement == DTRAIN_PLACEMENT_COLUMNS) {
         /* the heads of queries that are here, of a row of all of them */
-        const dtrain__groups *groups = &op->tape->groups;
-        const int64_t row[4] = {x->heads * args->d, 0, 0, 0};
-        dtrain_cut cut = dtrain__tensor_share(q)->cut;
-        dtrain__share part;
-        cut.components = 1;
-        memset(cut.widths, 0, sizeof cut.widths);
-        dtrain__share_of(&cut, row, groups->tensor_ranks, groups->tensor_rank, &part);
+        const dtrain__share part = dtrain__component_of(op, q, x->heads * args->d);
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
     args->y = op->output_data[0];
@@ -28686,22 +28422,20 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const bool cut = x->placement == DTRAIN_PLACEMENT_COLUMNS;
     const int64_t width = cut ? dtrain__tensor_share(x)->whole : x->shape[x->ndim - 1];
-    char text[DTRAIN__SHAPE_TEXT];
     if (x->placement == DTRAIN_PLACEMENT_ROWS)
-        return dtrain__placement_fail(op, 0, "whole, or cut by columns");
+        return dtrain__refuse(op, "expected input 1 whole, or cut by columns; dtrain_place "
+                                  "converts it");
     args->rows = x->count / x->shape[x->ndim - 1];
     if (args->sequence < 1 || args->rows % args->sequence || args->heads < 1 ||
         width % (2 * args->heads))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_rotary: %s does not divide into sequences of %lld rows and "
-                           "%lld heads of an even size",
-                           dtrain__shape_text(x->shape, text), (long long)args->sequence,
-                           (long long)args->heads);
+        return dtrain__refuse(op, "expected sequences of %lld rows and %lld heads of an even size",
+                              (long long)args->sequence, (long long)args->heads);
     if (args->rotated < 0 || args->rotated > args->heads || !(args->theta > 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_rotary: %lld of %lld heads with theta %g, expected at most all "
-                           "heads and a theta above 0",
-                           (long long)args->rotated, (long long)args->heads, (double)args->theta);
+        return dtrain__refuse(op,
+                              "%lld of %lld heads with theta %g, expected at most all heads and a "
+                              "theta above 0",
+                              (long long)args->rotated, (long long)args->heads,
+                              (double)args->theta);
     if (!args->rotated) args->rotated = args->heads;
     args->d = width / args->heads;
     int64_t heads = 0, rotated = 0; /* of this rank's columns: turned ones come first in each run */
@@ -28809,17 +28543,13 @@ static dtrain_result dtrain__matmul_prepare(dtrain_op *op)
 {
     dtrain__matmul *product = (dtrain__matmul *)op->args;
     const dtrain_tensor *a = op->inputs[0], *b = op->inputs[1];
-    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     bool match = a->ndim >= 2 && b->ndim >= 2 && a->shape[a->ndim - 1] == b->shape[b->ndim - 2] &&
                  (b->ndim == 2 || b->ndim == a->ndim);
     for (uint32_t axis = 0; match && axis + 2 < b->ndim; axis++)
         match = a->shape[axis] == b->shape[axis];
     if (!match)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_matmul: %s times %s, expected (..., m, k) times (..., k, n) with "
-            "the same leading axes, or (k, n)",
-            dtrain__shape_text(a->shape, left), dtrain__shape_text(b->shape, right));
+        return dtrain__refuse(op, "expected (..., m, k) times (..., k, n) with the same leading "
+                                  "axes, or (k, n)");
     product->k = b->shape[b->ndim - 2];
     product->n = b->shape[b->ndim - 1];
     product->batch = b->count / product->k / product->n;
@@ -28910,7 +28640,7 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
 {
     dtrain__reshape *to = (dtrain__reshape *)op->args;
     const dtrain_tensor *x = op->inputs[0];
-    char from_text[DTRAIN__SHAPE_TEXT], to_text[DTRAIN__SHAPE_TEXT];
+    char text[DTRAIN__SHAPE_TEXT];
     const int64_t here = x->shape[x->ndim - 1], whole = dtrain__tensor_share(x)->whole;
     const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS && !to->keeps;
     const bool rows = x->placement == DTRAIN_PLACEMENT_ROWS && !to->keeps;
@@ -28919,8 +28649,8 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
     bool good = to->ndim >= 1;
     if (to->dtype != DTRAIN_DTYPE_F32 && to->dtype != DTRAIN_DTYPE_BF16 &&
         to->dtype != DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, expected f32, bf16 or f16",
-                           op->desc->name, dtrain_dtype_name(to->dtype));
+        return dtrain__refuse(op, "dtype is %s, expected f32, bf16 or f16",
+                              dtrain_dtype_name(to->dtype));
     for (uint32_t axis = 0; axis < to->ndim; axis++) {
         const int64_t length = to->shape[axis];
         if (length == -1 && !open) open = &to->shape[axis];
@@ -28929,16 +28659,13 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
     }
     if (good && open && count % known == 0) *open = count / known, known = count;
     if (!good || known != count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s cannot become %s", op->desc->name,
-                           dtrain__shape_text(x->shape, from_text),
-                           dtrain__shape_text(to->shape, to_text));
+        return dtrain__refuse(op, "input 1 cannot become %s", dtrain__shape_text(to->shape, text));
     /* The whole shape becomes that of this rank's part, which stays the same piece of memory where
      * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
     int64_t *const last = &to->shape[to->ndim - 1];
     if ((columns || rows) && (*last != n || (rows && to->ndim != 2)))
-        return dtrain__placement_fail(op, 0,
-                                      rows ? "whole, or two axes of which the last one stays"
-                                           : "whole, or axes of which the last one stays");
+        return dtrain__refuse(op, "of a part%s the last one stays; dtrain_place makes it whole",
+                              rows ? " there are two axes, and" : "");
     if (rows) to->shape[0] = x->shape[0];
     if (columns) *last = here;
     dtrain_op_output(op, to->dtype, to->ndim, to->shape);
@@ -29024,9 +28751,7 @@ static dtrain_result dtrain__permute_prepare(dtrain_op *op)
         shape[i] = x->shape[to->axes[i]];
     }
     if (seen != (1u << x->ndim) - 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_permute: axes are not those of a tensor of %u axes, each once",
-                           x->ndim);
+        return dtrain__refuse(op, "expected each of the %u axes once", x->ndim);
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, shape);
     return DTRAIN_OK;
 }
@@ -29102,15 +28827,25 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
 
 /* ---- Sums, and rows ---------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank)
+DTRAIN__PRIVATE dtrain__share dtrain__part_of(const dtrain_op *op, const dtrain_cut *cut,
+                                              int64_t length, int rank)
 {
-    const int64_t shape[4] = {rows, 0, 0, 0};
+    const int64_t shape[4] = {length, 0, 0, 0};
     dtrain__share part;
-    dtrain_cut cut;
-    memset(&cut, 0, sizeof cut);
-    cut.axis = DTRAIN_CUT_ROWS;
-    dtrain__share_of(&cut, shape, ranks, rank, &part);
+    dtrain_cut rows;
+    memset(&rows, 0, sizeof rows);
+    rows.axis = DTRAIN_CUT_ROWS;
+    dtrain__share_of(cut ? cut : &rows, shape, op->tape->groups.tensor_ranks, rank, &part);
     return part;
+}
+
+DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dtrain_tensor *x,
+                                                   int64_t width)
+{
+    dtrain_cut cut = dtrain__tensor_share(x)->cut;
+    cut.components = 1;
+    memset(cut.widths, 0, sizeof cut.widths);
+    return dtrain__part_of(op, &cut, width, op->tape->groups.tensor_rank);
 }
 
 /* Leave a collective to the caller, or wait for it: without `work`, or where the strategy wants no
@@ -29150,7 +28885,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const voi
         DTRAIN__TRY(dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n),
                                       (dtrain_dtype)dtype, &started));
     for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        const dtrain__share of = dtrain__part_of(op, NULL, rows, r);
         char *place = (char *)whole + (size_t)of.first[0] * row;
         if (r == groups->tensor_rank)
             DTRAIN__TRY(op->device->ops->copy(op->device, place, part, (size_t)of.count * row,
@@ -29175,7 +28910,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const vo
         DTRAIN__TRY(dtrain_reduce_scatter(comm, whole, part, (size_t)(rows / ranks * n),
                                           (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, &started));
     for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        const dtrain__share of = dtrain__part_of(op, NULL, rows, r);
         DTRAIN__TRY(dtrain_reduce(comm, (const char *)whole + (size_t)of.first[0] * row, part,
                                   (size_t)(of.count * n), (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, r,
                                   &started));
@@ -29195,15 +28930,6 @@ typedef struct dtrain__place {
     int64_t slot;          /* elements of the largest block */
     dtrain_cut cut;        /* of the columns */
 } dtrain__place;
-
-static dtrain__share dtrain__columns_of(const dtrain_op *op, int rank)
-{
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    const int64_t shape[4] = {place->columns, 0, 0, 0};
-    dtrain__share part;
-    dtrain__share_of(&place->cut, shape, op->tape->groups.tensor_ranks, rank, &part);
-    return part;
-}
 
 /* Count the elements that a conversion borrows: a slot, all ranks' slots, the transpose. */
 static int64_t dtrain__place_scratch(const dtrain_op *op)
@@ -29236,7 +28962,8 @@ static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, 
     const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
     const size_t element = dtrain_dtype_bytes(dtype), slot = (size_t)place->slot;
     const int64_t rows = place->rows;
-    const int64_t count = rows * dtrain__columns_of(op, groups->tensor_rank).count;
+    const int64_t count =
+        rows * dtrain__part_of(op, &place->cut, place->columns, groups->tensor_rank).count;
     char *const blocks = scratch + slot * element;
     char *const turned = blocks + (size_t)groups->tensor_ranks * slot * element;
     dtrain_work *work = NULL;
@@ -29248,7 +28975,7 @@ static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, 
     DTRAIN__TRY(dtrain_all_gather(groups->tensor, x, blocks, slot, dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
     for (int r = 0; r < groups->tensor_ranks; r++) {
-        const dtrain__share part = dtrain__columns_of(op, r);
+        const dtrain__share part = dtrain__part_of(op, &place->cut, place->columns, r);
         const char *run = blocks + (size_t)r * slot * element;
         for (uint32_t i = 0; i < part.runs; i++) {
             DTRAIN__TRY(dtrain__turn(op, run, rows, part.length[i], part.count,
@@ -29263,7 +28990,8 @@ static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whol
                                            char *turned)
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
-    const dtrain__share part = dtrain__columns_of(op, op->tape->groups.tensor_rank);
+    const dtrain__share part =
+        dtrain__part_of(op, &place->cut, place->columns, op->tape->groups.tensor_rank);
     const size_t element = dtrain_dtype_bytes((dtrain_dtype)op->inputs[0]->dtype);
     int64_t at = 0;
     for (uint32_t i = 0; i < part.runs; at += part.length[i++])
@@ -29288,8 +29016,7 @@ static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const
         return (gathers ? dtrain__gather_columns
                         : dtrain__slice_columns)(op, (const char *)x, (char *)y, (char *)scratch);
     if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
-    const dtrain__share rows =
-        dtrain__rows_share(place->rows, groups->tensor_ranks, groups->tensor_rank);
+    const dtrain__share rows = dtrain__part_of(op, NULL, place->rows, groups->tensor_rank);
     return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
                                  (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
@@ -29301,36 +29028,32 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const dtrain__share *part = dtrain__tensor_share(x);
     const int64_t n = x->shape[x->ndim - 1];
-    dtrain__share kept;
-    char text[DTRAIN__SHARE_TEXT];
     if (place->to > DTRAIN_PLACEMENT_ROWS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_place: placement is %u, which is not a dtrain_placement",
-                           place->to);
+        return dtrain__refuse(op, "placement is %u, which is not a dtrain_placement", place->to);
     place->gathers = place->to == DTRAIN_PLACEMENT_WHOLE;
     place->by_columns =
         (place->gathers ? x->placement : place->to) == (uint32_t)DTRAIN_PLACEMENT_COLUMNS;
     place->columns = x->placement == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
     place->rows = x->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
     const int64_t length = place->by_columns ? place->columns : place->rows;
-    kept = dtrain__rows_share(length, groups->tensor_ranks, groups->tensor_rank);
+    const dtrain__share kept = dtrain__part_of(op, NULL, length, groups->tensor_rank);
     if (!place->gathers && length < groups->tensor_ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_place: %lld %s to share, and the tensor axis has %d ranks: each "
-                           "needs one",
-                           (long long)length, place->by_columns ? "columns" : "rows",
-                           groups->tensor_ranks);
+        return dtrain__refuse(op,
+                              "%lld %s to share, and each of the %d ranks of the tensor axis "
+                              "needs one",
+                              (long long)length, place->by_columns ? "columns" : "rows",
+                              groups->tensor_ranks);
 
     /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
     place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
-    const dtrain__share here = dtrain__columns_of(op, groups->tensor_rank);
+    const dtrain__share here =
+        dtrain__part_of(op, &place->cut, place->columns, groups->tensor_rank);
     if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_place: of the input this rank has the columns %s, and those of "
-                           "other ranks are not known; convert what it was made of",
-                           dtrain__share_text(part, text));
+        return dtrain__refuse(op, "the columns of other ranks are not known; convert what input 1 "
+                                  "was made of");
     for (int r = 0; r < groups->tensor_ranks; r++)
-        place->slot = dtrain__max(place->slot, place->rows * dtrain__columns_of(op, r).count);
+        place->slot = dtrain__max(
+            place->slot, place->rows * dtrain__part_of(op, &place->cut, place->columns, r).count);
 
     if (place->by_columns) {
         dtrain__output_like(op, x, place->gathers ? place->columns : kept.count,
@@ -29421,19 +29144,19 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
     const dtrain_strategy *strategy = op->tape->strategy;
     const char *name = op->desc->name;
     if (desc->activation != DTRAIN_ACTIVATION_NONE && desc->activation != DTRAIN_ACTIVATION_RELU)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: activation is %u, expected none or ReLU: its slope is taken from "
-                           "its result",
-                           name, (unsigned)desc->activation);
+        return dtrain__refuse(op,
+                              "activation is %u, expected none or ReLU, whose slope is known "
+                              "from the result",
+                              (unsigned)desc->activation);
     if (!(desc->momentum >= 0 && desc->momentum <= 1) || !(desc->epsilon >= 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: momentum is %g, expected 0 to 1; epsilon is %g, expected 0 or more",
-                           name, (double)desc->momentum, (double)desc->epsilon);
+        return dtrain__refuse(op,
+                              "momentum is %g, expected 0 to 1; epsilon is %g, expected 0 or "
+                              "more",
+                              (double)desc->momentum, (double)desc->epsilon);
     for (uint32_t i = 2; i < op->param_count; i++)
         if (!(op->params[i]->flags & DTRAIN_PARAM_BUFFER))
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: parameter %s is a running average without DTRAIN_PARAM_BUFFER",
-                               name, dtrain__param_name(op->params[i]));
+            return dtrain__refuse(op, "running average %s has no DTRAIN_PARAM_BUFFER",
+                                  dtrain__param_name(op->params[i]));
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
     if (strategy && desc->comm && desc->comm == dtrain__groups_of(strategy).data)
@@ -29456,9 +29179,7 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
     if (op->input_count == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_same(op));
     if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: x is %s and the residual %s; cast one of them",
-                       name, dtrain_dtype_name((dtrain_dtype)op->inputs[0]->dtype),
-                       dtrain_dtype_name((dtrain_dtype)op->inputs[1]->dtype));
+    return dtrain__refuse(op, "expected a residual of the type of x; cast one of them");
 }
 
 /* Take memory that activation checkpointing does not drop. */
@@ -29611,27 +29332,20 @@ static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d 
 {
     static const char *const names[2] = {"height", "width"};
     const dtrain_tensor *x = op->inputs[0];
-    char text[DTRAIN__SHAPE_TEXT];
     int64_t count[2];
-    if (x->ndim != 4)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: x is %s, expected (batch, height, width, channels)", op->desc->name,
-                           dtrain__shape_text(x->shape, text));
+    if (x->ndim != 4) return dtrain__refuse(op, "expected (batch, height, width, channels)");
     for (int axis = 0; axis < 2; axis++) {
         const int64_t padded = x->shape[1 + axis] + 2 * w->padding[axis];
         const int64_t reach = (w->kernel[axis] - 1) * w->dilation[axis] + 1;
         if (w->stride[axis] < 1 || w->dilation[axis] < 1 || w->padding[axis] < 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: %s has stride %lld, dilation %lld, padding %lld; expected 1 or "
-                               "more of the first two and 0 or more of the last",
-                               op->desc->name, names[axis], (long long)w->stride[axis],
-                               (long long)w->dilation[axis], (long long)w->padding[axis]);
+            return dtrain__refuse(op,
+                                  "%s has stride %lld, dilation %lld, padding %lld; expected 1 or "
+                                  "more of the first two and 0 or more of the last",
+                                  names[axis], (long long)w->stride[axis],
+                                  (long long)w->dilation[axis], (long long)w->padding[axis]);
         if (reach > padded)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: a window reaches over %lld pixels, but x %s with its padding "
-                               "has a %s of %lld",
-                               op->desc->name, (long long)reach, dtrain__shape_text(x->shape, text),
-                               names[axis], (long long)padded);
+            return dtrain__refuse(op, "a window reaches over %lld pixels of a padded %s of %lld",
+                                  (long long)reach, names[axis], (long long)padded);
         count[axis] = (padded - reach) / w->stride[axis] + 1;
     }
     w->batch = x->shape[0];
@@ -29651,22 +29365,17 @@ static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
     dtrain_windows2d *w = &args->windows;
     const dtrain_tensor *x = op->inputs[0];
     const int64_t *weight = op->param_shape[0];
-    char image[DTRAIN__SHAPE_TEXT], found[DTRAIN__SHAPE_TEXT];
     for (int axis = 0; axis < 2; axis++) w->kernel[axis] = weight[2 + axis];
     if (dtrain__max(weight[2], weight[3]) > DTRAIN_CONV2D_KERNEL)
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_conv2d: parameter %s is %s, expected a kernel of at most %d x %d",
-            dtrain__param_name(op->params[0]), dtrain__shape_text(weight, found),
-            DTRAIN_CONV2D_KERNEL, DTRAIN_CONV2D_KERNEL);
+        return dtrain__refuse(op, "expected a kernel of at most %d x %d", DTRAIN_CONV2D_KERNEL,
+                              DTRAIN_CONV2D_KERNEL);
     DTRAIN__TRY(dtrain__windows_over(op, w));
     if (weight[3] < 1 || args->groups < 1 || x->shape[3] % args->groups ||
         weight[0] % args->groups || x->shape[3] / args->groups != weight[1])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_conv2d: parameter %s is %s where input %s in %lld groups needs "
-                           "(out_channels, in_channels / groups, kernel_height, kernel_width)",
-                           dtrain__param_name(op->params[0]), dtrain__shape_text(weight, found),
-                           dtrain__shape_text(x->shape, image), (long long)args->groups);
+        return dtrain__refuse(op,
+                              "in %lld groups, expected the weight as (out_channels, in_channels "
+                              "/ groups, kernel_height, kernel_width)",
+                              (long long)args->groups);
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, weight[0], 0));
     const int64_t shape[4] = {w->batch, w->out_height, w->out_width, weight[0]};
     dtrain_op_output(op, op->cast, 4, shape);
@@ -29747,19 +29456,18 @@ static dtrain_result dtrain__pool2d_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const bool whole = desc->kernel[0] == 0 && desc->kernel[1] == 0;
     if (desc->kind != DTRAIN_POOL_MAX && desc->kind != DTRAIN_POOL_AVERAGE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind is %u, not a dtrain_pool_kind",
-                           op->desc->name, desc->kind);
+        return dtrain__refuse(op, "kind is %u, not a dtrain_pool_kind", desc->kind);
     for (int axis = 0; axis < 2; axis++) {
         w->kernel[axis] = whole && x->ndim == 4 ? x->shape[1 + axis] : desc->kernel[axis];
         w->stride[axis] = desc->stride[axis] && !whole ? desc->stride[axis] : w->kernel[axis];
         w->padding[axis] = desc->padding[axis];
         w->dilation[axis] = 1;
         if ((desc->kernel[axis] < 1 && !whole) || 2 * desc->padding[axis] > desc->kernel[axis])
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: axis %d has a kernel of %lld and padding of %lld; expected 1 "
-                               "or more, or 0 in both axes, and half of the kernel at most",
-                               op->desc->name, axis, (long long)desc->kernel[axis],
-                               (long long)desc->padding[axis]);
+            return dtrain__refuse(op,
+                                  "axis %d has a kernel of %lld and padding of %lld; expected 1 "
+                                  "or more, or 0 in both axes, and half of the kernel at most",
+                                  axis, (long long)desc->kernel[axis],
+                                  (long long)desc->padding[axis]);
     }
     DTRAIN__TRY(dtrain__windows_over(op, w));
     const int64_t shape[4] = {w->batch, w->out_height, w->out_width, w->channels};
@@ -29818,9 +29526,7 @@ static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
     const uint32_t kind = args->kind;
     if (kind > DTRAIN_POINTWISE_LOGISTIC_LOSS || kind == DTRAIN_ACTIVATION_NONE ||
         (!other && kind > (uint32_t)DTRAIN_ACTIVATION_SILU))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: activation is %u, which is not a dtrain_activation", op->desc->name,
-                           kind);
+        return dtrain__refuse(op, "activation is %u, which is not a dtrain_activation", kind);
     if (other) DTRAIN__TRY(dtrain__check_same(op));
     args->x_dtype = args->y_dtype = (dtrain_dtype)x->dtype;
     if (other) args->other_dtype = (dtrain_dtype)other->dtype;
@@ -29958,21 +29664,14 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     const int64_t all_rows = logits->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : rows;
     const int64_t whole_n = columns ? part->whole : n;
     const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
-    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (targets->count != all_rows)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                           dtrain__shape_text(logits->shape, left), (long long)all_rows,
-                           dtrain__shape_text(targets->shape, right));
+        return dtrain__refuse(op, "expected a target for each of the %lld rows of the logits",
+                              (long long)all_rows);
     if (args->classes < 0 || args->classes > whole_n)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
-                           (long long)args->classes, dtrain__shape_text(logits->shape, left),
-                           (long long)whole_n);
+        return dtrain__refuse(op, "%lld classes, and the logits have %lld columns",
+                              (long long)args->classes, (long long)whole_n);
     if (!(args->smoothing >= 0 && args->smoothing <= 1)) /* so written that NaN is refused */
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: smoothing is %g, not in [0, 1]",
-                           (double)args->smoothing);
+        return dtrain__refuse(op, "smoothing is %g, not in [0, 1]", (double)args->smoothing);
     args->rows = rows;
     args->n = n;
     args->logits = op->input_data[0];
@@ -29984,10 +29683,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
     if (columns) { /* whole numbers become this rank's */
         if (part->runs > 1)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "%s: the columns of the logits are cut in %u components, expected "
-                               "one: the vocabulary",
-                               op->desc->name, (unsigned)part->runs);
+            return dtrain__refuse(op, "expected columns cut in one component: the vocabulary");
         args->whole_classes = args->classes ? args->classes : part->whole;
         args->first_class = part->first[0];
         args->classes = args->whole_classes - args->first_class;
@@ -30084,10 +29780,8 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0], *y = op->inputs[1];
-    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (x->count == y->count && x->shape[x->ndim - 1] == y->shape[y->ndim - 1]) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", op->desc->name,
-                       dtrain__shape_text(x->shape, left), dtrain__shape_text(y->shape, right));
+    return dtrain__refuse(op, "expected inputs of the same count and last axis");
 }
 
 /* ---- Add
@@ -30168,8 +29862,7 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const float probability = ((const dtrain__map *)op->args)->dropout.probability;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
-                           op->desc->name, (double)probability);
+        return dtrain__refuse(op, "probability is %g, not in [0, 1)", (double)probability);
     /* Random numbers are drawn by an element's place in the whole tensor, so that the masks of all
      * ranks together equal the mask of one. */
     dtrain_part *const of = &((dtrain__map *)op->args)->dropout.part;
@@ -30360,10 +30053,10 @@ DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
     if (dtrain__stage_is_remote(tape)) return;
     dtrain__tape_segment *segment =
-        (dtrain__tape_segment *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *segment);
+        (dtrain__tape_segment *)dtrain__take_host(tape, tape->slot->arenas, sizeof *segment);
     if (!segment) return;
     segment->unit = tape->unit;
-    segment->region = &tape->arenas[DTRAIN__ARENA_REGION + tape->pass.segment_count++ % 2];
+    segment->region = &tape->slot->arenas[DTRAIN__ARENA_REGION + tape->pass.segment_count++ % 2];
     dtrain__region_take(segment);
     dtrain__bump_rewind(segment->region);
     tape->pass.segment = segment;
@@ -30470,55 +30163,35 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  *                            x ------>                      would have been
  *
  * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
- * stages read. The first of its passes of a micro-batch does; later ones share it.
- *
- * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers
- * into the tape's arenas, which segments have, are right again when their slot is. */
+ * stages read. The first of its passes of a micro-batch does; later ones share it. */
 
 /* ---- Slots ------------------------------------------------------------------------------------*/
 
-/* Exchange what is in the tape for what is in a slot. */
 static void dtrain__slot_select(dtrain_tape *tape, dtrain__pass_slot *slot)
 {
-    dtrain__stages *stages = tape->stages;
-    dtrain__bump *const arenas = &tape->arenas[DTRAIN__ARENA_HOST];
-    dtrain__pass_slot *const before = stages->slot;
-    if (before == slot) return;
-    before->pass = tape->pass;
-    memcpy(before->arenas, arenas, sizeof before->arenas);
+    tape->slot->pass = tape->pass;
     tape->pass = slot->pass;
-    memcpy(arenas, slot->arenas, sizeof slot->arenas);
-    stages->slot = slot;
+    tape->slot = slot;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t count,
-                                                    const bool *here, const int32_t *stage_units,
-                                                    size_t unit_count, uint32_t slot_count,
-                                                    uint32_t inbox_count)
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, const dtrain__stage_map *map,
+                                                    uint32_t slot_count, uint32_t inbox_count)
 {
     const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = (dtrain__stages *)dtrain__alloc(a, 1, sizeof *stages, "stages");
     if (!stages) return DTRAIN_ERROR_MEMORY;
-    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
+    dtrain__slots_free(tape); /* other ranks reach the memory of a tape with stages */
     tape->stages = stages;
-    stages->count = count;
-    stages->here = here;
-    stages->stage_units = stage_units;
-    stages->unit_count = unit_count;
-    stages->slots =
-        (dtrain__pass_slot *)dtrain__alloc(a, slot_count, sizeof *stages->slots, "slots");
-    if (!stages->slots) return DTRAIN_ERROR_MEMORY;
-    stages->slot_count = slot_count;
-    stages->slot = stages->slots;
-    for (uint32_t i = 1; i < slot_count; i++)
-        for (int k = 0; k < DTRAIN__PASS_ARENAS; k++)
-            stages->slots[i].arenas[k].device = tape->arenas[DTRAIN__ARENA_HOST + k].device;
-    stages->zeros.device = tape->device;
+    stages->map = map;
+    DTRAIN__TRY(dtrain__slots_create(tape, slot_count));
+    dtrain__arena_add(tape, &stages->zeros, tape->device);
+    dtrain__arena_add(tape, &stages->lists, NULL);
     stages->inboxes =
         (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
     if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
     stages->inbox_count = inbox_count;
-    for (uint32_t i = 0; i < inbox_count; i++) stages->inboxes[i].arena.device = tape->device;
+    for (uint32_t i = 0; i < inbox_count; i++)
+        dtrain__arena_add(tape, &stages->inboxes[i].arena, tape->device);
     return DTRAIN_OK;
 }
 
@@ -30526,15 +30199,7 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
     if (!stages) return;
-    dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
-    for (uint32_t s = 0; s < stages->slot_count; s++)
-        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
-            dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
-    for (uint32_t i = 0; i < stages->inbox_count; i++)
-        dtrain__bump_free(tape, &stages->inboxes[i].arena);
-    dtrain__bump_free(tape, &stages->zeros);
     dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
-    dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
     dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
     tape->stages = NULL;
 }
@@ -30543,34 +30208,32 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 {
-    return tape->stages && tape->stages->slot->stage == DTRAIN__SURVEY;
+    return tape->stages && tape->slot->stage == DTRAIN__SURVEY;
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 {
-    return tape->stages && tape->stages->at != tape->stages->slot->stage;
+    return tape->stages && tape->stages->at != tape->slot->stage;
 }
 
 /* Note which stage the pass has come to. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit)
+DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, uint32_t unit)
 {
     dtrain__stages *stages = tape->stages;
-    size_t i = 0;
     if (!stages) return DTRAIN_OK;
-    while (i < stages->unit_count && stages->stage_units[2 * i] != unit) i++;
-    if (i == stages->unit_count)
+    const int32_t stage = dtrain__stage_of_unit(stages->map, unit);
+    if (stage < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_tape_unit: no parameter belongs to unit %lld, so that it is on "
-                           "no stage of the pipeline; mark units that have parameters",
-                           (long long)unit);
-    const int32_t stage = stages->stage_units[2 * i + 1];
+                           "dtrain_tape_unit: no parameter belongs to unit %u, so that it is on no "
+                           "stage of the pipeline; mark units that have parameters",
+                           unit);
     if (stage < stages->at)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tape_unit: unit %lld is on stage %d of the pipeline, and the "
+                           "dtrain_tape_unit: unit %u is on stage %d of the pipeline, and the "
                            "pass has come to stage %d; use units in the order in which their first "
                            "parameters are registered, and register an alias of a parameter in "
                            "each other unit that uses it",
-                           (long long)unit, (int)stage, (int)stages->at);
+                           unit, (int)stage, (int)stages->at);
     stages->at = stage;
     return DTRAIN_OK;
 }
@@ -30579,7 +30242,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
                                         const dtrain_node *node)
 {
     const dtrain__stages *stages = tape->stages;
-    dtrain__pass_slot *slot = stages->slot;
+    dtrain__pass_slot *slot = tape->slot;
     dtrain_tensor *x = &made->tensor;
     made->stage = made->last_stage = node ? stages->at : -1;
     made->remote = x->data == (void *)DTRAIN__REMOTE;
@@ -30619,7 +30282,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tens
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
     if (!stages) return DTRAIN_OK;
     if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (dtrain__is_surveying(tape)) made->wanted = made->wanted || stages->here[stages->at];
+    if (dtrain__is_surveying(tape)) made->wanted = made->wanted || stages->map->here[stages->at];
     if (dtrain__stage_is_remote(tape) || !made->remote) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "stage %d reads a tensor of stage %d, which it did not do in the first "
@@ -30632,8 +30295,8 @@ DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
     if (!stages) return true;
-    const size_t number = stages->slot->input_count;
-    return !dtrain__is_surveying(tape) && stages->slot->batch == stages->slot &&
+    const size_t number = tape->slot->input_count;
+    return !dtrain__is_surveying(tape) && tape->slot->batch == tape->slot &&
            number < stages->input_count && stages->reads[number];
 }
 
@@ -30642,7 +30305,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
     dtrain__stages *stages = tape->stages;
     *shared = false;
     if (!stages) return DTRAIN_OK;
-    dtrain__pass_slot *slot = stages->slot;
+    dtrain__pass_slot *slot = tape->slot;
     const size_t number = slot->input_count++;
     if (x->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -30667,36 +30330,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
 
 /* ---- The survey -------------------------------------------------------------------------------*/
 
-/* Note what the model, run with all stages remote, has shown: first how much, for one piece of
- * memory with all lists. */
+/* Note what the model, run with all stages remote, has shown. */
 static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
-    const dtrain__tape_tensor *made = stages->slot->listed;
+    const dtrain__tape_tensor *made = tape->slot->listed;
     size_t count = 0, inputs = 0, number = tape->pass.tensor_count;
     for (const dtrain__tape_tensor *x = made; x; x = x->next) {
         inputs += x->stage < 0;
         count += x->last_stage > x->stage;
     }
-    if (!stages->lists || count != stages->crossing_count || inputs != stages->input_count) {
-        const size_t crossed = stages->slot_count * count, received = stages->inbox_count * count;
-        dtrain__free(&tape->allocator, stages->lists, stages->list_bytes, 1);
-        stages->crossing_count = stages->input_count = 0;
-        stages->list_bytes = count * sizeof *stages->crossings + received * sizeof(void *) +
-                             crossed * sizeof(dtrain__crossed) + inputs * sizeof *stages->reads;
-        stages->lists =
-            dtrain__alloc(&tape->allocator, stages->list_bytes, 1, "what crosses stages");
-        if (!stages->lists) return DTRAIN_ERROR_MEMORY;
-        stages->crossing_count = count;
-        stages->input_count = inputs;
-        stages->crossings = (dtrain__crossing *)stages->lists;
-        for (size_t i = 0; i < stages->slot_count; i++)
-            stages->slots[i].crossed = (dtrain__crossed *)(stages->crossings + count) + i * count;
-        void **const inbox = (void **)(stages->slots[0].crossed + crossed);
-        for (size_t i = 0; i < stages->inbox_count; i++)
-            stages->inboxes[i].received = inbox + i * count;
-        stages->reads = (bool *)(inbox + received);
-    }
+    stages->crossing_count = stages->input_count = 0;
+    dtrain__bump_rewind(&stages->lists);
+    stages->crossings = (dtrain__crossing *)dtrain__take_host(tape, &stages->lists,
+                                                              count * sizeof *stages->crossings);
+    stages->reads = (bool *)dtrain__take_host(tape, &stages->lists, inputs * sizeof(bool));
+    for (uint32_t s = 0; s < tape->slot_count; s++)
+        tape->slots[s].crossed = (dtrain__crossed *)dtrain__take_host(
+            tape, &stages->lists, count * sizeof(dtrain__crossed));
+    for (uint32_t i = 0; i < stages->inbox_count; i++)
+        stages->inboxes[i].received =
+            (void **)dtrain__take_host(tape, &stages->lists, count * sizeof(void *));
+    DTRAIN__TRY(tape->error);
+    stages->crossing_count = count;
+    stages->input_count = inputs;
     for (const dtrain__tape_tensor *x = made; x; x = x->next, number--) {
         if (x->stage < 0) stages->reads[--inputs] = x->wanted;
         if (x->last_stage <= x->stage) continue;
@@ -30715,14 +30372,16 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
 {
-    dtrain__stages *stages = tape->stages;
-    const size_t count = stages->slot_count * stages->crossing_count;
+    const size_t count = tape->stages->crossing_count;
     dtrain__tape_reset(tape);
-    if (count) memset(stages->slots[0].crossed, 0, count * sizeof(dtrain__crossed));
+    for (uint32_t s = 0; count && s < tape->slot_count; s++)
+        memset(tape->slots[s].crossed, 0, count * sizeof(dtrain__crossed));
 }
 
-DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
-                                        size_t i, size_t *crossing)
+/* Find item i of a message between `stage` and the next one: the tensor's place among all that
+ * cross; false: there is none. `gradient`: of the message that goes back. */
+static bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient, size_t i,
+                               size_t *crossing)
 {
     const dtrain__stages *stages = tape->stages;
     for (size_t k = 0; k < stages->crossing_count; k++) {
@@ -30734,37 +30393,13 @@ DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, 
     return false;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t number,
-                                                    int32_t stage)
-{
-    const dtrain__stages *stages = tape->stages;
-    dtrain__inbox *inbox = &stages->inboxes[number];
-    dtrain__bump_rewind(&inbox->arena);
-    for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++) {
-        const dtrain__crossing *c = &stages->crossings[k];
-        inbox->received[k] = dtrain__take_values(tape, &inbox->arena, c->count, c->dtype);
-        if (!inbox->received[k]) return tape->error;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t number)
-{
-    const dtrain__stages *stages = tape->stages;
-    for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__crossed *crossed = &stages->slots[number].crossed[k];
-        dtrain__scratch_give(crossed->sent);
-        crossed->sent = NULL;
-    }
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
                                                   uint32_t batch, int32_t stage,
                                                   dtrain__stage_source source, uint32_t flags,
                                                   uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
-    dtrain__pass_slot *slot = &stages->slots[number];
+    dtrain__pass_slot *slot = &tape->slots[number];
     dtrain__slot_select(tape, slot);
     for (size_t k = 0; k < stages->crossing_count; k++) {
         dtrain__crossed *crossed = &slot->crossed[k];
@@ -30773,43 +30408,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
         crossed->received = NULL;
     }
     slot->stage = stage;
-    slot->batch = &stages->slots[batch];
+    slot->batch = &tape->slots[batch];
     slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
     for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
         slot->crossed[k].received = source.inbox >= 0
                                         ? stages->inboxes[source.inbox].received[k]
-                                        : stages->slots[source.slot].crossed[k].tensor->tensor.data;
+                                        : tape->slots[source.slot].crossed[k].tensor->tensor.data;
     return dtrain__pass_begin(tape, flags, seed);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
-    const dtrain__pass_slot *slot = stages->slot;
+    const dtrain__pass_slot *slot = tape->slot;
     DTRAIN__TRY(tape->error);
     if (slot->stage == DTRAIN__SURVEY) return dtrain__survey_end(tape);
-    if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
+    if (slot->next_crossing == stages->crossing_count && stages->at == stages->map->stages - 1)
         return DTRAIN_OK;
     return dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_USAGE,
                           "the loss made %zu of the %zu tensors that cross stages, and came to "
                           "stage %d of %d: which operations it calls must not depend on values",
                           slot->next_crossing, stages->crossing_count, (int)stages->at,
-                          (int)stages->count));
+                          (int)stages->map->stages));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t number,
                                                  const uint32_t *from)
 {
-    dtrain__stages *stages = tape->stages;
-    dtrain__pass_slot *slot = &stages->slots[number];
+    dtrain__pass_slot *slot = &tape->slots[number];
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
         dtrain__tape_tensor *x = slot->crossed[k].tensor;
         bool accumulate;
         if (from) {
-            dtrain__tape_tensor *y = stages->slots[*from].crossed[k].tensor;
+            dtrain__tape_tensor *y = tape->slots[*from].crossed[k].tensor;
             x->gradient = y->gradient;
             x->tensor.grad = y->tensor.grad;
             y->gradient = NULL;
@@ -30823,7 +30457,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
                                                      dtrain_tensor *loss, float scale, bool more,
                                                      bool halves)
 {
-    dtrain__pass_slot *slot = &tape->stages->slots[number];
+    dtrain__pass_slot *slot = &tape->slots[number];
     dtrain__slot_select(tape, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
@@ -30844,31 +30478,60 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t number)
 {
-    dtrain__slot_select(tape, &tape->stages->slots[number]);
+    dtrain__slot_select(tape, &tape->slots[number]);
     return dtrain__backward_params(tape);
 }
 
-DTRAIN__PRIVATE void *dtrain__crossing_zeros(dtrain_tape *tape, size_t crossing)
+DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stage,
+                                                 const dtrain_pipeline_action *action, bool empty,
+                                                 size_t i, dtrain_pipeline_part *part)
 {
     dtrain__stages *stages = tape->stages;
+    const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
+    const bool gives_back = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    const bool seeds = action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
+    const int32_t before = receives || gives_back ? stage - 1 : stage;
     dtrain__bump *zeros = &stages->zeros;
-    const dtrain__crossing *c = &stages->crossings[crossing];
-    const uint64_t bytes = zeros->bytes;
-    dtrain__bump_rewind(zeros);
-    void *memory = dtrain__take_values(tape, zeros, c->count, c->dtype);
-    if (memory && zeros->bytes > bytes)
-        dtrain__tape_stick(
-            tape, tape->device->ops->zero(tape->device, memory, (size_t)(zeros->bytes - bytes)));
-    return memory;
-}
-
-DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
-                                         bool gradient)
-{
-    const dtrain__crossed *crossed = &tape->stages->slots[slot].crossed[crossing];
-    const dtrain__tape_tensor *x = crossed->tensor;
-    if (!gradient && crossed->received) return crossed->received;
-    return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;
+    size_t k;
+    if (empty && (gives_back || seeds)) return DTRAIN_OK;
+    if (receives && i == 0) {
+        dtrain__inbox *inbox = &stages->inboxes[action->inbox];
+        dtrain__bump_rewind(&inbox->arena);
+        for (size_t n = 0; dtrain__stage_item(tape, before, false, n, &k); n++) {
+            const dtrain__crossing *c = &stages->crossings[k];
+            inbox->received[k] = dtrain__take_values(tape, &inbox->arena, c->count, c->dtype);
+            if (!inbox->received[k]) return tape->error;
+        }
+    }
+    for (k = 0; gives_back && i == 0 && k < stages->crossing_count; k++) {
+        dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
+        dtrain__scratch_give(crossed->sent);
+        crossed->sent = NULL;
+    }
+    if (seeds && i == 0) DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
+    if (!dtrain__stage_item(tape, before, gives_back || seeds, i, &k)) return DTRAIN_OK;
+    const dtrain__crossing *c = &stages->crossings[k];
+    if (receives) {
+        part->address = stages->inboxes[action->inbox].received[k];
+    } else if (empty) {
+        const uint64_t bytes = zeros->bytes;
+        dtrain__bump_rewind(zeros);
+        part->address = dtrain__take_values(tape, zeros, c->count, c->dtype);
+        if (part->address && zeros->bytes > bytes)
+            dtrain__tape_stick(tape, tape->device->ops->zero(tape->device, part->address,
+                                                             (size_t)(zeros->bytes - bytes)));
+    } else {
+        const dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
+        const dtrain__tape_tensor *x = crossed->tensor;
+        part->address = gives_back || seeds ? x ? x->tensor.grad : NULL
+                        : crossed->received ? crossed->received
+                        : x                 ? x->tensor.data
+                                            : NULL;
+    }
+    if (!part->address) return tape->error;
+    part->count = (size_t)c->count;
+    part->dtype = (dtrain_dtype)c->dtype;
+    return DTRAIN_OK;
 }
 
 /* ==== src/tape/costs.c ======================================================================== */
@@ -30942,25 +30605,49 @@ static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
     return tape->groups.tensor || tape->stages ? tape->groups.model : NULL;
 }
 
-DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena)
+DTRAIN__PRIVATE void dtrain__arena_add(dtrain_tape *tape, dtrain__bump *arena,
+                                       dtrain_device *device)
 {
-    dtrain_comm *sharing = dtrain__sharing(tape);
-    dtrain_device *device = arena->device;
-    for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
-        next = chunk->next;
-        if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-        else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
-        else device->ops->free(device, chunk->memory, chunk->bytes);
-        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-    }
+    memset(arena, 0, sizeof *arena);
+    arena->device = device;
+    arena->next = tape->all_arenas;
+    tape->all_arenas = arena;
 }
 
-/* Add an arena of device memory to what a tape holds. */
-DTRAIN__PRIVATE void dtrain__bump_count(const dtrain__bump *arena, dtrain_tape_info *info)
+/* Free the memory of all arenas, and the slots. */
+DTRAIN__PRIVATE void dtrain__slots_free(dtrain_tape *tape)
 {
-    if (!arena->device) return;
-    info->activation_bytes += arena->bytes;
-    info->block_allocations += arena->allocations;
+    dtrain_comm *sharing = dtrain__sharing(tape);
+    for (dtrain__bump *arena = tape->all_arenas; arena; arena = arena->next) {
+        dtrain_device *device = arena->device;
+        for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
+            next = chunk->next;
+            if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+            else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
+            else device->ops->free(device, chunk->memory, chunk->bytes);
+            dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+        }
+    }
+    dtrain__free(&tape->allocator, tape->slots, tape->slot_count, sizeof *tape->slots);
+    tape->all_arenas = NULL;
+    tape->slots = tape->slot = NULL;
+    tape->slot_count = 0;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t slot_count)
+{
+    dtrain__slots_free(tape);
+    tape->slots = (dtrain__pass_slot *)dtrain__alloc(&tape->allocator, slot_count,
+                                                     sizeof *tape->slots, "slots of passes");
+    if (!tape->slots) return DTRAIN_ERROR_MEMORY;
+    tape->slot_count = slot_count;
+    tape->slot = tape->slots;
+    for (int i = 0; i < DTRAIN__TAPE_ARENAS; i++)
+        dtrain__arena_add(tape, &tape->arenas[i], i ? tape->device : NULL);
+    for (uint32_t s = 0; s < slot_count; s++)
+        for (int i = 0; i < DTRAIN__PASS_ARENAS; i++)
+            dtrain__arena_add(tape, &tape->slots[s].arenas[i], i ? tape->device : NULL);
+    return DTRAIN_OK;
 }
 
 /* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
@@ -31017,11 +30704,10 @@ static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t by
     return memory;
 }
 
-/* Take zeroed host memory: ARENA_HOST for a node or a tensor, ARENA_RECORDS for what outlives the
- * pass. */
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, int arena, size_t bytes)
+/* Take zeroed host memory. */
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
-    void *memory = dtrain__bump_take(tape, &tape->arenas[arena], bytes);
+    void *memory = dtrain__bump_take(tape, arena, bytes);
     if (memory) memset(memory, 0, bytes);
     return memory;
 }
@@ -31046,7 +30732,7 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
-    dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_DATA];
+    dtrain__bump *arena = &tape->slot->arenas[DTRAIN__ARENA_DATA];
     if (node && node->remote) return (void *)DTRAIN__REMOTE;
     if (node && node->dropped) arena = node->segment->region;
     dtrain__cost_keep(node, count, dtype);
@@ -31060,7 +30746,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
                                                   const int64_t *shape)
 {
     dtrain__tape_tensor *made =
-        (dtrain__tape_tensor *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *made);
+        (dtrain__tape_tensor *)dtrain__take_host(tape, tape->slot->arenas, sizeof *made);
     if (!made) return NULL;
     dtrain_tensor *tensor = &made->tensor;
     size_t count = 1;
@@ -31117,8 +30803,8 @@ typedef struct dtrain__data_files {
 typedef struct dtrain__format {
     const char *name;
     int64_t vocab_count;
-    uint32_t item_bytes; /* of a record with its labels, where the format fixes it */
-    uint32_t label_bytes;
+    uint32_t record_bytes; /* of an item with its labels, where the format fixes it */
+    uint32_t label_bytes;  /* at the beginning of a record */
     /* Check the beginning and the size of a file; set its header_bytes and item_count. */
     dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
     dtrain_read_fn read; /* user: the dataset; first and count lie inside */
@@ -31163,55 +30849,44 @@ static int dtrain__data_open(const char *path)
     return file;
 }
 
-/* Check that the file is the one that was opened, unchanged. Two changes within one tick of the
- * kernel's clock, a few ms, that leave the size alone look like one. */
-static dtrain_result dtrain__data_file_check(const dtrain__data_file *file, int descriptor)
-{
-    const struct stat *then = &file->opened;
-    struct stat now;
-    if (fstat(descriptor, &now) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be looked at: %s", file->path,
-                           strerror(errno));
-    if (now.st_size == then->st_size && now.st_mtim.tv_sec == then->st_mtim.tv_sec &&
-        now.st_mtim.tv_nsec == then->st_mtim.tv_nsec && now.st_ino == then->st_ino &&
-        now.st_dev == then->st_dev)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "%s changed while it was in use: it had %lld bytes when it was opened and "
-                       "has %lld now, %s; open the dataset again when nobody writes to its files",
-                       file->path, (long long)then->st_size, (long long)now.st_size,
-                       now.st_ino != then->st_ino    ? "being another file"
-                       : now.st_size < then->st_size ? "having been cut"
-                                                     : "having been written to");
-}
-
-/* Read all `bytes` at `offset`; fail if the file has changed since it was opened. */
+/* Read all `bytes` at `offset`; fail if the file is not the one that was opened, unchanged. Two
+ * changes within one tick of the kernel's clock, a few ms, that leave its size look like one. */
 DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
                                                      void *buffer, size_t bytes)
 {
+    const struct stat *then = &file->opened;
     const int descriptor = file->file >= 0 ? file->file : dtrain__data_open(file->path);
-    dtrain_result result = DTRAIN_OK;
+    struct stat now;
+    size_t done = 0;
+    ssize_t got = 1;
     if (descriptor < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened again: %s", file->path,
                            strerror(errno));
-    for (size_t done = 0; done < bytes && result == DTRAIN_OK;) {
-        const long long at = (long long)offset + (long long)done;
-        const ssize_t got =
-            pread(descriptor, (unsigned char *)buffer + done, bytes - done, (off_t)at);
+    while (done < bytes && (got > 0 || (got < 0 && errno == EINTR))) {
+        got = pread(descriptor, (unsigned char *)buffer + done, bytes - done,
+                    (off_t)(offset + (int64_t)done));
         if (got > 0) done += (size_t)got;
-        else if (got < 0 && errno != EINTR)
-            result = dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
-                                 file->path, at, strerror(errno));
-        else if (got == 0) { /* the file is shorter now: offsets lie inside its size at open */
-            result = dtrain__data_file_check(file, descriptor);
-            if (result == DTRAIN_OK)
-                result = dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
-                                     at, (long long)file->opened.st_size);
-        }
     }
-    if (result == DTRAIN_OK) result = dtrain__data_file_check(file, descriptor);
+    const bool failed = got < 0 || fstat(descriptor, &now) != 0;
+    const int error = errno;
     if (file->file < 0) close(descriptor);
-    return result;
+    if (failed)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s", file->path,
+                           (long long)offset + (long long)done, strerror(error));
+    if (now.st_size != then->st_size || now.st_mtim.tv_sec != then->st_mtim.tv_sec ||
+        now.st_mtim.tv_nsec != then->st_mtim.tv_nsec || now.st_ino != then->st_ino ||
+        now.st_dev != then->st_dev)
+        return dtrain_fail(
+            DTRAIN_ERROR_FILE,
+            "%s changed while it was in use: it had %lld bytes when it was opened and has %lld "
+            "now, %s; open the dataset again when nobody writes to its files",
+            file->path, (long long)then->st_size, (long long)now.st_size,
+            now.st_ino != then->st_ino    ? "being another file"
+            : now.st_size < then->st_size ? "having been cut"
+                                          : "having been written to");
+    if (done == bytes) return DTRAIN_OK; /* offsets lie inside the size at open */
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
+                       (long long)offset + (long long)done, (long long)then->st_size);
 }
 
 /* Return the file that holds an item of the dataset. */
@@ -31342,7 +31017,6 @@ DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
         dtrain__free(allocator, file->path, strlen(file->path) + 1, 1);
     }
     dtrain__free(allocator, files->files, files->room, sizeof *files->files);
-    memset(files, 0, sizeof *files);
 }
 
 /* ==== src/train/dataset.c ===================================================================== */
@@ -31371,6 +31045,9 @@ DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
 #define DTRAIN__BIN_MAGIC_U32 20240801u
 #define DTRAIN__TOKEN_BYTES 4096 /* read at once, into the stack, which can be of 64 KiB */
 #define DTRAIN__CIFAR_PIXELS 3072
+#define DTRAIN__RECORD_BYTES (2 + DTRAIN__CIFAR_PIXELS) /* of the largest with a label in it */
+#define DTRAIN__COMPRESSED "compressed data: decompress it first"
+#define DTRAIN__UTF16 "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it"
 #define DTRAIN__IDX_AXES 4
 #define DTRAIN__IDX_BYTES 8u /* the type: unsigned bytes */
 
@@ -31384,15 +31061,40 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
     return value;
 }
 
-/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
- * file counts as no .bin: the read that follows reports the error. */
-static bool dtrain__is_bin(const dtrain__data_file *file)
+/* What a file is by its first bytes, which no text begins with. */
+#define DTRAIN__MAGICS_BIN 2     /* the first of the table are .bin files of llm.c; ... */
+#define DTRAIN__MAGICS_HEADERS 3 /* these are headers, which no file of mere records begins with */
+static const struct {
+    const char *bytes, *what;
+} dtrain__magics[] = {{"\x88\xd8\x34\x01", "an llm.c token file (DTRAIN_DATA_BIN)"},
+                      {"\xa1\xd9\x34\x01", "an llm.c token file (DTRAIN_DATA_BIN)"},
+                      {"\x93NUMPY", "a .npy file: array.tofile(PATH) writes numbers only"},
+                      {"\xc6\xd7\x34\x01", "a model of llm.c, by its magic 20240326"},
+                      {"\xc7\xd7\x34\x01", "a debugging state of llm.c, by its magic 20240327"},
+                      {"\xc8\xd7\x34\x01", "a tokenizer of llm.c, by its magic 20240328"},
+                      {"\x8a\xd8\x34\x01", "an evaluation of llm.c, by its magic 20240522"},
+                      {"PAR1\x15", "a Parquet file: write its text to a file"},
+                      {"\x1f\x8b\x08", DTRAIN__COMPRESSED}, /* gzip, zstd, xz, bzip2, zip */
+                      {"\x28\xb5\x2f\xfd", DTRAIN__COMPRESSED},
+                      {"\xfd\x37zXZ", DTRAIN__COMPRESSED},
+                      {"BZh91AY&SY", DTRAIN__COMPRESSED},
+                      {"PK\x03\x04", DTRAIN__COMPRESSED},
+                      {"\xff\xfe", DTRAIN__UTF16},
+                      {"\xfe\xff", DTRAIN__UTF16}};
+#define DTRAIN__MAGICS (sizeof dtrain__magics / sizeof *dtrain__magics)
+
+/* Return which magic a file begins with; DTRAIN__MAGICS: none. An unreadable file counts as none:
+ * the read that follows reports the error. */
+static size_t dtrain__magic_of(const dtrain__data_file *file)
 {
-    unsigned char head[4];
-    if (file->opened.st_size < 4 || dtrain__data_file_read(file, 0, head, sizeof head) != DTRAIN_OK)
-        return false;
-    const uint32_t magic = dtrain__le(head, 4);
-    return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+    char head[16] = {0}; /* longer than all of them */
+    size_t i = 0;
+    const int64_t bytes = dtrain__min(file->opened.st_size, (int64_t)sizeof head);
+    if (dtrain__data_file_read(file, 0, head, (size_t)bytes) != DTRAIN_OK) return DTRAIN__MAGICS;
+    while (i < DTRAIN__MAGICS &&
+           memcmp(head, dtrain__magics[i].bytes, strlen(dtrain__magics[i].bytes)) != 0)
+        i++;
+    return i;
 }
 
 /* Bytes of a sample of a file, by their place in a group of four. */
@@ -31416,7 +31118,7 @@ static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t siz
     if (size % 2) return NULL;
     if ((10 * odd > 18 * n && 10 * letters[0] > 18 * n) ||
         (10 * even > 18 * n && 10 * letters[1] > 18 * n))
-        return "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
+        return DTRAIN__UTF16;
     const bool low = odd >= 2 * n && even < n;
     const bool words = c->high[1] + c->high[3] == 0 && 10 * (c->high[0] + c->high[2]) > n;
     return low || words ? "uint16 tokens, as nanoGPT's .bin" : NULL;
@@ -31427,26 +31129,10 @@ static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t siz
 static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                                            const dtrain__data_file *file)
 {
-    static const char packed[] = "compressed data: decompress it first",
-                      utf16[] = "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it";
-    static const struct {
-        const char *magic, *what;
-    } known[] = {{"\xc6\xd7\x34\x01", "a model of llm.c, by its magic 20240326"},
-                 {"\xc7\xd7\x34\x01", "a debugging state of llm.c, by its magic 20240327"},
-                 {"\xc8\xd7\x34\x01", "a tokenizer of llm.c, by its magic 20240328"},
-                 {"\x8a\xd8\x34\x01", "an evaluation of llm.c, by its magic 20240522"},
-                 {"\x93NUMPY", "a .npy file: array.tofile(PATH) writes numbers only"},
-                 {"PAR1\x15", "a Parquet file: write its text to a file"},
-                 {"\x1f\x8b\x08", packed}, /* gzip, zstd, xz, bzip2, zip */
-                 {"\x28\xb5\x2f\xfd", packed},
-                 {"\xfd\x37zXZ", packed},
-                 {"BZh91AY&SY", packed},
-                 {"PK\x03\x04", packed},
-                 {"\xff\xfe", utf16},
-                 {"\xfe\xff", utf16}};
     const int64_t size = (int64_t)file->opened.st_size;
     unsigned char page[4096];
-    const char *what = NULL;
+    const size_t magic = dtrain__magic_of(file);
+    const char *what = magic < DTRAIN__MAGICS ? dtrain__magics[magic].what : NULL;
     bool text = true;
     dtrain__byte_counts c;
     memset(&c, 0, sizeof c);
@@ -31461,13 +31147,7 @@ static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
             c.high[i % 4] += page[i] > 0xc4;
         }
         c.all += bytes;
-        if (part > 0) continue;
-        text = c.control == 0 || dataset->info.vocab_count <= 256;
-        for (size_t i = 0; i < sizeof known / sizeof *known && !what; i++) {
-            const size_t length = strlen(known[i].magic);
-            if ((size_t)bytes >= length && memcmp(page, known[i].magic, length) == 0)
-                what = known[i].what;
-        }
+        if (part == 0) text = c.control == 0 || dataset->info.vocab_count <= 256;
     }
     if (!what) what = dtrain__wide_tokens(&c, size);
     if (!what && !text) what = "no text, and the vocabulary is larger than 256";
@@ -31516,28 +31196,30 @@ static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_fil
                        file->path, (long long)file->item_count, (long long)bytes, (long long)size);
 }
 
-/* Take a file of tokens without a header; its format says how many bytes a token has. Any file is
- * one of bytes. */
+/* Take a file of records without a header, tokens or images with labels; its format says how many
+ * bytes a record has. Any file is one of bytes. */
 static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
+    const dtrain__format *format = dataset->format;
     const int64_t size = (int64_t)file->opened.st_size;
-    unsigned char head[6] = {0};
-    dataset->token_bytes = dataset->format->item_bytes;
-    file->item_count = size / dataset->token_bytes;
-    if (dataset->token_bytes == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)dtrain__min(size, sizeof head)));
-    if (dtrain__is_bin(file) || memcmp(head, "\x93NUMPY", sizeof head) == 0)
+    if (format->label_bytes) {
+        static const int64_t shape[3] = {3, 32, 32};
+        dataset->info.item_bytes = DTRAIN__CIFAR_PIXELS;
+        memcpy(dataset->info.shape, shape, sizeof shape);
+    } else dataset->token_bytes = format->record_bytes;
+    file->item_count = size / format->record_bytes;
+    if (format->record_bytes == 1) return DTRAIN_OK;
+    const size_t magic = dtrain__magic_of(file);
+    if (magic < DTRAIN__MAGICS_HEADERS)
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s begins with the header of %s, and %s have none",
-                           file->path,
-                           head[0] != 0x93 ? "an llm.c token file (DTRAIN_DATA_BIN)"
-                                           : "a .npy file (array.tofile(PATH) writes none)",
-                           dataset->format->name);
-    if (size % dataset->token_bytes == 0) return DTRAIN_OK;
+                           "dtrain_dataset_open: %s begins with a header, and %s have none: it is "
+                           "%s",
+                           file->path, format->name, dtrain__magics[magic].what);
+    if (size % format->record_bytes == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
-                       "cut off?",
-                       file->path, (long long)size, dataset->format->name);
+                       "cut off, or another format?",
+                       file->path, (long long)size, format->name);
 }
 
 /* Read tokens of 1, 2 or 4 bytes through a small buffer, file after file. */
@@ -31568,40 +31250,6 @@ static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t coun
 }
 
 /* ---- Images -----------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file)
-{
-    const dtrain__format *format = dataset->format;
-    dataset->info.item_bytes = DTRAIN__CIFAR_PIXELS;
-    dataset->info.shape[0] = 3;
-    dataset->info.shape[1] = dataset->info.shape[2] = 32;
-    file->item_count = (int64_t)file->opened.st_size / format->item_bytes;
-    if (file->opened.st_size % format->item_bytes == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s has %lld bytes, no whole number of records of %u: "
-                       "is it the binary version of %s, and not cut off?",
-                       file->path, (long long)file->opened.st_size, format->item_bytes,
-                       format->name);
-}
-
-/* Read records one by one: a label or two, then pixels. */
-static dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count, void *items,
-                                        int32_t *labels)
-{
-    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const uint32_t record_bytes = dataset->format->item_bytes,
-                   label_bytes = dataset->format->label_bytes;
-    unsigned char record[2 + DTRAIN__CIFAR_PIXELS];
-    for (int64_t i = 0; i < count; i++) {
-        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
-        const int64_t at = first + i - file->first_item;
-        DTRAIN__TRY(dtrain__data_file_read(file, at * record_bytes, record, record_bytes));
-        memcpy((unsigned char *)items + i * DTRAIN__CIFAR_PIXELS, record + label_bytes,
-               DTRAIN__CIFAR_PIXELS);
-        if (labels) labels[i] = record[label_bytes - 1]; /* the last one is the fine one */
-    }
-    return DTRAIN_OK;
-}
 
 /* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
  * lengths must be exactly the bytes that follow. */
@@ -31674,21 +31322,26 @@ static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_fil
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count, void *items,
-                                      int32_t *labels)
+/* Read images one by one. A label is the last byte before the pixels of its record, CIFAR-100's fine
+ * one, or in the file beside. */
+static dtrain_result dtrain__images_read(void *user, int64_t first, int64_t count, void *items,
+                                         int32_t *labels)
 {
     const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const size_t bytes = dataset->info.item_bytes;
-    for (int64_t i = 0; i < count; i++) {
+    const size_t bytes = dataset->info.item_bytes, before = dataset->format->label_bytes;
+    unsigned char *to = (unsigned char *)items, record[DTRAIN__RECORD_BYTES];
+    for (int64_t i = 0; i < count; i++, to += bytes) {
         const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
         const int64_t at = first + i - file->first_item;
-        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * (int64_t)bytes,
-                                           (unsigned char *)items + (size_t)i * bytes, bytes));
-        if (!labels) continue;
-        const dtrain__data_file *beside = dtrain__data_file_of(&dataset->labels, first + i);
-        unsigned char label;
-        DTRAIN__TRY(dtrain__data_file_read(beside, beside->header_bytes + at, &label, 1));
-        labels[i] = label;
+        const int64_t offset = file->header_bytes + at * (int64_t)(before + bytes);
+        DTRAIN__TRY(dtrain__data_file_read(file, offset, before ? record : to, before + bytes));
+        unsigned char label = before ? record[before - 1] : 0;
+        if (before) memcpy(to, record + before, bytes);
+        else if (labels) {
+            file = dtrain__data_file_of(&dataset->labels, first + i);
+            DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at, &label, 1));
+        }
+        if (labels) labels[i] = label;
     }
     return DTRAIN_OK;
 }
@@ -31701,44 +31354,45 @@ static const dtrain__format dtrain__formats[] = {
     {"bytes", 256, 1, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
     {"uint16 tokens", 50257, 2, 0, dtrain__raw_learn, dtrain__tokens_read},
-    {"CIFAR-10", 10, 1 + 3072, 1, dtrain__cifar_learn, dtrain__cifar_read},
-    {"CIFAR-100", 100, 2 + 3072, 2, dtrain__cifar_learn, dtrain__cifar_read},
-    {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__idx_read},
+    {"records of 3073 bytes, the binary version of CIFAR-10", 10, 1 + DTRAIN__CIFAR_PIXELS, 1,
+     dtrain__raw_learn, dtrain__images_read},
+    {"records of 3074 bytes, the binary version of CIFAR-100", 100, 2 + DTRAIN__CIFAR_PIXELS, 2,
+     dtrain__raw_learn, dtrain__images_read},
+    {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__images_read},
     {"uint32 tokens", 50257, 4, 0, dtrain__raw_learn, dtrain__tokens_read},
 };
 
+/* Refuse fields that are out of range or contradict each other. */
 static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
 {
     const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
-    if (desc->format > last || desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: expected a dtrain_data_format, 0 to %u, and "
-                           "vocab_count 0 to 2^31, found %u and %lld",
-                           last, (unsigned)desc->format, (long long)desc->vocab_count);
-    if ((desc->path && !*desc->path) || !desc->path == !desc->read)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: expected a path, or read and item_count for a "
-                           "source of the host's own, found %s",
-                           desc->path && desc->read ? "both"
-                           : desc->path             ? "an empty path"
-                                                    : "neither");
-    if (desc->path && (desc->item_count || desc->item_bytes || desc->user))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: item_count, item_bytes and user are for a source "
-                           "of the host's own; files say what is in them");
-    if (!desc->labels != (desc->format != DTRAIN_DATA_IDX))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           desc->labels
-                               ? "dtrain_dataset_open: labels is for DTRAIN_DATA_IDX: other "
-                                 "formats have no files of labels"
-                               : "dtrain_dataset_open: DTRAIN_DATA_IDX needs labels, the files "
-                                 "with labels of the images in path");
-    if (desc->path) return DTRAIN_OK;
-    if (desc->item_count > 0 && desc->item_bytes <= SIZE_MAX / 2 && !desc->format) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_dataset_open: a source of the host's own has no format and at "
-                       "least 1 item, found %u and %lld items of %zu bytes",
-                       (unsigned)desc->format, (long long)desc->item_count, desc->item_bytes);
+    const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
+    const dtrain__bound bounds[] = {
+        {desc->format > last, "format", (double)desc->format, "a dtrain_data_format"},
+        {desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS, "vocab_count",
+         (double)desc->vocab_count, "0 to 2^31"},
+        {desc->read && desc->item_count < 1, "item_count", (double)desc->item_count,
+         "at least 1 item of a source of the host's own"},
+        {desc->item_bytes > SIZE_MAX / 2, "item_bytes", (double)desc->item_bytes,
+         "the bytes of a sample"}};
+    const char *const wrong =
+        own && !desc->read   ? "a path, or read and item_count for a source of the host's own, is "
+                               "expected, found neither"
+        : !own && desc->read ? "path is for files and read for a source of the host's own; found "
+                               "both"
+        : !own && !*desc->path ? "path is empty"
+        : !own && (desc->item_count || desc->item_bytes || desc->user)
+            ? "item_count, item_bytes and user are for a source of the host's own; files say what "
+              "is in them"
+        : own && desc->format ? "a source of the host's own has no format"
+        : desc->labels && !idx
+            ? "labels is for DTRAIN_DATA_IDX: other formats have no files of labels"
+        : idx && !desc->labels
+            ? "DTRAIN_DATA_IDX needs labels, the files with labels of the images in path"
+            : NULL;
+    DTRAIN__TRY(
+        dtrain__check_bounds("dtrain_dataset_open", bounds, sizeof bounds / sizeof bounds[0]));
+    return wrong ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: %s", wrong) : DTRAIN_OK;
 }
 
 /* Add files to the sizes and the hash by which ranks compare what they read: of each the size and
@@ -31768,7 +31422,7 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
     DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->path, &dataset->data));
     if (desc->labels)
         DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->labels, &dataset->labels));
-    const bool bin = format == DTRAIN_DATA_AUTO && dtrain__is_bin(dataset->data.files);
+    const bool bin = dtrain__magic_of(dataset->data.files) < DTRAIN__MAGICS_BIN;
     if (format == DTRAIN_DATA_AUTO) format = bin ? DTRAIN_DATA_BIN : DTRAIN_DATA_BYTES;
     dataset->format = &dtrain__formats[format];
     dataset->read = dataset->format->read;
@@ -31776,7 +31430,8 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
     for (size_t i = 0; i < dataset->data.count; i++) {
         dtrain__data_file *file = &dataset->data.files[i];
         file->first_item = dataset->info.item_count;
-        if (desc->format == DTRAIN_DATA_AUTO && dtrain__is_bin(file) != bin)
+        if (desc->format == DTRAIN_DATA_AUTO &&
+            (dtrain__magic_of(file) < DTRAIN__MAGICS_BIN) != bin)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "dtrain_dataset_open: %s is %s and %s is not: name the format, or "
                                "leave one of them out",
@@ -31921,21 +31576,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
 #define DTRAIN__MT_COUNT 624                           /* words of the generator's state */
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
-/* Where a sample of a batch lies: its item, or the first token of its window. */
-typedef struct dtrain__pick {
-    int64_t item;
-    uint64_t epoch;
-} dtrain__pick;
-
 /* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
 typedef struct dtrain__batch {
-    dtrain__pick *picks; /* (batch) */
-    uint32_t count;      /* of picks that were dealt; the rest is padding */
-    void *scratch;       /* one sample as the dataset stores it */
-    void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
-    int32_t *targets;    /* (batch, sequence or 1) */
-    uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
-    bool ready;          /* read, with the result and the error below */
+    dtrain_sample *picks; /* (batch) a window's item is its first token */
+    uint32_t count;       /* of picks that were dealt; the rest is padding */
+    void *scratch;        /* one sample as the dataset stores it */
+    void *inputs;         /* (batch, sample_bytes); NULL without workers, like targets */
+    int32_t *targets;     /* (batch, sequence or 1) */
+    uint64_t read_ns[2];  /* for a trace: when a worker began to read it, and when it ended */
+    bool ready;           /* read, with the result and the error below */
     dtrain_result result;
     char error[DTRAIN__ERROR_BYTES];
 } dtrain__batch;
@@ -31947,13 +31596,11 @@ struct dtrain_loader {
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
-    uint64_t position;         /* samples dealt or dropped by all ranks */
-    uint64_t epoch_samples;    /* window_count; during a load that of the saved run */
-    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
-    int64_t samples_per_epoch; /* after drop_last */
-    uint32_t batch_samples;    /* of the last batch */
-    bool warned;               /* that samples come again */
-    int64_t shift_count;       /* shifts to choose from; 1: none */
+    dtrain_loader_info info;
+    uint64_t epoch_samples; /* window_count; during a load that of the saved run */
+    int64_t window_count;   /* of an epoch before drop_last: windows of tokens, or samples */
+    bool warned;            /* that samples come again */
+    int64_t shift_count;    /* shifts to choose from; 1: none */
     size_t sample_bytes, target_bytes, scratch_bytes;
     dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
     size_t batch_count;
@@ -31971,7 +31618,7 @@ struct dtrain_loader {
     pthread_cond_t ready; /* a batch was read: the loader waits for it */
     pid_t process;        /* the one that has the threads, a forked child has none; 0: no workers */
     int thread_rank;      /* to be named in error sentences */
-    pthread_t *threads;   /* (thread_count) of (desc.workers) */
+    pthread_t threads[DTRAIN__MOST_WORKERS]; /* (thread_count) */
     uint32_t thread_count;
 
     /* Under mutex. Batch n lies at n % batch_count; the next to be claimed begins at `ahead`. */
@@ -32063,25 +31710,22 @@ static dtrain_result dtrain__loader_read(const dtrain_loader *loader, const dtra
     const uint32_t missing = desc->batch - batch->count;
     unsigned char *to = (unsigned char *)inputs;
     for (uint32_t i = 0; i < batch->count; i++, to += loader->sample_bytes) {
-        const dtrain__pick *pick = &batch->picks[i];
+        dtrain_sample *sample = &batch->picks[i];
         if (desc->sequence) {
             const int32_t *window = (const int32_t *)batch->scratch;
-            DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, desc->sequence + 1,
+            DTRAIN__TRY(dtrain__dataset_read(desc->dataset, sample->item, desc->sequence + 1,
                                              batch->scratch, NULL));
             memcpy(to, window, loader->sample_bytes);
             memcpy(targets + i * row, window + 1, loader->sample_bytes);
             continue;
         }
-        dtrain_sample sample; /* label 0: a source may have none */
-        memset(&sample, 0, sizeof sample);
-        sample.item = pick->item;
-        sample.epoch = pick->epoch;
-        sample.data = batch->scratch;
-        DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1,
+        sample->data = batch->scratch;
+        sample->label = 0; /* a source may have none */
+        DTRAIN__TRY(dtrain__dataset_read(desc->dataset, sample->item, 1,
                                          desc->transform ? batch->scratch : to,
-                                         targets || desc->transform ? &sample.label : NULL));
-        if (targets) targets[i] = sample.label;
-        if (desc->transform) DTRAIN__TRY(desc->transform(desc->user, &sample, to));
+                                         targets || desc->transform ? &sample->label : NULL));
+        if (targets) targets[i] = sample->label;
+        if (desc->transform) DTRAIN__TRY(desc->transform(desc->user, sample, to));
     }
     memset(to, 0, missing * loader->sample_bytes);
     if (targets) /* every byte of -1 is 255 */
@@ -32161,7 +31805,7 @@ static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, 
     if (!loader->running) {
         loader->running = true;
         loader->ahead_seed = loader->desc.seed;
-        loader->ahead = loader->position;
+        loader->ahead = loader->info.position;
         pthread_cond_signal(&loader->room); /* one at most waits: the others wait for `deal` */
     }
     const uint32_t place = (uint32_t)(loader->taken % loader->batch_count);
@@ -32174,7 +31818,7 @@ static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, 
         return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
                            "dtrain_loader_next: the batch at sample %llu of %s has not been read "
                            "within %.1f s: is its storage there?",
-                           (unsigned long long)loader->position, loader->desc.dataset->name,
+                           (unsigned long long)loader->info.position, loader->desc.dataset->name,
                            1e-9 * (double)loader->timeout_ns);
     if (batch->result != DTRAIN_OK) {
         const dtrain_result result = dtrain__set_last_error(batch->result, batch->error);
@@ -32184,7 +31828,7 @@ static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, 
     if (world && world->timeline.traced && DTRAIN__TRACK_READ + place < DTRAIN__TRACE_TRACKS)
         dtrain__span_add(world, DTRAIN__TRACK_READ + place, DTRAIN_SPAN_DATA, "read batch", NULL,
                          (int64_t)loader->taken, batch->read_ns[0], batch->read_ns[1]);
-    loader->batch_samples = batch->count;
+    loader->info.batch_samples = batch->count;
     memcpy(inputs, batch->inputs, count * loader->sample_bytes);
     if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
     pthread_mutex_lock(&loader->mutex);
@@ -32202,20 +31846,20 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
     DTRAIN__GIVEN("dtrain_loader_next", loader);
     DTRAIN__GIVEN("dtrain_loader_next", inputs);
     if (loader->desc.sequence) DTRAIN__GIVEN("dtrain_loader_next", targets);
-    if (loader->desc.sample_limit && loader->position >= (uint64_t)loader->desc.sample_limit)
+    if (loader->desc.sample_limit && loader->info.position >= (uint64_t)loader->desc.sample_limit)
         return dtrain_fail(DTRAIN_ERROR_END,
                            "dtrain_loader_next: all %lld samples were dealt; dtrain_loader_seek "
                            "begins again",
                            (long long)loader->desc.sample_limit);
     if (loader->process) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
     else {
-        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches);
+        dtrain__loader_deal(loader, loader->desc.seed, loader->info.position, loader->batches);
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
-        loader->batch_samples = loader->batches->count;
+        loader->info.batch_samples = loader->batches->count;
     }
     /* only now, so that a call that failed can be repeated */
-    const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
-    loader->position = dtrain__loader_begin(loader, end);
+    const uint64_t end = loader->info.position + loader->desc.batch * loader->ranks;
+    loader->info.position = dtrain__loader_begin(loader, end);
     if (loader->desc.in_order && !loader->desc.sample_limit && !loader->warned && !loader->rank &&
         end > (uint64_t)loader->window_count) {
         loader->warned = true;
@@ -32223,7 +31867,7 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
                    "a loader in order has dealt the %lld samples of %s and begins again; "
                    "sample_limit = DTRAIN_ONE_EPOCH ends it, so that an evaluation covers each "
                    "sample once",
-                   (long long)loader->samples_per_epoch, loader->desc.dataset->name);
+                   (long long)loader->info.samples_per_epoch, loader->desc.dataset->name);
     }
     return DTRAIN_OK;
 }
@@ -32235,71 +31879,61 @@ static void dtrain__loader_resume(dtrain__state_source *source, char *note, size
     dtrain_loader *loader = (dtrain_loader *)(void *)source;
     const uint64_t now = (uint64_t)loader->window_count;
     const uint64_t before = loader->epoch_samples ? loader->epoch_samples : now; /* from a file */
-    const uint64_t place = loader->position % before;
-    const uint64_t position = loader->position / before * now + (place < now ? place : now);
+    const uint64_t place = loader->info.position % before;
+    const uint64_t position = loader->info.position / before * now + (place < now ? place : now);
     loader->epoch_samples = now;
     dtrain_loader_seek(loader, position);
     if (before != now)
         snprintf(note, room,
                  "an epoch has %llu samples and had %llu: some of this one come twice or never",
                  (unsigned long long)now, (unsigned long long)before);
-    else if (loader->position != position)
+    else if (loader->info.position != position)
         snprintf(note, room,
                  "drop_last leaves out the last %llu samples of this epoch, less than a batch",
-                 (unsigned long long)(loader->position - position));
+                 (unsigned long long)(loader->info.position - position));
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
     if (!info) return;
-    info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
-    info->position = loader ? loader->position : 0;
-    info->batch_samples = loader ? loader->batch_samples : 0;
+    if (loader) *info = loader->info;
+    else memset(info, 0, sizeof *info);
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
     if (!loader) return;
     dtrain__prefetch_pause(loader);
-    loader->position = dtrain__loader_begin(loader, position);
+    loader->info.position = dtrain__loader_begin(loader, position);
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Refuse fields that contradict each other. */
+/* Refuse fields that are out of range or contradict each other. */
 static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
-    const bool tokens = desc->dataset && desc->dataset->info.item_bytes == 0;
-    if (!desc->dataset || desc->batch == 0 || desc->sequence < 0 || (tokens && !desc->sequence))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: expected a dataset and batch and sequence of at "
-                           "least 1, found %s, %u and %lld",
-                           desc->dataset ? "one" : "none", (unsigned)desc->batch,
-                           (long long)desc->sequence);
-    if (!tokens && desc->sequence)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: sequence is %lld, but %s holds samples, which "
-                           "are not cut: expected 0",
-                           (long long)desc->sequence, desc->dataset->name);
-    if (!desc->transform != !desc->output_bytes || (desc->user && !desc->transform) ||
-        (desc->transform && tokens))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: %s",
-                           desc->transform && tokens ? "transform is for samples, not for tokens"
-                           : desc->transform         ? "transform needs output_bytes"
-                                                     : "output_bytes and user are for a transform");
-    if ((desc->mesh && desc->comm) || desc->sample_limit < DTRAIN_ONE_EPOCH)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: sample_limit is %lld, expected DTRAIN_ONE_EPOCH, "
-                           "0 or more; or mesh and comm are both given",
-                           (long long)desc->sample_limit);
-    if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
-        (desc->prefetch && !desc->workers))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: workers is %u and prefetch %u; expected at most "
-                           "%d and %d, and no prefetch without workers",
-                           (unsigned)desc->workers, (unsigned)desc->prefetch, DTRAIN__MOST_WORKERS,
-                           DTRAIN__MOST_PREFETCH);
-    return DTRAIN_OK;
+    const char *const call = "dtrain_loader_create";
+    DTRAIN__GIVEN(call, desc->dataset);
+    const bool tokens = desc->dataset->info.item_bytes == 0;
+    const dtrain__bound bounds[] = {
+        {desc->batch == 0, "batch", 0, "at least 1"},
+        {tokens && desc->sequence < 1, "sequence", (double)desc->sequence, "at least 1"},
+        {!tokens && desc->sequence, "sequence", (double)desc->sequence,
+         "0, as the dataset holds samples, which are not cut"},
+        {desc->sample_limit < DTRAIN_ONE_EPOCH, "sample_limit", (double)desc->sample_limit,
+         "DTRAIN_ONE_EPOCH, 0 or more"},
+        {desc->workers > DTRAIN__MOST_WORKERS, "workers", (double)desc->workers, "at most 64"},
+        {desc->prefetch > (desc->workers ? DTRAIN__MOST_PREFETCH : 0), "prefetch",
+         (double)desc->prefetch, "at most 65536, and 0 without workers"}};
+    const char *const wrong = desc->transform && tokens ? "transform is for samples, not for tokens"
+                              : desc->transform && !desc->output_bytes
+                                  ? "transform needs output_bytes"
+                              : !desc->transform && (desc->output_bytes || desc->user)
+                                  ? "output_bytes and user are for a transform"
+                              : desc->mesh && desc->comm ? "mesh and comm are both given"
+                                                         : NULL;
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
+    return wrong ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s", call, wrong) : DTRAIN_OK;
 }
 
 /* Resolve item_count, and count the windows of an epoch and the shifts to choose from, by the rule
@@ -32333,17 +31967,18 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
     loader->shift_count =
         tokens ? dtrain__min(sequence, items - loader->window_count * sequence) : 1;
     const int64_t step = (int64_t)((uint64_t)desc->batch * loader->ranks); /* < 2^63 */
-    loader->samples_per_epoch =
+    loader->info.samples_per_epoch =
         loader->window_count - (desc->drop_last ? loader->window_count % step : 0);
-    if (loader->samples_per_epoch == 0)
+    if (loader->info.samples_per_epoch == 0)
         return dtrain_fail(DTRAIN_ERROR_DATA,
                            "dtrain_loader_create: with drop_last nothing is left of %s: it has "
                            "%lld samples here, and %d ranks take batches of %u",
                            name, (long long)loader->window_count, (int)loader->ranks,
                            (unsigned)desc->batch);
     loader->epoch_samples = (uint64_t)loader->window_count;
-    if (desc->sample_limit == DTRAIN_ONE_EPOCH || desc->sample_limit > loader->samples_per_epoch)
-        desc->sample_limit = loader->samples_per_epoch;
+    if (desc->sample_limit == DTRAIN_ONE_EPOCH ||
+        desc->sample_limit > loader->info.samples_per_epoch)
+        desc->sample_limit = loader->info.samples_per_epoch;
     if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
@@ -32377,8 +32012,8 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
                                                      sizeof *loader->batches, "a loader's batches");
     for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
         dtrain__batch *batch = &loader->batches[i];
-        batch->picks = (dtrain__pick *)dtrain__alloc(allocator, desc->batch, sizeof *batch->picks,
-                                                     "the samples of a batch");
+        batch->picks = (dtrain_sample *)dtrain__alloc(allocator, desc->batch, sizeof *batch->picks,
+                                                      "the samples of a batch");
         batch->scratch = dtrain__alloc(allocator, loader->scratch_bytes, 1, "a sample");
         if (!batch->picks || !batch->scratch) return DTRAIN_ERROR_MEMORY;
         if (!desc->workers) continue;
@@ -32406,9 +32041,6 @@ static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
     pthread_cond_init(&loader->room, &attributes);
     pthread_cond_init(&loader->ready, &attributes);
     pthread_condattr_destroy(&attributes);
-    loader->threads = (pthread_t *)dtrain__alloc(&loader->allocator, loader->desc.workers,
-                                                 sizeof *loader->threads, "a loader's threads");
-    if (!loader->threads) return DTRAIN_ERROR_MEMORY;
     int error = 0;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -32439,7 +32071,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    const dtrain__scalar scalars[] = {{"loader.position", &loader->position, 8},
+    const dtrain__scalar scalars[] = {{"loader.position", &loader->info.position, 8},
                                       {"loader.epoch_samples", &loader->epoch_samples, 8},
                                       {"loader.seed", &loader->desc.seed, 8}};
     memcpy(loader->state.scalars, scalars, sizeof scalars);
@@ -32477,7 +32109,6 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
         pthread_mutex_destroy(&loader->mutex);
         pthread_mutex_destroy(&loader->deal);
     }
-    dtrain__free(&allocator, loader->threads, loader->desc.workers, sizeof *loader->threads);
     for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
         dtrain__batch *batch = &loader->batches[i];
         dtrain__free(&allocator, batch->picks, count, sizeof *batch->picks);
@@ -32534,14 +32165,26 @@ enum {
 
 /* What a step knows of one of its micro-batches. */
 typedef struct dtrain__micro {
-    float loss;   /* with a pipeline on the rank of the last stage */
-    float weight; /* in the step's mean */
-    bool joined;  /* this rank's data had ended */
-    bool fetched; /* with a pipeline: next_batch was called for it */
-    int32_t slot; /* likewise, of its first pass on this rank, with its inputs; -1: none */
-    dtrain__samples samples; /* that the loss is a mean over ... */
-    float valid[2];          /* ... and, with a pipeline, what they point to */
+    float loss;              /* with a pipeline on the rank of the last stage */
+    float weight;            /* in the step's mean */
+    bool joined;             /* this rank's data had ended */
+    dtrain__samples samples; /* that the loss is a mean over */
+    /* With a pipeline: */
+    float valid[2];      /* that samples points to */
+    bool fetched;        /* next_batch was called for it */
+    int32_t slot;        /* of its first pass on this rank, with its inputs; -1: none */
+    dtrain_tensor *made; /* by its last pass on this rank */
 } dtrain__micro;
+
+/* A pass of the model: the loss of a step or an evaluation, or a function of the host's own. */
+typedef struct dtrain__model_pass {
+    const char *call, *name; /* for errors: the public call, and what function is in it */
+    dtrain_loss_fn function;
+    void *user;
+    uint32_t flags; /* of the tape */
+    float *values;  /* (count) where the host wants them; NULL in a step */
+    int64_t count;
+} dtrain__model_pass;
 
 struct dtrain_trainer {
     dtrain__trainer_view view;
@@ -32570,6 +32213,7 @@ struct dtrain_trainer {
     int slow_rank;   /* the slowest of the last step ... */
     int slow_steps;  /* ... and for how many steps it has been a straggler */
     bool *named;     /* (ranks) a warning has named it */
+    float *results;  /* page-locked (micro_batches): losses being copied; NULL: read at once */
     struct dtrain__pipeline *pipeline; /* NULL: every rank has all stages */
     struct dtrain__queue *queue;       /* NULL: the host waits in the middle of a step */
 };
@@ -32577,9 +32221,9 @@ struct dtrain_trainer {
 typedef struct dtrain__queue {
     dtrain_step_scalars *scalars; /* device memory: a step's numbers, then the norm (1) */
     dtrain_step_scalars *now;     /* page-locked: the next step's numbers */
-    float *results;               /* behind `now` (micro_batches + 2): losses, norm, weights */
+    float *norm;                  /* (2) norm and weights, in the same memory after the losses */
     dtrain__feed *feeds;          /* (micro_batches) their inputs */
-    size_t pinned_bytes;          /* of now and results */
+    size_t pinned_bytes;          /* of now, the losses and norm */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* that were queued or replayed */
     double flops;                 /* of the recorded step */
@@ -32590,11 +32234,18 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32_t micro);
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pass_run(dtrain_trainer *trainer,
+                                               const dtrain__model_pass *pass, uint64_t seed,
+                                               int64_t number, dtrain_tensor **made);
+/* Read the loss of a micro-batch, or queue its copy, which losses_await waits for. */
+DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_t number,
+                                                const dtrain_tensor *loss);
+DTRAIN__PRIVATE dtrain_result dtrain__losses_await(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer);
-/* Check that the loss (count 1), or a function of the host's own, has made `count` elements. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
-                                                 dtrain_loss_fn function, const dtrain_tensor *made,
-                                                 int64_t count);
+DTRAIN__PRIVATE dtrain__model_pass dtrain__step_pass(const dtrain_trainer_desc *desc);
+/* Check that a pass has made as many elements as it should. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain__model_pass *pass,
+                                                 const dtrain_tensor *made);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
@@ -32612,12 +32263,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
                                                       dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
-                                                       dtrain_loss_fn function, void *user,
-                                                       float *values, int64_t count,
-                                                       dtrain__samples *samples);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
-                                                    const dtrain__strategy_plan *plan,
-                                                    dtrain_tape *tape);
+                                                       const dtrain__model_pass *pass);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
+                                                        const dtrain__stage_map *map,
+                                                        const dtrain_pipeline_desc *desc);
 
 /* train/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
@@ -32670,6 +32319,46 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
                     "steps that have data; use graph = false, or give all ranks as many batches"));
 }
 
+DTRAIN__PRIVATE dtrain__model_pass dtrain__step_pass(const dtrain_trainer_desc *desc)
+{
+    const dtrain__model_pass pass = {"dtrain_trainer", "loss", desc->loss, desc->user,
+                                     desc->tape_flags, NULL,   1};
+    return pass;
+}
+
+/* Begin a pass where this rank has all of the model, and run the model's function. */
+DTRAIN__PRIVATE dtrain_result dtrain__pass_run(dtrain_trainer *trainer,
+                                               const dtrain__model_pass *pass, uint64_t seed,
+                                               int64_t number, dtrain_tensor **made)
+{
+    const char *const name = pass->flags & DTRAIN_TAPE_NO_GRAD ? "evaluate" : "forward";
+    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, pass->flags, seed));
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, name, number);
+    *made = pass->function(trainer->tape, pass->user);
+    dtrain__span_end(trainer->world, span);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_t number,
+                                                const dtrain_tensor *loss)
+{
+    dtrain_device *device = trainer->tape->device;
+    if (!trainer->results)
+        return dtrain_tensor_read(trainer->tape, loss, &trainer->micros[number].loss, NULL);
+    return device->ops->copy_async(device, trainer->results + number, loss->data, sizeof(float),
+                                   DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__losses_await(dtrain_trainer *trainer)
+{
+    dtrain_device *device = trainer->tape->device;
+    if (!trainer->results) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->synchronize(device));
+    for (uint32_t m = 0; m < trainer->desc.micro_batches; m++)
+        if (!trainer->micros[m].joined) trainer->micros[m].loss = trainer->results[m];
+    return DTRAIN_OK;
+}
+
 /* Run the micro-batches of a step, from the first that is not done: fetch, unless the queue holds
  * its inputs already, pass forwards and backwards, and let the strategy reduce the gradients: after
  * the last one they are the step's mean. The loss is read last, or its copy queued, so that a
@@ -32684,8 +32373,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain_strategy *strategy = desc->strategy;
     dtrain_tape *tape = trainer->tape;
-    dtrain_device *device = tape->device;
     dtrain__queue *queue = trainer->queue;
+    const dtrain__model_pass pass = dtrain__step_pass(desc);
     for (; trainer->micro < desc->micro_batches; trainer->micro++) {
         const uint32_t number = trainer->micro;
         dtrain__micro *micro = &trainer->micros[number];
@@ -32704,14 +32393,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
         if (micro->joined) result = dtrain_strategy_join(strategy, &over);
         else {
             const uint64_t seed = dtrain__pass_seed(trainer, number);
-            DTRAIN__TRY(
-                dtrain__strategy_keep(strategy, dtrain_tape_begin(tape, desc->tape_flags, seed)));
-            const uint32_t span =
-                dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", number);
-            loss = desc->loss(tape, desc->user);
-            dtrain__span_end(trainer->world, span);
-            DTRAIN__TRY(dtrain__strategy_keep(
-                strategy, dtrain_tape_backward(tape, loss, dtrain__micro_scale(trainer))));
+            result = dtrain__pass_run(trainer, &pass, seed, number, &loss);
+            if (result == DTRAIN_OK)
+                result = dtrain_tape_backward(tape, loss, dtrain__micro_scale(trainer));
+            DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
             micro->weight = dtrain__micro_weight(strategy);
             result = dtrain_strategy_finish(strategy);
         }
@@ -32719,33 +32404,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
         DTRAIN__TRY(result);
         if (!loss) continue;
         micro->samples = ((const dtrain__tape_tensor *)loss)->samples;
-        result = queue ? device->ops->copy_async(device, queue->results + number, loss->data,
-                                                 sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL)
-                       : dtrain_tensor_read(tape, loss, &micro->loss, NULL);
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__loss_read(trainer, number, loss)));
     }
     trainer->micro = 0;
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain_trainer *trainer,
-                                                 dtrain_loss_fn function, const dtrain_tensor *made,
-                                                 int64_t count)
+DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain__model_pass *pass,
+                                                 const dtrain_tensor *made)
 {
-    const bool loss = function == trainer->desc.loss;
-    const char *const call = !loss ? "dtrain_trainer_forward"
-                             : trainer->tape->pass.flags & DTRAIN_TAPE_NO_GRAD
-                                 ? "dtrain_trainer_evaluate"
-                                 : "dtrain_trainer";
     if (!made)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", call,
-                           loss ? "loss" : "forward");
-    if (loss) return dtrain__check_loss(call, made);
-    if (made->count == count) return DTRAIN_OK;
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", pass->call, pass->name);
+    if (made->count == pass->count) return DTRAIN_OK;
+    if (strcmp(pass->name, "loss") == 0) return dtrain__check_loss(pass->call, made);
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_trainer_forward: forward returned a tensor of %lld elements, and "
-                       "values has room for %lld; give count that number",
-                       (long long)made->count, (long long)count);
+                       "%s: %s returned a tensor of %lld elements, and values has room for %lld; "
+                       "give count that number",
+                       pass->call, pass->name, (long long)made->count, (long long)pass->count);
 }
 
 /* ==== src/train/queued_step.c ================================================================= */
@@ -32785,7 +32460,6 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = trainer->tape->device;
     dtrain_tape *tape = trainer->tape;
-    float *norm = queue->results + desc->micro_batches;
     bool empty;
     dtrain_clip_args clip;
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
@@ -32807,36 +32481,17 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     if (result == DTRAIN_OK)
         result = dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars);
     if (result == DTRAIN_OK)
-        result = device->ops->copy_async(device, norm + 1, clip.weight, sizeof *norm,
+        result = device->ops->copy_async(device, queue->norm + 1, clip.weight, sizeof(float),
                                          DTRAIN_COPY_DEVICE_TO_HOST, NULL);
     if (result == DTRAIN_OK)
-        result = device->ops->copy_async(device, norm, clip.norm, sizeof *norm,
+        result = device->ops->copy_async(device, queue->norm, clip.norm, sizeof(float),
                                          DTRAIN_COPY_DEVICE_TO_HOST, NULL);
     return dtrain__strategy_keep(desc->strategy, result);
 }
 
-/* Record a whole step. After an error the recording is thrown away, and the error stays the last
- * one. */
-static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
-{
-    dtrain_device *device = trainer->tape->device;
-    dtrain_graph *unfinished;
-    char text[DTRAIN__ERROR_BYTES];
-    const double flops = trainer->tape->flops;
-    DTRAIN__TRY(device->ops->graph_begin(device));
-    dtrain__weigh_on_device(trainer->desc.strategy, &trainer->queue->scalars->weight);
-    const dtrain_result result = dtrain__queue_all(trainer);
-    dtrain__weigh_on_device(trainer->desc.strategy, NULL);
-    trainer->queue->flops = trainer->tape->flops - flops;
-    if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
-        device->ops->graph_destroy(device, unfinished);
-    return dtrain__set_last_error(result, text);
-}
-
 /* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
- * third is recorded, and then it is run like those after it.
+ * third is recorded, and then it is run like those after it. After an error the recording is thrown
+ * away.
  *
  * From the second step on the places of inputs are known, and the batches of the whole step are
  * fetched before anything is queued. When one cannot be read, earlier ones stay filled, and the
@@ -32847,7 +32502,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = trainer->tape->device;
-    const float *norm = queue->results + desc->micro_batches;
+    const float *norm = queue->norm;
     *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     for (uint32_t m = 0; queue->steps > 0 && m < desc->micro_batches; m++) {
@@ -32859,16 +32514,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     }
     for (uint32_t m = 0; queue->steps >= 2 && m < desc->micro_batches; m++)
         queue->now->weight += dtrain__queue_weight(trainer, m);
-    if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
-    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
-    else trainer->tape->flops += queue->flops;
+    if (queue->graph) trainer->tape->flops += queue->flops;
+    else if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
+    else {
+        dtrain_graph *graph = NULL;
+        char text[DTRAIN__ERROR_BYTES];
+        const double flops = trainer->tape->flops;
+        DTRAIN__TRY(device->ops->graph_begin(device));
+        dtrain__weigh_on_device(desc->strategy, &queue->scalars->weight);
+        const dtrain_result result = dtrain__queue_all(trainer);
+        dtrain__weigh_on_device(desc->strategy, NULL);
+        queue->flops = trainer->tape->flops - flops;
+        snprintf(text, sizeof text, "%s", dtrain_last_error());
+        const dtrain_result ended = device->ops->graph_end(device, &graph);
+        if (result != DTRAIN_OK) {
+            if (graph) device->ops->graph_destroy(device, graph);
+            return dtrain__set_last_error(result, text); /* stays the last one */
+        }
+        DTRAIN__TRY(ended);
+        queue->graph = graph;
+    }
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
-    if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
+    if (ran == DTRAIN_OK) ran = dtrain__losses_await(trainer);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     queue->steps++;
     for (uint32_t m = 0; m < desc->micro_batches; m++) {
         queue->feeds[m].filled = false; /* its inputs were used, by a replay too */
-        trainer->micros[m].loss = queue->results[m];
         trainer->micros[m].weight = dtrain__queue_weight(trainer, m);
     }
     record->grad_norm = (double)*norm;
@@ -32890,7 +32561,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     dtrain_comm_info comm;
     void *memory;
     dtrain_comm_query(trainer->groups.all, &comm);
-    if (trainer->scaling)
+    if (trainer->pipeline)
+        missing = "no pipeline: passes of several micro-batches are under way, and a recorded step "
+                  "has one; use graph = false";
+    else if (trainer->scaling)
         missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
                   "which needs no scale, or graph = false";
     else if (!device->ops->graph_begin) missing = "a device that can record (the CPU's cannot)";
@@ -32922,7 +32596,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 2) * sizeof(float);
     DTRAIN__TRY(device->ops->host_alloc(device, queue->pinned_bytes, &memory));
     queue->now = (dtrain_step_scalars *)memory;
-    queue->results = (float *)(void *)(queue->now + 1);
+    trainer->results = (float *)(void *)(queue->now + 1);
+    queue->norm = trainer->results + micro_batches;
     return DTRAIN_OK;
 }
 
@@ -32967,12 +32642,12 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 
 typedef struct dtrain__pipeline {
     dtrain_pipeline_schedule *schedule;
-    int stages;
-    int32_t *slots;         /* (chunks, micro_batches) */
-    dtrain_tensor **losses; /* (slot_count) of the last stage's passes */
-    float *read; /* page-locked (micro_batches): losses being copied; NULL: read at once */
-    size_t slot_count;
-    bool agreed; /* all ranks have the same full batch */
+    dtrain_pipeline_schedule *forward; /* of one micro-batch without its backward */
+    const dtrain__model_pass *pass;    /* that the ranks run now */
+    int last;                          /* stage of the model */
+    int32_t *slots;                    /* (chunks, micro_batches) */
+    size_t result_bytes;               /* page-locked, of the trainer's results; 0: none */
+    bool agreed;                       /* all ranks have the same full batch */
 } dtrain__pipeline;
 
 /* Return the slot of a micro-batch's pass of a stage; -1: no stage of this rank. */
@@ -32990,9 +32665,10 @@ static int dtrain__line_stage(const dtrain_trainer *trainer, const dtrain_pipeli
     return dtrain__action_stage(trainer->pipeline->schedule, trainer->groups.pipeline_rank, action);
 }
 
-/* Forget the step before. */
-static void dtrain__line_reset(dtrain_trainer *trainer)
+/* Forget the passes before, and begin those of a step or of an evaluation. */
+static void dtrain__line_begin(dtrain_trainer *trainer, const dtrain__model_pass *pass)
 {
+    trainer->pipeline->pass = pass;
     dtrain__stage_reset(trainer->tape);
     memset(trainer->micros, 0, trainer->desc.micro_batches * sizeof *trainer->micros);
     for (uint32_t m = 0; m < trainer->desc.micro_batches; m++) trainer->micros[m].slot = -1;
@@ -33000,55 +32676,29 @@ static void dtrain__line_reset(dtrain_trainer *trainer)
 
 /* ---- Passes -----------------------------------------------------------------------------------*/
 
-/* Run the model's function, the loss or one of the host's own, in the pass that has begun. */
-static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
-                                       int64_t count, dtrain_tensor **made)
+/* Run the model's function in the pass that has begun. */
+static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_tensor **made)
 {
-    *made = function(trainer->tape, user);
+    const dtrain__model_pass *pass = trainer->pipeline->pass;
+    *made = pass->function(trainer->tape, pass->user);
     DTRAIN__TRY(dtrain__stage_end(trainer->tape));
-    return dtrain__check_made(trainer, function, *made, count);
+    return dtrain__check_made(pass, *made);
 }
 
 /* Run the function with all stages remote, to find which tensors cross, and check that the last
  * stage makes the tensor that it returns. Local. */
-static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                         void *user, uint32_t flags, int64_t count,
-                                         dtrain_tensor **made)
+static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_tensor **made)
 {
     const dtrain__stage_source none = {-1, -1};
-    const int last = trainer->pipeline->stages - 1;
-    dtrain__stage_reset(trainer->tape);
-    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none,
-                                    trainer->desc.tape_flags | flags, 0));
-    DTRAIN__TRY(dtrain__line_call(trainer, function, user, count, made));
+    const dtrain__model_pass *pass = trainer->pipeline->pass;
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none, pass->flags, 0));
+    DTRAIN__TRY(dtrain__line_call(trainer, made));
     const int stage = ((const dtrain__tape_tensor *)*made)->stage;
-    if (stage == last) return DTRAIN_OK;
+    if (stage == trainer->pipeline->last) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s returned is of stage %d, and values are read from what the last one, "
-                       "%d, makes; it should run all units of the model",
-                       function == trainer->desc.loss ? "dtrain_trainer: what loss"
-                                                      : "dtrain_trainer_forward: what forward",
-                       stage, last);
-}
-
-/* Run the function in the slot of a FORWARD. The slot of a micro-batch's first pass on this rank
- * keeps the inputs. */
-static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
-                                       uint32_t flags, int64_t count,
-                                       const dtrain_pipeline_action *action, dtrain_tensor **made)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    const int32_t number = action->micro_batch, slot = action->slot;
-    dtrain__micro *micro = &trainer->micros[number];
-    const int stage = dtrain__line_stage(trainer, action);
-    dtrain__stage_source source = {action->inbox, dtrain__line_slot(trainer, stage - 1, number)};
-    const uint64_t seed =
-        flags & DTRAIN_TAPE_NO_GRAD ? 0 : dtrain__pass_seed(trainer, (uint32_t)number);
-    if (micro->slot < 0) micro->slot = slot;
-    line->slots[action->chunk * line->schedule->micro_batches + number] = slot;
-    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)slot, (uint32_t)micro->slot, stage,
-                                    source, trainer->desc.tape_flags | flags, seed));
-    return dtrain__line_call(trainer, function, user, count, made);
+                       "%s: what %s returned is of stage %d, and values are read from what the "
+                       "last one, %d, makes; it should run all units of the model",
+                       pass->call, pass->name, stage, trainer->pipeline->last);
 }
 
 /* Fetch the next micro-batch, once on each rank. */
@@ -33061,147 +32711,118 @@ static dtrain_result dtrain__line_fetch(dtrain_trainer *trainer, dtrain__micro *
     return DTRAIN_OK;
 }
 
-/* An error of the fetch fails the step on all ranks, which are in the middle of the schedule. */
+/* Run the function in the slot of a FORWARD. The slot of a micro-batch's first pass on this rank
+ * keeps the inputs. An error of the fetch fails the step on all ranks, which are in the middle of
+ * the schedule. */
 static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                           const dtrain_pipeline_action *action)
 {
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__micro *micro = &trainer->micros[action->micro_batch];
-    const bool last = dtrain__line_stage(trainer, action) == trainer->pipeline->stages - 1;
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain__model_pass *pass = line->pass;
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    const int32_t number = action->micro_batch, slot = action->slot;
+    const int stage = dtrain__line_stage(trainer, action);
+    const bool last = stage == line->last, trains = !(pass->flags & DTRAIN_TAPE_NO_GRAD);
+    const uint64_t seed = trains ? dtrain__pass_seed(trainer, (uint32_t)number) : 0;
+    dtrain__micro *micro = &trainer->micros[number];
     const bool first = micro->slot < 0;
-    dtrain_tensor *loss;
     if (first) DTRAIN__TRY(dtrain__line_fetch(trainer, micro));
-    if (micro->joined) return last ? dtrain__end_sums(desc->strategy, 0, true) : DTRAIN_OK;
-    DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, 0, 1, action, &loss));
-    trainer->pipeline->losses[action->slot] = last ? loss : NULL;
-    micro->samples = ((const dtrain__tape_tensor *)loss)->samples;
+    if (micro->joined) return last ? dtrain__end_sums(strategy, 0, true) : DTRAIN_OK;
+    if (first) micro->slot = slot;
+    line->slots[action->chunk * line->schedule->micro_batches + number] = slot;
+    dtrain__stage_source source = {action->inbox, dtrain__line_slot(trainer, stage - 1, number)};
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)slot, (uint32_t)micro->slot, stage,
+                                    source, pass->flags, seed));
+    DTRAIN__TRY(dtrain__line_call(trainer, &micro->made));
+    micro->samples = ((const dtrain__tape_tensor *)micro->made)->samples;
     if (micro->samples.valid) { /* the tensor is gone when its slot is used again */
         memcpy(micro->valid, micro->samples.valid, sizeof micro->valid);
         micro->samples.valid = micro->valid;
     }
-    if (!desc->strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
-    if (first) micro->weight = dtrain__micro_weight(desc->strategy);
-    return last ? dtrain__end_sums(desc->strategy, trainer->tape->pass.sums, false) : DTRAIN_OK;
-}
-
-static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
-                                           const dtrain_pipeline_action *action)
-{
-    dtrain__pipeline *line = trainer->pipeline;
-    dtrain_device *device = trainer->tape->device;
-    const int32_t number = action->micro_batch;
-    const bool more = (uint32_t)number + 1 < trainer->desc.micro_batches;
-    const uint32_t slot = (uint32_t)action->slot;
-    const dtrain_tensor *loss = line->losses[slot];
-    DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
-                                       dtrain__micro_scale(trainer), more,
-                                       dtrain__pipeline_splits(line->schedule->kind)));
-    const int32_t before =
-        dtrain__line_slot(trainer, dtrain__line_stage(trainer, action) - 1, number);
-    if (before >= 0) DTRAIN__TRY(dtrain__stage_seed(trainer->tape, (uint32_t)before, &slot));
-    if (!loss) return DTRAIN_OK;
-    if (!line->read)
-        return dtrain_tensor_read(trainer->tape, loss, &trainer->micros[number].loss, NULL);
-    return device->ops->copy_async(device, line->read + number, loss->data, sizeof(float),
-                                   DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+    if (!strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
+    if (first) micro->weight = dtrain__micro_weight(strategy);
+    if (last && trains) DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
+    else if (last) DTRAIN__TRY(dtrain_tensor_read(trainer->tape, micro->made, pass->values, NULL));
+    return dtrain_strategy_weight(strategy, 1); /* what the loss set was its own */
 }
 
 static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
 {
     dtrain_trainer *trainer = (dtrain_trainer *)user;
-    const bool joined = trainer->micros[action->micro_batch].joined;
-    dtrain_result result = DTRAIN_OK;
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) result = dtrain__line_forward(trainer, action);
-    else if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD && !joined)
-        result = dtrain__line_backward(trainer, action);
-    else if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT && !joined)
-        result = dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
-    if (result != DTRAIN_OK || !trainer->desc.strategy) return result;
-    return dtrain_strategy_weight(trainer->desc.strategy, 1); /* what the loss set was its own */
+    const int32_t number = action->micro_batch;
+    const uint32_t slot = (uint32_t)action->slot;
+    const dtrain__micro *micro = &trainer->micros[number];
+    const int stage = dtrain__line_stage(trainer, action);
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) return dtrain__line_forward(trainer, action);
+    if (micro->joined) return DTRAIN_OK;
+    if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT)
+        return dtrain__stage_weights(trainer->tape, slot);
+    if (action->act != DTRAIN_PIPELINE_ACT_BACKWARD) return DTRAIN_OK;
+    const bool more = (uint32_t)number + 1 < trainer->desc.micro_batches;
+    dtrain_tensor *loss = stage == trainer->pipeline->last ? micro->made : NULL;
+    DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, loss, dtrain__micro_scale(trainer),
+                                       more,
+                                       dtrain__pipeline_splits(trainer->pipeline->schedule->kind)));
+    const int32_t before = dtrain__line_slot(trainer, stage - 1, number);
+    if (before >= 0) DTRAIN__TRY(dtrain__stage_seed(trainer->tape, (uint32_t)before, &slot));
+    return loss ? dtrain__loss_read(trainer, (uint32_t)number, loss) : DTRAIN_OK;
 }
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
 
-/* Say where part i of a message is. What is received gets its memory with the first part. Whether a
- * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD
- * makes is received before, so that it is sent as zeros where there is none. */
+/* Say where part i of a message is. Whether a micro-batch has data is known from its forward on, on
+ * both sides of a gradient; what FORWARD makes is received before, so that it is sent as zeros where
+ * there is none. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {
     dtrain_trainer *trainer = (dtrain_trainer *)user;
-    dtrain_tape *tape = trainer->tape;
-    const bool joined = trainer->micros[action->micro_batch].joined;
-    const int stage = dtrain__line_stage(trainer, action);
-    const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
-    const bool gradient = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ||
-                          action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
-    const bool before = receives || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-    size_t crossing;
-    if (joined && gradient) return DTRAIN_OK;
-    if (receives && i == 0)
-        DTRAIN__TRY(dtrain__stage_receive(tape, (uint32_t)action->inbox, stage));
-    if (action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT && i == 0)
-        dtrain__stage_sent(tape, (uint32_t)action->slot);
-    if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && i == 0)
-        DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
-    if (!dtrain__stage_item(tape, before ? stage - 1 : stage, gradient, i, &crossing))
-        return DTRAIN_OK;
-    const dtrain__crossing *c = &tape->stages->crossings[crossing];
-    part->address = receives ? tape->stages->inboxes[action->inbox].received[crossing]
-                    : joined ? dtrain__crossing_zeros(tape, crossing)
-                             : dtrain__stage_data(tape, (uint32_t)action->slot, crossing, gradient);
-    if (!part->address) return tape->error;
-    part->count = (size_t)c->count;
-    part->dtype = (dtrain_dtype)c->dtype;
-    return DTRAIN_OK;
+    return dtrain__stage_part(trainer->tape, dtrain__line_stage(trainer, action), action,
+                              trainer->micros[action->micro_batch].joined, i, part);
 }
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Find which tensors cross between stages in this step: its batch may have another shape than the
- * last step's. Gradients cross as if only those parameters were frozen that create has compared. A
- * rank without further data sends what crossed before. All ranks of the axis have the same samples
- * and shapes, so each finds the same without an exchange; once, they agree on the unit. */
-static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    bool *agreed = &trainer->pipeline->agreed;
-    dtrain_tensor *loss;
-    DTRAIN__TRY(dtrain__line_fetch(trainer, trainer->micros));
-    if (*agreed && trainer->micros->joined) return DTRAIN_OK;
-    const dtrain_result result = dtrain__line_survey(trainer, desc->loss, desc->user, 0, 1, &loss);
-    if (*agreed) return result;
-    DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
-    *agreed = true;
-    return dtrain__agree_full_batch(desc->strategy,
-                                    ((const dtrain__tape_tensor *)loss)->samples.terms);
-}
-
 /* Run the schedule, read the losses, weigh the micro-batches as if they had been backwards of their
  * own, and finish. A gradient that is missing ends the step on all ranks, and the next one can be
- * taken. */
+ * taken.
+ *
+ * Which tensors cross between stages is found in each step: its batch may have another shape than
+ * the last step's. Gradients cross as if only those parameters were frozen that create has
+ * compared. A rank without further data sends what crossed before. All ranks of the axis have the
+ * same samples and shapes, so each finds the same without an exchange; once, they agree on the
+ * unit. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;
     dtrain_strategy *strategy = trainer->desc.strategy;
-    dtrain_device *device = trainer->tape->device;
+    const dtrain__model_pass pass = dtrain__step_pass(&trainer->desc);
     const uint32_t micro_batches = trainer->desc.micro_batches;
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
+    dtrain_tensor *loss;
     uint32_t joined = 0;
     bool over;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
     dtrain__expect_schedule(strategy, micro_batches > 1);     /* other trainers', too */
-    dtrain__line_reset(trainer);
-    dtrain_result result = dtrain__line_plan(trainer);
+    dtrain__line_begin(trainer, &pass);
+    dtrain_result result = dtrain__line_fetch(trainer, trainer->micros);
+    if (result == DTRAIN_OK && !(line->agreed && trainer->micros->joined))
+        result = dtrain__line_survey(trainer, &loss);
+    if (!line->agreed) {
+        result = dtrain__agree(trainer->groups.all, result);
+        line->agreed = result == DTRAIN_OK;
+        if (line->agreed)
+            result = dtrain__agree_full_batch(strategy,
+                                              ((const dtrain__tape_tensor *)loss)->samples.terms);
+    }
     if (result == DTRAIN_OK)
         result = dtrain_pipeline_run(line->schedule, trainer->groups.pipeline, &work);
-    if (result == DTRAIN_OK && line->read) result = device->ops->synchronize(device);
+    if (result == DTRAIN_OK) result = dtrain__losses_await(trainer);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     for (uint32_t m = 0; m < micro_batches; m++) {
         dtrain__micro *micro = &trainer->micros[m];
         joined += micro->joined;
-        if (line->read && !micro->joined) micro->loss = line->read[m];
         dtrain__weigh_micro(strategy, micro->joined ? NULL : &micro->samples, m + 1 < micro_batches,
                             &micro->weight);
     }
@@ -33231,78 +32852,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
-/* Receive or send the tensors that cross from or to a stage of another rank, and wait. */
-static dtrain_result dtrain__line_carry(dtrain_trainer *trainer,
-                                        const dtrain_pipeline_action *action, int stage)
-{
-    const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
-    const int peer = dtrain__pipeline_place(s->kind, s->ranks, stage).rank;
-    dtrain_comm *comm = trainer->groups.pipeline;
-    for (size_t i = 0;; i++) {
-        dtrain_pipeline_part part;
-        dtrain_work *work = NULL;
-        memset(&part, 0, sizeof part);
-        DTRAIN__TRY(dtrain__line_part(trainer, action, i, &part));
-        if (part.count == 0) return DTRAIN_OK;
-        DTRAIN__TRY(action->act == DTRAIN_PIPELINE_ACT_RECEIVE
-                        ? dtrain_recv(comm, part.address, part.count, part.dtype, peer, &work)
-                        : dtrain_send(comm, part.address, part.count, part.dtype, peer, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
-    }
-}
-
-/* Run this rank's stages in their order: chunk c has slot c and inbox c. If one of them is the last
- * stage, read its output. */
-static dtrain_result dtrain__line_stages(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                         void *user, float *values, int64_t count,
-                                         dtrain_tensor **made)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    memset(trainer->micros, 0, sizeof *trainer->micros);
-    for (int32_t chunk = 0; chunk < line->schedule->chunks; chunk++) {
-        dtrain_pipeline_action action = {DTRAIN_PIPELINE_ACT_RECEIVE, chunk, 0, -1, chunk, -1};
-        const int stage = dtrain__line_stage(trainer, &action);
-        if (stage && dtrain__line_slot(trainer, stage - 1, 0) < 0) {
-            action.inbox = chunk;
-            DTRAIN__TRY(dtrain__line_carry(trainer, &action, stage - 1));
-        }
-        const uint32_t span =
-            dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-        const dtrain_result result =
-            dtrain__line_pass(trainer, function, user, DTRAIN_TAPE_NO_GRAD, count, &action, made);
-        dtrain__span_end(trainer->world, span);
-        DTRAIN__TRY(result);
-        if (stage == line->stages - 1)
-            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, *made, values, NULL));
-        else if (dtrain__line_slot(trainer, stage + 1, 0) < 0) {
-            action.act = DTRAIN_PIPELINE_ACT_SEND;
-            DTRAIN__TRY(dtrain__line_carry(trainer, &action, stage + 1));
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Run a forward pass: of an evaluation (samples: what the loss is a mean over), or of the host's
- * own (samples NULL), whose values all ranks get. What crosses is found anew for each call:
- * shapes can differ from call to call. A refusal of the host's pass, on all ranks
- * before anything is sent, does not make the strategy fail. */
+/* Run a forward pass of an evaluation, or of the host's own, whose values all ranks get: the
+ * forwards of a schedule with one micro-batch. What crosses is found anew for each call: shapes can
+ * differ from call to call. A refusal of the host's pass, on all ranks before anything is sent,
+ * does not make the strategy fail. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
-                                                       dtrain_loss_fn function, void *user,
-                                                       float *values, int64_t count,
-                                                       dtrain__samples *samples)
+                                                       const dtrain__model_pass *pass)
 {
-    const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
-    dtrain_tensor *made = NULL;
-    dtrain_result result =
-        dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, count, &made);
-    if (!samples) result = dtrain__agree(trainer->groups.all, result);
+    const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
+    const dtrain_pipeline_schedule *s = trainer->pipeline->forward;
+    const bool evaluates = pass->function == trainer->desc.loss;
+    dtrain_tensor *made;
+    dtrain__line_begin(trainer, pass);
+    trainer->micros->fetched = true; /* by the caller */
+    dtrain_result result = dtrain__line_survey(trainer, &made);
+    if (!evaluates) result = dtrain__agree(trainer->groups.all, result);
     DTRAIN__TRY(result);
-    result = dtrain__line_stages(trainer, function, user, values, count, &made);
-    if (samples && result == DTRAIN_OK) *samples = ((const dtrain__tape_tensor *)made)->samples;
-    else if (result == DTRAIN_OK)
+    result = dtrain_pipeline_run(s, trainer->groups.pipeline, &work);
+    if (!evaluates && result == DTRAIN_OK)
         result = dtrain_broadcast(
-            trainer->groups.pipeline, values, (size_t)count, DTRAIN_DTYPE_F32,
-            dtrain__pipeline_place(s->kind, s->ranks, trainer->pipeline->stages - 1).rank, NULL);
+            trainer->groups.pipeline, pass->values, (size_t)pass->count, DTRAIN_DTYPE_F32,
+            dtrain__pipeline_place(s->kind, s->ranks, trainer->pipeline->last).rank, NULL);
     return dtrain__strategy_keep(trainer->desc.strategy, result);
 }
 
@@ -33313,95 +32883,93 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
                                                       const dtrain_pipeline_desc *desc)
 {
     const dtrain_allocator *a = &trainer->allocator;
-    const int rank = trainer->groups.pipeline_rank;
+    const int ranks = trainer->groups.pipeline_ranks, rank = trainer->groups.pipeline_rank;
     const size_t micros = trainer->desc.micro_batches;
     dtrain_device *device = trainer->tape->device;
     int slots, inboxes;
     dtrain__pipeline *line = trainer->pipeline =
         (dtrain__pipeline *)dtrain__alloc(a, 1, sizeof *line, "a pipeline");
     if (!line) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(
-        dtrain_pipeline_create(desc, trainer->groups.pipeline_ranks, (int)micros, &line->schedule));
-    const dtrain_pipeline_schedule *s = line->schedule;
-    dtrain__pipeline_room(s, rank, &slots, &inboxes);
-    slots = (int)dtrain__max(slots, s->chunks); /* evaluation has one a chunk */
-    inboxes = (int)dtrain__max(inboxes, s->chunks);
-    line->slot_count = (size_t)slots;
-    line->stages = s->ranks * s->chunks;
-    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)s->chunks, sizeof *line->slots,
+    DTRAIN__TRY(dtrain_pipeline_create(desc, ranks, (int)micros, &line->schedule));
+    DTRAIN__TRY(dtrain_pipeline_create(desc, ranks, 1, &line->forward));
+    dtrain_pipeline_schedule *f = line->forward;
+    size_t kept = 0, at = 0;
+    for (int r = 0; r < ranks; r++) { /* without backwards and their messages */
+        const size_t end = f->first[r + 1];
+        for (f->first[r] = kept; at < end; at++)
+            if (f->actions[at].act == DTRAIN_PIPELINE_ACT_FORWARD ||
+                f->actions[at].act == DTRAIN_PIPELINE_ACT_SEND ||
+                f->actions[at].act == DTRAIN_PIPELINE_ACT_RECEIVE)
+                f->actions[kept++] = f->actions[at];
+    }
+    f->first[ranks] = kept;
+    dtrain__pipeline_room(line->schedule, rank, &slots, &inboxes);
+    slots = (int)dtrain__max(slots, f->chunks); /* an evaluation has one a chunk */
+    inboxes = (int)dtrain__max(inboxes, f->chunks);
+    line->last = ranks * f->chunks - 1;
+    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)f->chunks, sizeof *line->slots,
                                            "slots of passes");
-    line->losses =
-        (dtrain_tensor **)dtrain__alloc(a, line->slot_count, sizeof *line->losses, "losses");
-    if (!line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
-    if (dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank == rank &&
+    if (!line->slots) return DTRAIN_ERROR_MEMORY;
+    if (dtrain__pipeline_place(f->kind, ranks, line->last).rank == rank &&
         device->ops->event_query) { /* the host queues passes ahead of the device */
         void *memory;
-        DTRAIN__TRY(device->ops->host_alloc(device, micros * sizeof *line->read, &memory));
-        line->read = (float *)memory;
+        const size_t bytes = micros * sizeof *trainer->results;
+        DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
+        trainer->results = (float *)memory;
+        line->result_bytes = bytes;
     }
-    return dtrain__stages_create(trainer->tape, map->stages, map->here, map->units, map->unit_count,
-                                 (uint32_t)slots, (uint32_t)inboxes);
+    return dtrain__stages_create(trainer->tape, map, (uint32_t)slots, (uint32_t)inboxes);
 }
 
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
 {
     const dtrain_allocator *a = &trainer->allocator;
-    const size_t micros = trainer->desc.micro_batches;
     dtrain__pipeline *line = trainer->pipeline;
     if (!line) return;
-    if (line->read) {
+    if (line->result_bytes) {
         dtrain_device *device = dtrain_world_device(trainer->world);
         device->ops->synchronize(device); /* of a step that failed */
-        device->ops->host_free(device, line->read, micros * sizeof *line->read);
+        device->ops->host_free(device, trainer->results, line->result_bytes);
     }
     if (line->slots)
-        dtrain__free(a, line->slots, micros * (size_t)line->schedule->chunks, sizeof *line->slots);
-    dtrain__free(a, line->losses, line->slot_count, sizeof *line->losses);
+        dtrain__free(a, line->slots, trainer->desc.micro_batches * (size_t)line->schedule->chunks,
+                     sizeof *line->slots);
     dtrain_pipeline_destroy(line->schedule);
+    dtrain_pipeline_destroy(line->forward);
     dtrain__free(a, line, 1, sizeof *line);
 }
 
-/* Walk this rank's list without messages, on a tape of the plan device, which counts what a step
- * needs. Local. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
-                                                    const dtrain__strategy_plan *plan,
-                                                    dtrain_tape *tape)
+/* Walk this rank's list without messages, on a trainer with a tape of the plan device, which counts
+ * what a step needs. Local. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
+                                                        const dtrain__stage_map *map,
+                                                        const dtrain_pipeline_desc *desc)
 {
-    dtrain_trainer rehearsal;
+    const dtrain__model_pass pass = dtrain__step_pass(&trainer->desc);
+    const size_t micros = trainer->desc.micro_batches;
     dtrain_tensor *loss;
-    if (!plan->stages)
+    if (!map)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan: which stages of a pipeline this rank has is known "
                            "to a strategy; give desc one");
-    memset(&rehearsal, 0, sizeof rehearsal);
-    rehearsal.desc = *desc;
-    rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
-    rehearsal.desc.strategy = NULL;
-    if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
-    rehearsal.allocator = tape->allocator;
-    rehearsal.groups = plan->groups;
-    rehearsal.tape = tape;
-    const size_t micros = rehearsal.desc.micro_batches;
-    rehearsal.micros = (dtrain__micro *)dtrain__alloc(&tape->allocator, micros,
-                                                      sizeof *rehearsal.micros, "micro-batches");
-    dtrain_result result = rehearsal.micros ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK)
-        result = dtrain__pipeline_create(&rehearsal, plan->stages, plan->pipeline);
-    if (result == DTRAIN_OK)
-        result = dtrain__line_survey(&rehearsal, desc->loss, desc->user, 0, 1, &loss);
+    trainer->micros = (dtrain__micro *)dtrain__alloc(&trainer->allocator, micros,
+                                                     sizeof *trainer->micros, "micro-batches");
+    if (!trainer->micros) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__pipeline_create(trainer, map, desc);
+    if (result == DTRAIN_OK) dtrain__line_begin(trainer, &pass);
+    if (result == DTRAIN_OK) result = dtrain__line_survey(trainer, &loss);
     if (result == DTRAIN_OK) {
-        const dtrain_pipeline_schedule *s = rehearsal.pipeline->schedule;
-        const size_t *first = &s->first[plan->groups.pipeline_rank];
-        dtrain__line_reset(&rehearsal);
+        const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
+        const size_t *first = &s->first[trainer->groups.pipeline_rank];
         for (size_t i = first[0]; i < first[1] && result == DTRAIN_OK; i++) {
             dtrain_pipeline_part part;
             result = dtrain__is_message(&s->actions[i])
-                         ? dtrain__line_part(&rehearsal, &s->actions[i], 0, &part)
-                         : dtrain__line_compute(&rehearsal, &s->actions[i]);
+                         ? dtrain__line_part(trainer, &s->actions[i], 0, &part)
+                         : dtrain__line_compute(trainer, &s->actions[i]);
         }
     }
-    dtrain__pipeline_destroy(&rehearsal);
-    dtrain__free(&tape->allocator, rehearsal.micros, micros, sizeof *rehearsal.micros);
+    dtrain__pipeline_destroy(trainer);
+    dtrain__free(&trainer->allocator, trainer->micros, micros, sizeof *trainer->micros);
     return result;
 }
 
@@ -33421,20 +32989,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *d
  * 3. Where a rank has failed, all try an eighth less. */
 
 /* Count the memory of activations, with a strategy's layout or without, and, where there are costs,
- * what the units of the whole model take; its backward is in halves then. A tape of the plan
- * device writes no value and no gradient, so a plan can be made at any time, between two steps as
- * well. */
+ * what the units of the whole model take; its backward is in halves then. A trainer with a tape of
+ * the plan device writes no value and no gradient, so a plan can be made at any time, between two
+ * steps as well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
                                               const dtrain__strategy_plan *strategy,
                                               const dtrain__unit_costs *costs,
                                               dtrain_memory *memory)
 {
+    const dtrain__model_pass pass = dtrain__step_pass(desc);
+    dtrain_trainer rehearsal;
     dtrain_device_desc plan;
     dtrain_device *device;
     dtrain_tape *tape;
     dtrain_tape_info info;
-    if (!desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: desc's loss is NULL");
+    dtrain_tensor *loss;
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc->loss);
     if (!desc->next_batch)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan: the loss fetches its own batches and cannot be "
@@ -33449,13 +33019,20 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         tape->costs = costs;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
+    memset(&rehearsal, 0, sizeof rehearsal);
+    rehearsal.desc = *desc;
+    rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
+    rehearsal.desc.strategy = NULL;
+    if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
+    rehearsal.allocator = world->allocator;
+    rehearsal.groups = strategy->groups;
+    rehearsal.tape = tape;
     if (result == DTRAIN_OK && strategy->groups.pipeline_ranks > 1) {
-        result = dtrain__pipeline_plan(desc, strategy, tape);
+        result = dtrain__pipeline_rehearse(&rehearsal, strategy->stages, strategy->pipeline);
     } else if (result == DTRAIN_OK) {
-        result = dtrain_tape_begin(tape, desc->tape_flags, 0);
+        result = dtrain__pass_run(&rehearsal, &pass, 0, 0, &loss);
         tape->pass.halves = costs != NULL;
-        if (result == DTRAIN_OK)
-            result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
+        if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, loss, 1);
         if (result == DTRAIN_OK && costs) result = dtrain__backward_params(tape);
     }
     dtrain_tape_query(tape, &info);
@@ -34062,21 +33639,24 @@ static dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const c
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
-/* Run the loss or a function of the host's own where this rank has all of the model, on a tape that
- * keeps nothing for a backward. samples: NULL, or what the loss is a mean over. */
-static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
-                                          void *user, float *values, int64_t count,
-                                          dtrain__samples *samples)
+/* Run a pass that keeps nothing for a backward, where this rank has all of the model or with the
+ * other ranks of its pipeline. micro: its weight and samples; NULL: not wanted. */
+static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain__model_pass *pass,
+                                          dtrain__micro *micro)
 {
     dtrain_tape *tape = trainer->tape;
-    DTRAIN__TRY(dtrain_tape_begin(tape, trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    const dtrain_tensor *made = function(tape, user);
-    dtrain__span_end(trainer->world, span);
-    if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(trainer, function, made, count));
-    DTRAIN__TRY(dtrain_tensor_read(tape, made, values, NULL));
-    if (samples) *samples = ((const dtrain__tape_tensor *)made)->samples;
+    if (trainer->pipeline) {
+        DTRAIN__TRY(dtrain__pipeline_forward(trainer, pass));
+        if (micro) *micro = *trainer->micros;
+        return DTRAIN_OK;
+    }
+    dtrain_tensor *made;
+    DTRAIN__TRY(dtrain__pass_run(trainer, pass, 0, DTRAIN__UNNUMBERED, &made));
+    if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(pass, made));
+    DTRAIN__TRY(dtrain_tensor_read(tape, made, pass->values, NULL));
+    if (!micro) return DTRAIN_OK;
+    micro->samples = ((const dtrain__tape_tensor *)made)->samples;
+    micro->weight = dtrain__micro_weight(trainer->desc.strategy);
     return DTRAIN_OK;
 }
 
@@ -34099,14 +33679,18 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
         DTRAIN__TRY(trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
                                       : dtrain__join_forward(strategy));
     else {
-        dtrain__samples samples;
+        dtrain__micro micro;
         float loss = 0;
+        dtrain__model_pass pass = dtrain__step_pass(&trainer->desc);
+        pass.call = "dtrain_trainer_evaluate";
+        pass.user = user;
+        pass.flags |= DTRAIN_TAPE_NO_GRAD;
+        pass.values = &loss;
         DTRAIN__TRY(next);
-        DTRAIN__TRY((trainer->pipeline ? dtrain__pipeline_forward : dtrain__forward_pass)(
-            trainer, trainer->desc.loss, user, &loss, 1, &samples));
+        DTRAIN__TRY(dtrain__forward_pass(trainer, &pass, &micro));
         DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
-        const double weight = samples.terms ? dtrain__samples_count(&samples)
-                                            : (double)dtrain__micro_weight(strategy);
+        const double weight =
+            micro.samples.terms ? dtrain__samples_count(&micro.samples) : (double)micro.weight;
         DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
         if (trainer->loss_counts) {
             own[DTRAIN__ROUND_LOSS] =
@@ -34167,10 +33751,16 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_forward: count is %lld; expected 1 or more",
                            (long long)count);
-    if (!trainer->pipeline)
-        return dtrain__forward_pass(trainer, forward, user, values, count, NULL);
-    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
-    return dtrain__pipeline_forward(trainer, forward, user, values, count, NULL);
+    const dtrain__model_pass pass = {"dtrain_trainer_forward",
+                                     "forward",
+                                     forward,
+                                     user,
+                                     trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD,
+                                     values,
+                                     count};
+    if (trainer->pipeline)
+        DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
+    return dtrain__forward_pass(trainer, &pass, NULL);
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
@@ -34186,43 +33776,32 @@ static void dtrain__trainer_resume(dtrain__state_source *source, char *note, siz
 /* Refuse by name what no trainer can do; dtrain__queue_create refuses what a queued step cannot. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
+    const char *const call = "dtrain_trainer_create";
+    const dtrain_schedule *schedule = &desc->schedule;
     const uint32_t flags = desc->tape_flags;
+    const dtrain__bound bounds[] = {
+        {desc->optimizer && !(schedule->lr > 0), "schedule.lr", (double)schedule->lr,
+         "more than 0"},
+        {schedule->kind > DTRAIN_SCHEDULE_STEPS, "schedule.kind", (double)schedule->kind,
+         "a dtrain_schedule_kind"},
+        {!(schedule->gamma >= 0), "schedule.gamma", (double)schedule->gamma, "0 or more"},
+        {desc->nonfinite > DTRAIN_NONFINITE_SKIP, "nonfinite", (double)desc->nonfinite,
+         "a dtrain_nonfinite"},
+        {flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16, "tape_flags",
+         (double)flags, "0, DTRAIN_TAPE_BF16 or DTRAIN_TAPE_F16"}};
     if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "loss" : "strategy");
-    if (desc->optimizer && !(desc->schedule.lr > 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
-                           (double)desc->schedule.lr);
-    if (desc->schedule.kind > DTRAIN_SCHEDULE_STEPS || !(desc->schedule.gamma >= 0))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_trainer_create: schedule.kind is %u, schedule.gamma %g; expected "
-            "a dtrain_schedule_kind and 0 or more",
-            desc->schedule.kind, (double)desc->schedule.gamma);
-    if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
-                           desc->nonfinite);
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
     if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
         dtrain__settings_of(desc->strategy)->compression)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
-                           "compresses gradients: what it keeps from step to step would keep a "
-                           "NaN; use DTRAIN_NONFINITE_STOP and load a checkpoint");
-    if (flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 "
-                           "or DTRAIN_TAPE_F16",
-                           flags);
+                           "%s: DTRAIN_NONFINITE_SKIP with a strategy that compresses gradients: "
+                           "what it keeps from step to step would keep a NaN; use "
+                           "DTRAIN_NONFINITE_STOP and load a checkpoint",
+                           call);
     const dtrain__groups groups = dtrain__groups_of(desc->strategy);
-    if (desc->graph && groups.pipeline_ranks > 1)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_create: graph with a pipeline of %d ranks: passes of "
-                           "several micro-batches are under way, and a recorded step has one; use "
-                           "graph = false",
-                           groups.pipeline_ranks);
-    return dtrain__check_fetches(&groups, "dtrain_trainer_create", desc->next_batch);
+    return dtrain__check_fetches(&groups, call, desc->next_batch);
 }
 
 /* Allocate everything that steps use. After a failure destroy frees what is there. */
@@ -39785,9 +39364,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_a
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
+/* Products by scalars are as fast with few passes of gcc, and compile faster. */
 #if DTRAIN__HAS_SCALAR
 #define DTRAIN__ISA 0
+DTRAIN__COLD
 #include DTRAIN__KERNEL_TEXT
+DTRAIN__HOT
 #undef DTRAIN__ISA
 #endif
 

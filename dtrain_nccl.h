@@ -31,8 +31,6 @@
    Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
        DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
        DTRAIN_NCCL_LINKED     link NCCL (-lnccl, or libnccl_static.a) instead of opening it
-       DTRAIN_NCCL_USE_MPI    ranks meet over MPI_COMM_WORLD, which must number them as the world
-                              does, instead of over the world's control plane
 
    Differences from the local communicator
        Order     Send and receive keep their place among the collectives: two ranks must start
@@ -130,9 +128,6 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
-#ifdef DTRAIN_NCCL_USE_MPI
-#include <mpi.h>
-#endif
 
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 15, 1)
 #error "dtrain_nccl.h needs the header of NCCL 2.15.1 or newer"
@@ -530,18 +525,14 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     const dtrain_collective *what = &record->what;
     const bool point = dtrain_nccl__is_point_to_point(what->kind);
-    int used =
-        snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
-                 (unsigned long long)record->number, comm->name,
-                 dtrain_nccl__names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0][1],
-                 ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
-    if (what->kind != DTRAIN_COLLECTIVE_BARRIER && used >= 0 && (size_t)used < room)
-        used += snprintf(text + used, room - (size_t)used, " %s count %zu",
-                         dtrain_dtype_name(what->dtype), what->count);
-    if (what->root >= 0 && used >= 0 && (size_t)used < room)
-        used += snprintf(text + used, room - (size_t)used, " %s %d", point ? "peer" : "root",
-                         what->root);
-    if (used >= 0 && (size_t)used < room) snprintf(text + used, room - (size_t)used, "]");
+    char counts[48] = "", root[24] = "";
+    if (what->kind != DTRAIN_COLLECTIVE_BARRIER)
+        snprintf(counts, sizeof counts, " %s count %zu", dtrain_dtype_name(what->dtype),
+                 what->count);
+    if (what->root >= 0) snprintf(root, sizeof root, " %s %d", point ? "peer" : "root", what->root);
+    snprintf(text, room, "%s %llu on %s [%s%s%s%s]", point ? "transfer" : "collective",
+             (unsigned long long)record->number, comm->name, dtrain_nccl__names[what->kind][1],
+             ops[what->op], counts, root);
 }
 
 /* ==== src/comm/nccl/failure.c ================================================================= */
@@ -924,28 +915,24 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub,
  * A barrier and a count of 0 become the sum of one integer: NCCL does nothing for an empty
  * operation. */
 
-static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
+/* Return the bytes that this rank's send buffer gives or, if `received`, its receive buffer gets. */
+static size_t dtrain_nccl__bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what,
+                                 bool received)
 {
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool cuts = what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
-                      what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
-    if (what->kind == DTRAIN_COLLECTIVE_RECV) return 0;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank) return 0;
-    return what->count * unit * (cuts ? (size_t)comm->base.size : 1);
-}
-
-static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
-{
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
     const bool root = what->root == comm->base.rank;
-    const bool joins = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
-                       what->kind == DTRAIN_COLLECTIVE_SPLIT ||
-                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
-    if (what->kind == DTRAIN_COLLECTIVE_SEND) return 0;
-    if ((what->kind == DTRAIN_COLLECTIVE_BROADCAST && root) ||
-        (what->kind == DTRAIN_COLLECTIVE_REDUCE && !root))
-        return 0;
-    return what->count * unit * (joins ? (size_t)comm->base.size : 1);
+    size_t slices = 1;
+    switch (what->kind) {
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER: slices = received ? 1 : (size_t)comm->base.size; break;
+    case DTRAIN_COLLECTIVE_SPLIT:
+    case DTRAIN_COLLECTIVE_ALL_GATHER: slices = received ? (size_t)comm->base.size : 1; break;
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL: slices = (size_t)comm->base.size; break;
+    case DTRAIN_COLLECTIVE_BROADCAST: slices = root != received; break;
+    case DTRAIN_COLLECTIVE_REDUCE: slices = root || !received; break;
+    case DTRAIN_COLLECTIVE_SEND: slices = !received; break;
+    case DTRAIN_COLLECTIVE_RECV: slices = received; break;
+    default: break;
+    }
+    return what->count * dtrain_dtype_bytes(what->dtype) * slices;
 }
 
 /* ---- Staging ----------------------------------------------------------------------------------*/
@@ -994,8 +981,8 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
     const dtrain_collective *what = &work->what;
-    const size_t send_bytes = dtrain_nccl__send_bytes(comm, what);
-    const size_t recv_bytes = dtrain_nccl__recv_bytes(comm, what);
+    const size_t send_bytes = dtrain_nccl__bytes(comm, what, false);
+    const size_t recv_bytes = dtrain_nccl__bytes(comm, what, true);
     const bool send_host = send_bytes && !ops->is_device_memory(hub->device, what->send);
     const bool recv_host = recv_bytes && !ops->is_device_memory(hub->device, what->recv);
     work->send = what->send;
@@ -1037,7 +1024,7 @@ static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_ncc
     if (work->host_recv)
         DTRAIN_NCCL_TRY(ops->copy_async(hub->device,
                                         (char *)work->block->host + dtrain_nccl__recv_at(work),
-                                        work->recv, dtrain_nccl__recv_bytes(comm, &work->what),
+                                        work->recv, dtrain_nccl__bytes(comm, &work->what, true),
                                         DTRAIN_COPY_DEVICE_TO_HOST, comm->lane->stream));
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, work->record->done, comm->lane->stream));
     work->record->launched = true;
@@ -1137,17 +1124,18 @@ static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrai
     const size_t count = work->what.count, bytes = count * dtrain_dtype_bytes(work->what.dtype);
     const char *send = (const char *)work->send;
     char *recv = (char *)work->recv;
-    ncclResult_t result = ncclSuccess;
+    ncclResult_t failed = ncclSuccess;
     nccl->GroupStart();
-    for (int r = 0; r < comm->base.size; r++) {
+    for (int i = 0; i < 2 * comm->base.size && failed == ncclSuccess; i++) {
+        const int r = i / 2;
         const size_t at = (size_t)r * bytes;
-        result = nccl->Send(send + at, count, type, r, comm->nccl, stream);
-        if (result == ncclSuccess || result == ncclInProgress)
-            result = nccl->Recv(recv + at, count, type, r, comm->nccl, stream);
-        if (result != ncclSuccess && result != ncclInProgress) break;
+        const ncclResult_t result = i % 2
+                                        ? nccl->Recv(recv + at, count, type, r, comm->nccl, stream)
+                                        : nccl->Send(send + at, count, type, r, comm->nccl, stream);
+        if (result != ncclInProgress) failed = result;
     }
     const ncclResult_t end = nccl->GroupEnd();
-    return result == ncclSuccess || result == ncclInProgress ? end : result;
+    return failed == ncclSuccess ? end : failed;
 }
 
 static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
@@ -1348,7 +1336,7 @@ static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_ncc
 {
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_collective *what = &work->what;
-    const size_t recv_bytes = dtrain_nccl__recv_bytes(comm, what);
+    const size_t recv_bytes = dtrain_nccl__bytes(comm, what, true);
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     if (work->block)
         DTRAIN_NCCL_TRY(dtrain_nccl__await_event(hub, work->record,
@@ -1756,33 +1744,6 @@ typedef struct dtrain_nccl__id_record {
     ncclUniqueId id; /* the first rank's is used */
 } dtrain_nccl__id_record;
 
-#ifdef DTRAIN_NCCL_USE_MPI
-/* All-gather a small record of each rank. */
-static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine, size_t bytes,
-                                           void *all)
-{
-    int ready = 0, rank = -1, size = 0;
-    MPI_Initialized(&ready);
-    if (ready) MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    if (ready) MPI_Comm_size(MPI_COMM_WORLD, &size);
-    if (rank != dtrain_world_rank(world) || size != dtrain_world_size(world))
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "DTRAIN_NCCL_USE_MPI: this is rank %d of %d in MPI_COMM_WORLD (-1: call "
-                           "MPI_Init first) but rank %d of %d in the world",
-                           rank, size, dtrain_world_rank(world), dtrain_world_size(world));
-    if (MPI_Allgather((void *)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
-                      MPI_COMM_WORLD) == MPI_SUCCESS)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_PEER, "MPI_Allgather failed while the ranks met");
-}
-#else
-static dtrain_result dtrain_nccl__exchange(dtrain_world *world, const void *mine, size_t bytes,
-                                           void *all)
-{
-    return dtrain_world_all_gather(world, mine, bytes, all);
-}
-#endif
-
 /* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
  * so far, whose sentence goes to all. */
 static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
@@ -1806,7 +1767,7 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
-    DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &hello, sizeof hello, all));
+    DTRAIN_NCCL_TRY(dtrain_world_all_gather(world, &hello, sizeof hello, all));
     const dtrain_nccl__hello *hellos = (const dtrain_nccl__hello *)all;
     for (int i = 0; i < size; i++) {
         if (hellos[i].magic != DTRAIN_NCCL_HELLO)
@@ -1817,7 +1778,7 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
             return dtrain_fail((dtrain_result)hellos[i].status, "on rank %d: %.*s",
                                hellos[i].world_rank, (int)sizeof hellos[i].error, hellos[i].error);
     }
-    for (int i = 1; i < size; i++)
+    for (int i = 1; i < size; i++) {
         if (hellos[i].version != hellos[0].version)
             return dtrain_fail(
                 DTRAIN_ERROR_MISMATCH,
@@ -1825,7 +1786,6 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
                 "the same version everywhere",
                 hellos[0].world_rank, dtrain_nccl__version_text(hellos[0].version, first),
                 hellos[i].world_rank, dtrain_nccl__version_text(hellos[i].version, other));
-    for (int i = 1; i < size; i++)
         for (int j = 0; j < i; j++)
             if (strncmp(hellos[i].device, hellos[j].device, sizeof hellos[i].device) == 0)
                 return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -1833,13 +1793,14 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
                                    "refuses; start as many ranks as there are GPUs, or leave "
                                    "comm_ops NULL for the local communicator",
                                    hellos[j].world_rank, hellos[i].world_rank, hellos[i].device);
+    }
     if (dtrain_world_rank(world) == 0) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
         id_record.status = dtrain_nccl__code(made);
         snprintf(id_record.error, sizeof id_record.error, "%s; %s", hub->nccl.GetErrorString(made),
                  hub->nccl.GetLastError(NULL));
     }
-    DTRAIN_NCCL_TRY(dtrain_nccl__exchange(world, &id_record, sizeof id_record, all));
+    DTRAIN_NCCL_TRY(dtrain_world_all_gather(world, &id_record, sizeof id_record, all));
     memcpy(&id_record, all, sizeof id_record); /* the first rank's */
     *id = id_record.id;
     if (id_record.status == DTRAIN_OK) return DTRAIN_OK;

@@ -106,14 +106,14 @@ typedef struct dtrain__local_work {
     uint64_t end; /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
-static dtrain__part *dtrain__part_of(const dtrain_comm *comm, int rank)
+static dtrain__part *dtrain__part_at(const dtrain_comm *comm, int rank)
 {
     return ((const dtrain__local_comm *)comm)->parts[rank];
 }
 
 static dtrain__slot *dtrain__slot_of(const dtrain_comm *comm, int rank, uint64_t sequence)
 {
-    return &dtrain__part_of(comm, rank)->slots[sequence % DTRAIN__SLOTS];
+    return &dtrain__part_at(comm, rank)->slots[sequence % DTRAIN__SLOTS];
 }
 
 /* ---- Stages -----------------------------------------------------------------------------------*/
@@ -167,7 +167,7 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
 static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *to, size_t bytes)
 {
     comm->info.staged_bytes += bytes;
-    if (dtrain__read_memory(dtrain__part_of(comm, rank)->pid, from, to, bytes)) return true;
+    if (dtrain__read_memory(dtrain__part_at(comm, rank)->pid, from, to, bytes)) return true;
     if (errno != ESRCH)
         dtrain__engine_failf(comm, DTRAIN_ERROR_PEER,
                              "rank %d's buffer of %zu bytes cannot be read: %s; was it freed while "
@@ -208,7 +208,7 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 {
     if (!sequence) {
         const dtrain__channel *channel =
-            dtrain__load(&dtrain__part_of(comm, rank)->channels[comm->rank]);
+            dtrain__load(&dtrain__part_at(comm, rank)->channels[comm->rank]);
         const uint64_t tail = channel ? dtrain__load(&channel->tail) : 0;
         return channel && dtrain__load(&channel->head) > tail
                    ? &channel->cells[tail % DTRAIN__CELLS].shown
@@ -321,13 +321,13 @@ static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t slice = cuts ? (size_t)comm->rank * chunk : 0,
                  pieces = cuts ? (size_t)comm->size : 1;
-    dtrain__part *part = dtrain__part_of(comm, comm->rank);
+    dtrain__part *part = dtrain__part_at(comm, comm->rank);
     const char *in[DTRAIN_MAX_RANKS];
     void *stage;
     if (work->stage > 1) {
         const size_t c = work->stage - 2, rest = what->count - c * chunk;
         for (int i = 0; i < comm->size; i++) {
-            in[i] = dtrain__part_of(comm, i)->stage;
+            in[i] = dtrain__part_at(comm, i)->stage;
             if (in[i]) in[i] += c % 2 * DTRAIN__CHUNK_BYTES + slice * unit;
         }
         dtrain__pull(comm, what, in, c * chunk, rest < chunk ? rest : chunk);
@@ -354,7 +354,7 @@ static dtrain__channel *dtrain__channel_of(const dtrain_comm *comm, const dtrain
 {
     const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->rank : what->root;
     const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->rank;
-    return dtrain__load(&dtrain__part_of(comm, from)->channels[to]);
+    return dtrain__load(&dtrain__part_at(comm, from)->channels[to]);
 }
 
 /* Say whether the other side has to act first. */
@@ -378,7 +378,7 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
     if (sends && !dtrain__channel_of(comm, what)) {
         if (dtrain__shared_alloc(comm->world, sizeof(dtrain__channel), &made) != DTRAIN_OK)
             return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
-        dtrain__store(&dtrain__part_of(comm, comm->rank)->channels[what->root],
+        dtrain__store(&dtrain__part_at(comm, comm->rank)->channels[what->root],
                       (dtrain__channel *)made);
     }
     while (!dtrain__message_stuck(comm, work)) {
@@ -393,7 +393,7 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         /* The sender writes how the receiver comes to a message that is longer than the channel. */
         if (sends && work->moved == 0 && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES) {
             if (dtrain__is_shared(comm->world, what->send, bytes)) work->path = DTRAIN__DIRECT;
-            else if (dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
+            else if (dtrain__load(&dtrain__part_at(comm, what->root)->reads) &&
                      dtrain__is_readable(what->send, bytes))
                 work->path = DTRAIN__READ;
         }

@@ -355,7 +355,7 @@ static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
     const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
     const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
     const dtrain__bound bounds[] = {
-        {desc->format > last, "format", desc->format, "a dtrain_data_format"},
+        {desc->format > last, "format", (double)desc->format, "a dtrain_data_format"},
         {desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS, "vocab_count",
          (double)desc->vocab_count, "0 to 2^31"},
         {desc->read && desc->item_count < 1, "item_count", (double)desc->item_count,

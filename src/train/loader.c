@@ -406,9 +406,9 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
          "0, as the dataset holds samples, which are not cut"},
         {desc->sample_limit < DTRAIN_ONE_EPOCH, "sample_limit", (double)desc->sample_limit,
          "DTRAIN_ONE_EPOCH, 0 or more"},
-        {desc->workers > DTRAIN__MOST_WORKERS, "workers", desc->workers, "at most 64"},
-        {desc->prefetch > (desc->workers ? DTRAIN__MOST_PREFETCH : 0), "prefetch", desc->prefetch,
-         "at most 65536, and 0 without workers"}};
+        {desc->workers > DTRAIN__MOST_WORKERS, "workers", (double)desc->workers, "at most 64"},
+        {desc->prefetch > (desc->workers ? DTRAIN__MOST_PREFETCH : 0), "prefetch",
+         (double)desc->prefetch, "at most 65536, and 0 without workers"}};
     const char *const wrong = desc->transform && tokens ? "transform is for samples, not for tokens"
                               : desc->transform && !desc->output_bytes
                                   ? "transform needs output_bytes"

@@ -576,13 +576,13 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
     const dtrain__bound bounds[] = {
         {desc->optimizer && !(schedule->lr > 0), "schedule.lr", (double)schedule->lr,
          "more than 0"},
-        {schedule->kind > DTRAIN_SCHEDULE_STEPS, "schedule.kind", schedule->kind,
+        {schedule->kind > DTRAIN_SCHEDULE_STEPS, "schedule.kind", (double)schedule->kind,
          "a dtrain_schedule_kind"},
         {!(schedule->gamma >= 0), "schedule.gamma", (double)schedule->gamma, "0 or more"},
-        {desc->nonfinite > DTRAIN_NONFINITE_SKIP, "nonfinite", desc->nonfinite,
+        {desc->nonfinite > DTRAIN_NONFINITE_SKIP, "nonfinite", (double)desc->nonfinite,
          "a dtrain_nonfinite"},
-        {flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16, "tape_flags", flags,
-         "0, DTRAIN_TAPE_BF16 or DTRAIN_TAPE_F16"}};
+        {flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16, "tape_flags",
+         (double)flags, "0, DTRAIN_TAPE_BF16 or DTRAIN_TAPE_F16"}};
     if (!desc->strategy || !desc->loss)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "loss" : "strategy");
