@@ -13215,9 +13215,8 @@ typedef struct dtrain__entry {
     bool marked;                   /* ready was called in this backward */
     bool seen;                     /* it had a gradient in this step */
     bool warned;                   /* its missing gradient has been reported */
-    bool lends_value; /* value points to memory of the library; destroy makes it NULL */
-    bool lends_grad;  /* the same of grad, and of the arrays in another type: */
-    bool lends_typed_value, lends_typed_grad;
+    bool lends_value; /* the host has given no array: the library's is lent, and drawn */
+    bool lends_grad;  /* the same of the gradient */
     bool here; /* its unit is in a stage that this rank has */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
@@ -13502,7 +13501,6 @@ typedef struct dtrain__candidates {
 /* strategy/values.c */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
 DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage);
-DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
 
 /* strategy/settings.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,
@@ -15796,12 +15794,6 @@ DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage)
     return storage->dtype ? storage->typed_grad : storage->grad;
 }
 
-/* Tell whether the library initialises a value: the host has given no array. */
-DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry)
-{
-    return entry->lends_value && entry->lends_typed_value;
-}
-
 /* Copy whole values between memory of the strategy (the flat buckets of ZERO1 and SHARD_GRAD_OP,
  * masters) and the host's arrays, or arrays in the host's type. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
@@ -15818,7 +15810,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
         if (to_host)
             DTRAIN__TRY(
                 dtrain__convert(strategy, p->count, inside, layout->dtype, array, p->dtype));
-        else if (!dtrain__is_drawn(entry))
+        else if (!entry->lends_value)
             DTRAIN__TRY(
                 dtrain__convert(strategy, p->count, array, p->dtype, inside, layout->dtype));
     }
@@ -18129,10 +18121,8 @@ static void dtrain__lend(dtrain_strategy *strategy, size_t i)
                     : sharded ? entry->bucket->values + entry->offset
                               : entry->own_value;
     float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
-    entry->lends_value = !p->value;
-    entry->lends_typed_value = !p->typed_value;
-    entry->lends_grad = !p->grad;
-    entry->lends_typed_grad = !p->typed_grad;
+    entry->lends_value = !dtrain__host_value(p);
+    entry->lends_grad = !dtrain__host_grad(p);
     if (!p->value && !wide) p->value = alias ? storage->value : inside;
     if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
     if (!p->typed_value)
@@ -18158,7 +18148,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
-        if (dtrain__is_drawn(entry))
+        if (entry->lends_value)
             DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
                                            shard.offset, shard.count,
                                            shard.value ? shard.value : shard.typed_value));
@@ -18238,7 +18228,7 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
         const dtrain_param *p = &strategy->params[i];
         const dtrain_dtype dtype = (dtrain_dtype)p->dtype;
         void *value = dtrain__host_value(p);
-        if (p->state.storage != p || dtrain__is_drawn(&strategy->layout.entries[i])) continue;
+        if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
         if (!dtrain__has_memory(p)) continue;
         if (strategy->groups.tensor && !p->cut.axis)
             DTRAIN__TRY(
@@ -18327,10 +18317,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     for (size_t i = 0; layout->entries && i < count; i++) { /* the params point at it no longer */
         const dtrain__entry *entry = &layout->entries[i];
         dtrain_param *p = &strategy->params[i];
-        if (entry->lends_value) p->value = NULL;
-        if (entry->lends_grad) p->grad = NULL;
-        if (entry->lends_typed_value) p->typed_value = NULL;
-        if (entry->lends_typed_grad) p->typed_grad = NULL;
+        const bool typed = p->dtype != DTRAIN_DTYPE_F32; /* value and grad are the library's */
+        if (entry->lends_value || typed) p->value = NULL;
+        if (entry->lends_grad || typed) p->grad = NULL;
+        if (entry->lends_value || !typed) p->typed_value = NULL;
+        if (entry->lends_grad || !typed) p->typed_grad = NULL;
     }
     dtrain__offload_close(strategy);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {

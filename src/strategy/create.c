@@ -73,10 +73,8 @@ static void dtrain__lend(dtrain_strategy *strategy, size_t i)
                     : sharded ? entry->bucket->values + entry->offset
                               : entry->own_value;
     float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
-    entry->lends_value = !p->value;
-    entry->lends_typed_value = !p->typed_value;
-    entry->lends_grad = !p->grad;
-    entry->lends_typed_grad = !p->typed_grad;
+    entry->lends_value = !dtrain__host_value(p);
+    entry->lends_grad = !dtrain__host_grad(p);
     if (!p->value && !wide) p->value = alias ? storage->value : inside;
     if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
     if (!p->typed_value)
@@ -102,7 +100,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
-        if (dtrain__is_drawn(entry))
+        if (entry->lends_value)
             DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
                                            shard.offset, shard.count,
                                            shard.value ? shard.value : shard.typed_value));
@@ -182,7 +180,7 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
         const dtrain_param *p = &strategy->params[i];
         const dtrain_dtype dtype = (dtrain_dtype)p->dtype;
         void *value = dtrain__host_value(p);
-        if (p->state.storage != p || dtrain__is_drawn(&strategy->layout.entries[i])) continue;
+        if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
         if (!dtrain__has_memory(p)) continue;
         if (strategy->groups.tensor && !p->cut.axis)
             DTRAIN__TRY(
@@ -271,10 +269,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     for (size_t i = 0; layout->entries && i < count; i++) { /* the params point at it no longer */
         const dtrain__entry *entry = &layout->entries[i];
         dtrain_param *p = &strategy->params[i];
-        if (entry->lends_value) p->value = NULL;
-        if (entry->lends_grad) p->grad = NULL;
-        if (entry->lends_typed_value) p->typed_value = NULL;
-        if (entry->lends_typed_grad) p->typed_grad = NULL;
+        const bool typed = p->dtype != DTRAIN_DTYPE_F32; /* value and grad are the library's */
+        if (entry->lends_value || typed) p->value = NULL;
+        if (entry->lends_grad || typed) p->grad = NULL;
+        if (entry->lends_value || !typed) p->typed_value = NULL;
+        if (entry->lends_grad || !typed) p->typed_grad = NULL;
     }
     dtrain__offload_close(strategy);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {

@@ -43,9 +43,8 @@ typedef struct dtrain__entry {
     bool marked;                   /* ready was called in this backward */
     bool seen;                     /* it had a gradient in this step */
     bool warned;                   /* its missing gradient has been reported */
-    bool lends_value; /* value points to memory of the library; destroy makes it NULL */
-    bool lends_grad;  /* the same of grad, and of the arrays in another type: */
-    bool lends_typed_value, lends_typed_grad;
+    bool lends_value; /* the host has given no array: the library's is lent, and drawn */
+    bool lends_grad;  /* the same of the gradient */
     bool here; /* its unit is in a stage that this rank has */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */

@@ -182,7 +182,6 @@ typedef struct dtrain__candidates {
 /* strategy/values.c */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage);
 DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage);
-DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry);
 
 /* strategy/settings.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, size_t count,

@@ -17,12 +17,6 @@ DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage)
     return storage->dtype ? storage->typed_grad : storage->grad;
 }
 
-/* Tell whether the library initialises a value: the host has given no array. */
-DTRAIN__PRIVATE bool dtrain__is_drawn(const dtrain__entry *entry)
-{
-    return entry->lends_value && entry->lends_typed_value;
-}
-
 /* Copy whole values between memory of the strategy (the flat buckets of ZERO1 and SHARD_GRAD_OP,
  * masters) and the host's arrays, or arrays in the host's type. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
@@ -39,7 +33,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
         if (to_host)
             DTRAIN__TRY(
                 dtrain__convert(strategy, p->count, inside, layout->dtype, array, p->dtype));
-        else if (!dtrain__is_drawn(entry))
+        else if (!entry->lends_value)
             DTRAIN__TRY(
                 dtrain__convert(strategy, p->count, array, p->dtype, inside, layout->dtype));
     }
