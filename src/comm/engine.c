@@ -358,20 +358,17 @@ static size_t dtrain__work_bytes(const dtrain__engine *comm)
     return offsetof(dtrain__work, op) + comm->transport->work_bytes;
 }
 
-/* Take an idle work, or make one: the first step of a program makes all that it needs. */
-static dtrain__work *dtrain__take_work(dtrain__engine *comm)
+/* Make an idle work. A communicator begins with DTRAIN_WINDOW of them; a program that has more
+ * operations under way, messages for instance, gets more. */
+static dtrain_result dtrain__make_work(dtrain__engine *comm)
 {
-    dtrain__work *work = comm->idle;
-    if (!work) {
-        work = (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, 1,
-                                             dtrain__work_bytes(comm), "an operation in flight");
-        if (!work) return NULL;
-        work->next_made = comm->works;
-        comm->works = comm->idle = work;
-    }
-    comm->idle = work->next;
-    comm->base.outstanding++;
-    return work;
+    dtrain__work *work = (dtrain__work *)dtrain__alloc(
+        &comm->base.world->allocator, 1, dtrain__work_bytes(comm), "an operation in flight");
+    if (!work) return DTRAIN_ERROR_MEMORY;
+    work->next_made = comm->works;
+    work->next = comm->idle;
+    comm->works = comm->idle = work;
+    return DTRAIN_OK;
 }
 
 /* Start an operation. Of one rank the result is what it sends, and there is nothing to wait for; a
@@ -389,8 +386,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
         return what->send == what->recv || bytes == 0
                    ? DTRAIN_OK
                    : dtrain_device_copy(base->world->device, what->recv, what->send, bytes);
-    dtrain__work *work = dtrain__take_work(comm);
-    if (!work) return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+    if (!comm->idle && dtrain__make_work(comm) != DTRAIN_OK)
+        return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+    dtrain__work *work = comm->idle;
+    comm->idle = work->next;
+    base->outstanding++;
     memset((char *)work + kept, 0, dtrain__work_bytes(comm) - kept);
     work->next = NULL;
     work->op.base.comm = base;
@@ -567,9 +567,9 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, int size, int rank
     comm->next = world->comms;
     world->comms = comm;
     comm->staged = !world->device->ops->host_memory;
-    dtrain__work *first = dtrain__take_work(comm);
-    dtrain_result result = first ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (first) dtrain__recycle(comm, first);
+    dtrain_result result = DTRAIN_OK;
+    for (uint32_t i = 0; i < DTRAIN_WINDOW && result == DTRAIN_OK; i++)
+        result = dtrain__make_work(comm);
     if (result == DTRAIN_OK && comm->staged)
         result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
     if (result == DTRAIN_OK) result = transport->make(&comm->base, address);
