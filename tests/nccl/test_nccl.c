@@ -49,18 +49,10 @@ static void checked_destroy(dtrain_device *device)
 
 /* The mock's controls are set for some ranks before their worlds are made: in the device's create. */
 static nccl_mock_controls rank_controls[MOST];
-static bool
-    rank_same_device; /* seen by dtrain_nccl.h alone: the launcher would not have asked for NCCL */
 static dtrain_result checked_create(const dtrain_device_desc *desc, dtrain_device *device)
 {
     nccl_mock = rank_controls[desc->device_index % MOST];
     return late_create(desc, device);
-}
-static dtrain_result checked_query(dtrain_device *device, dtrain_device_info *info)
-{
-    const dtrain_result result = late_query(device, info);
-    late_one_id = rank_same_device; /* from the second time on */
-    return result;
 }
 
 static const dtrain_device_ops *test_ops(void)
@@ -69,7 +61,6 @@ static const dtrain_device_ops *test_ops(void)
     table = *late_device_ops();
     table.create = checked_create;
     table.destroy = checked_destroy;
-    table.query = checked_query;
     return &table;
 }
 
@@ -1067,9 +1058,6 @@ static void test_refusals(void)
     check_refused(desc, "no socket interface");
     rank_controls[1].no_join = true;
     check_refused(desc, "ncclCommInitRankConfig: NCCL was still in progress after 2.5 s");
-    rank_same_device = true;
-    check_refused(desc, "ranks 0 and 1 sit on the same device (late-0)");
-    rank_same_device = false;
     desc.device_ops = NULL;
     check_refused(desc, "the device is \"cpu\"");
 }

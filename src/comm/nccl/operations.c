@@ -501,8 +501,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dt
                                                            const char *text)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
-    char copy[512]; /* text may be the last error, which the next error overwrites */
     if (comm->dead) return dtrain_nccl__comm_error(comm);
-    snprintf(copy, sizeof copy, "%s", dtrain_nccl__strip_rank(comm->hub, text));
-    return dtrain_nccl__fail(comm->hub, code, "%s", copy);
+    return dtrain_nccl__fail(comm->hub, code, "%s", dtrain_nccl__strip_rank(comm->hub, text));
 }

@@ -74,7 +74,6 @@ typedef struct late_counts {
 } late_counts;
 
 static late_counts late_count;
-static bool late_one_id;               /* all ranks say that they sit on one device */
 static bool late_silent;               /* misuse is expected */
 static dtrain_device *late_now;        /* this process's; the mock's hooks have no other way */
 static __thread int late_current = -1; /* the device that this thread has chosen, as CUDA counts */
@@ -596,7 +595,7 @@ static dtrain_result late_query(dtrain_device *device, dtrain_device_info *info)
     memset(info, 0, sizeof *info);
     info->index = late_get(device)->index;
     snprintf(info->name, sizeof info->name, "late device");
-    snprintf(info->id, sizeof info->id, "late-%u", late_one_id ? 0 : info->index);
+    snprintf(info->id, sizeof info->id, "late-%u", info->index);
     return DTRAIN_OK;
 }
 
