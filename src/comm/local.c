@@ -206,16 +206,14 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 
 static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t sequence, int rank)
 {
-    if (!sequence) {
-        const dtrain__channel *channel =
-            dtrain__load(&dtrain__part_at(comm, rank)->channels[comm->rank]);
-        const uint64_t tail = channel ? dtrain__load(&channel->tail) : 0;
-        return channel && dtrain__load(&channel->head) > tail
-                   ? &channel->cells[tail % DTRAIN__CELLS].shown
+    const dtrain__channel *channel =
+        dtrain__load(&dtrain__part_at(comm, rank)->channels[comm->rank]);
+    if (sequence)
+        return dtrain__reached(comm, sequence, 1, rank)
+                   ? &dtrain__slot_of(comm, rank, sequence)->shown
                    : NULL;
-    }
-    return dtrain__reached(comm, sequence, 1, rank) ? &dtrain__slot_of(comm, rank, sequence)->shown
-                                                    : NULL;
+    if (!channel || dtrain__load(&channel->head) == channel->tail) return NULL;
+    return &channel->cells[channel->tail % DTRAIN__CELLS].shown;
 }
 
 /* ---- The paths --------------------------------------------------------------------------------*/

@@ -71,6 +71,13 @@ typedef struct dtrain__mpi_token {
     int rank;
 } dtrain__mpi_token;
 
+/* What a rank shows, as it is sent from `call` on. */
+typedef struct dtrain__mpi_record {
+    uint64_t heard; /* sequence number of the newest one received; 1: of a message */
+    dtrain_call call;
+    char data[DTRAIN_SMALL_BYTES]; /* less where there are many ranks */
+} dtrain__mpi_record;
+
 typedef struct dtrain__mpi_comm {
     dtrain_comm base;
     dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
@@ -79,8 +86,7 @@ typedef struct dtrain__mpi_comm {
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
-    uint64_t *heard; /* (window + 1, size) sequence number of the newest record received */
-    char *records;   /* see dtrain__mpi_record */
+    char *records;   /* (window + 1, 2 size) see dtrain__mpi_record_of */
     char *temporary; /* (size, chunk_bytes) */
     size_t record_bytes, chunk_bytes;
     char *memory; /* holds all arrays above */
@@ -106,10 +112,7 @@ static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *ca
     dtrain_result turn = DTRAIN_OK;
     while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
         turn = dtrain__wait_turn(comm->base.world, &wait);
-    if (turn == DTRAIN_ERROR_PEER) {
-        (void)dtrain__engine_fail(&comm->base, turn, dtrain_last_error());
-        return;
-    }
+    if (turn == DTRAIN_ERROR_PEER && !dtrain__engine_ok(&comm->base, turn)) return;
     MPI_Error_string(code, text, &length);
     (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
 }
@@ -137,15 +140,23 @@ static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtr
     comm->active++;
 }
 
-/* Return the line of records that belongs to a collective, or to sends and receives (0). */
-static uint64_t dtrain__mpi_line(uint64_t sequence)
+/* Return a record of a collective, or of messages (0). Place r < size receives from rank r; the
+ * places from `size` on hold what this rank sends: one record for all ranks in a collective, else
+ * one for each peer. */
+static dtrain__mpi_record *dtrain__mpi_record_of(const dtrain__mpi_comm *comm, uint64_t sequence,
+                                                 int place)
 {
-    return sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
+    const size_t line = sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
+    const size_t at = line * 2 * (size_t)comm->base.size + (size_t)place;
+    return (dtrain__mpi_record *)(void *)(comm->records + at * comm->record_bytes);
 }
 
-static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t sequence, int rank)
+static void dtrain__mpi_post_record(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
+                                    dtrain__mpi_tag kind, int rank)
 {
-    return &comm->heard[dtrain__mpi_line(sequence) * (size_t)comm->base.size + (size_t)rank];
+    dtrain__mpi_post(comm, work, DTRAIN__RECORD_IN, kind, rank,
+                     &dtrain__mpi_record_of(comm, work->base.sequence, rank)->call,
+                     comm->record_bytes - offsetof(dtrain__mpi_record, call));
 }
 
 /* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
@@ -170,7 +181,7 @@ static void dtrain__mpi_poll(dtrain_comm *base)
         const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
         const uint64_t sequence = token->work->base.sequence;
         if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
-        else *dtrain__mpi_heard_at(comm, sequence, token->rank) = sequence ? sequence : 1;
+        else dtrain__mpi_record_of(comm, sequence, token->rank)->heard = sequence ? sequence : 1;
     }
     for (int i = 0; i < comm->active; i++) {
         if (comm->requests[i] == MPI_REQUEST_NULL) continue;
@@ -181,31 +192,15 @@ static void dtrain__mpi_poll(dtrain_comm *base)
     ++*base->moves;
 }
 
-/* ---- Records ----------------------------------------------------------------------------------*/
-
-/* Return the buffer of a record. In a line, place r < size receives from rank r; the places from
- * `size` on hold what this rank sends: one record for all ranks in a collective, else one for each
- * peer. */
-static dtrain_call *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
-{
-    const size_t places = 2 * (size_t)comm->base.size;
-    return (dtrain_call *)(void *)(comm->records +
-                                   (line * places + (size_t)place) * comm->record_bytes);
-}
-
 static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const int size = base->size, rank = base->rank;
-    const uint64_t line = dtrain__mpi_line(work->sequence);
-    dtrain_call *record = dtrain__mpi_record(comm, line, size);
+    dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
     const size_t bytes = dtrain__write_shown(work, record);
-    for (int i = 1; i < size; i++) {
-        const int peer = (rank + size - i) % size;
-        dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, DTRAIN__TAG_RECORD, peer,
-                         dtrain__mpi_record(comm, line, peer), comm->record_bytes);
-    }
+    for (int i = 1; i < size; i++)
+        dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
     for (int i = 1; i < size; i++)
         dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_RECORD, (rank + i) % size, record,
                          bytes);
@@ -214,9 +209,8 @@ static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t sequence, int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    const uint64_t heard = *dtrain__mpi_heard_at(comm, sequence, rank);
-    if (!heard || heard < sequence) return NULL;
-    return dtrain__mpi_record(comm, dtrain__mpi_line(sequence), rank);
+    const dtrain__mpi_record *record = dtrain__mpi_record_of(comm, sequence, rank);
+    return record->heard && record->heard >= sequence ? &record->call : NULL;
 }
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
@@ -229,22 +223,21 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
     const int size = comm->base.size;
     const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const size_t all = work->small ? 0 : dtrain__send_bytes(what, size);
-    dtrain_call *record =
-        dtrain__mpi_record(comm, dtrain__mpi_line(0), what->root + (sends ? size : 0));
+    dtrain__mpi_record *record = dtrain__mpi_record_of(comm, 0, what->root + (sends ? size : 0));
     for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
         const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
         char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
         if (own->round == 0) {
-            dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__RECORD_IN,
-                             DTRAIN__TAG_MESSAGE, what->root, record,
-                             sends ? dtrain__write_shown(work, record) : comm->record_bytes);
+            if (sends)
+                dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
+                                 &record->call, dtrain__write_shown(work, &record->call));
+            else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
             continue;
         }
         if (!sends && !work->agreed) return false;
-        if (!sends)
-            *dtrain__mpi_heard_at(comm, 0, what->root) = 0; /* the next call has not arrived */
+        if (!sends) record->heard = 0; /* the next call has not arrived */
         if (own->round == 1 && !sends && work->small && what->count)
-            memcpy(what->recv, record + 1, work->recv_bytes);
+            memcpy(what->recv, record->data, work->recv_bytes);
         if (at >= all) return true;
         dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__PART_IN, DTRAIN__TAG_MESSAGE,
                          what->root, buffer + at,
@@ -410,7 +403,7 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
-    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2), lines = DTRAIN_WINDOW + 1;
+    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2);
     size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
     void *memory;
     comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
@@ -422,12 +415,12 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
     comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(sizeof(dtrain_call) + data, line);
+    comm->record_bytes = dtrain__round_up(offsetof(dtrain__mpi_record, data) + data, line);
 
-    const size_t bytes[] = {room * sizeof *comm->requests,        room * sizeof *comm->tokens,
-                            room * sizeof *comm->statuses,        room * sizeof *comm->indices,
-                            lines * size * sizeof *comm->heard,   size * comm->chunk_bytes,
-                            lines * 2 * size * comm->record_bytes};
+    const size_t bytes[] = {
+        room * sizeof *comm->requests, room * sizeof *comm->tokens,
+        room * sizeof *comm->statuses, room * sizeof *comm->indices,
+        size * comm->chunk_bytes,      (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes};
     size_t at[sizeof bytes / sizeof *bytes];
     for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
         at[i] = comm->memory_bytes;
@@ -439,9 +432,8 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     comm->tokens = (dtrain__mpi_token *)(void *)(comm->memory + at[1]);
     comm->statuses = (MPI_Status *)(void *)(comm->memory + at[2]);
     comm->indices = (int *)(void *)(comm->memory + at[3]);
-    comm->heard = (uint64_t *)(void *)(comm->memory + at[4]);
-    comm->temporary = comm->memory + at[5];
-    comm->records = comm->memory + at[6];
+    comm->temporary = comm->memory + at[4];
+    comm->records = comm->memory + at[5];
     *address = 1;
     return DTRAIN_OK;
 }

@@ -107,7 +107,7 @@ static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
-    int finalized = 0, ready = 0, size, rank, found = 0, alone = 0;
+    int finalized = 0, ready = 0, size, rank, found = 0;
     void *highest = NULL;
     struct sigaction pipes;
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
@@ -144,20 +144,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     mine[0] = size;
     mine[1] = rank;
     DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
-    for (int i = 0; i < world->size; i++) alone += all[i][0] == 1;
-    if (alone == world->size && alone > 1)
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
-                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
-                           "pmi2",
-                           alone, alone);
     for (int i = 0; i < world->size; i++) {
         hub->ranks[i] = all[i][1];
         if (all[i][0] != world->size)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
-                               "mpirun as the environment announces",
-                               i, world->size, (int)all[i][0]);
+                               "MPI: rank %d of the world's %d sees %d in MPI; start all with this "
+                               "MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or pmi2",
+                               i, world->size, (int)all[i][0], world->size);
     }
 
     /* A duplicate keeps the program's messages apart from these. */
@@ -167,38 +160,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     return DTRAIN_OK;
 }
 
-/* Tell whether all ranks have ended without an error: only then can MPI be finalized. */
-static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    dtrain_result turn = DTRAIN_OK;
-    int late = 0;
-    if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
-    hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
-    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
-        if (world->link) dtrain__link_pump(world, 1);
-        turn = dtrain__wait_poll(world, &wait);
-    }
-    if (turn != DTRAIN_ERROR_TIMEOUT) return turn == DTRAIN_OK && hub->code == MPI_SUCCESS;
-    while (late + 1 < world->size &&
-           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
-        late++;
-    dtrain_log(world, DTRAIN_LOG_WARNING,
-               "rank %d has not come to its end for %.1f s: rank %d leaves without MPI_Finalize",
-               late, 1e-9 * (double)world->timeout_ns, world->rank);
-    return false;
-}
-
-/* Leave MPI after the last communicator, and finalize it if dtrain has started it. Unless all ranks
- * have come this far, memory that MPI may still access stays mapped, and so does that of a thread
+/* Leave MPI after the last communicator, and finalize it if dtrain has started it: only when all
+ * ranks have ended without an error. Unless all have come this far, memory that MPI may still access stays mapped, and so does that of a thread
  * that never returns from MPI, until the process ends. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__mpi_thread *thread = hub->thread;
-    const bool ends = dtrain__mpi_all_end(world, hub);
+    dtrain__wait wait = dtrain__wait_begin();
+    dtrain_result turn = hub->failed ? DTRAIN_ERROR_PEER : dtrain__trouble(world);
+    int late = 0;
+    if (turn == DTRAIN_OK) hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
+    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
+        if (world->link) dtrain__link_pump(world, 1);
+        turn = dtrain__wait_poll(world, &wait);
+    }
+    while (late + 1 < world->size &&
+           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
+        late++;
+    if (turn == DTRAIN_ERROR_TIMEOUT)
+        dtrain_log(world, DTRAIN_LOG_WARNING,
+                   "rank %d has not come to its end for %.1f s: rank %d leaves without "
+                   "MPI_Finalize",
+                   late, 1e-9 * (double)world->timeout_ns, world->rank);
+    const bool ends = turn == DTRAIN_OK && hub->code == MPI_SUCCESS;
     hub->failed = !ends;
     if (thread) {
-        dtrain__wait wait = dtrain__wait_begin();
+        wait = dtrain__wait_begin();
         const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
         thread->finalize = ends;
         pthread_mutex_unlock(&thread->gate);

@@ -96,7 +96,7 @@ done
 # Without --mpi every process is an MPI of its own.
 if [ -x "$build/mpich/mpi/train_gpt" ]; then
     timeout 120 srun -n 2 --mpi=none "$build/mpich/mpi/train_gpt" ${flags% *} 2 --comm mpi >"$tmp/log" 2>&1
-    [ $? -ne 0 ] && grep -q 'alone in an MPI of its own.*srun with --mpi' "$tmp/log"
+    [ $? -ne 0 ] && grep -q 'sees 1 in MPI.*srun with --mpi' "$tmp/log"
     result "srun without --mpi: told to give it" $? "$tmp/log"
 fi
 # A killed rank ends the others.
