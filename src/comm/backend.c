@@ -46,7 +46,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     const dtrain_comm_ops *const local = dtrain__local_comm_ops(false);
     const dtrain_comm_ops *ops = world->control->arenas || !mpi ? local : mpi;
     const bool on_host = world->device->ops->host_memory;
-    const size_t size = (size_t)world->size;
     if (world->comm_ops) ops = world->comm_ops;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -58,22 +57,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
         memset(&mine, 0, sizeof mine);
         DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
         mine.node = world->node;
-        place *all =
-            (place *)dtrain__alloc(&world->allocator, size, sizeof *all, "a table of devices");
-        if (!all) return DTRAIN_ERROR_MEMORY;
-        const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
-        for (int n = 0; result == DTRAIN_OK && n < world->size * world->size && !shared; n++) {
+        DTRAIN__TRY(dtrain__world_gather(world, &mine, sizeof mine));
+        for (int n = 0; n < world->size * world->size && !shared; n++) {
             const int i = n / world->size, k = n % world->size;
-            shared =
-                k < i && all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0;
+            const place *a = (const place *)dtrain__gathered(world, i);
+            const place *b = (const place *)dtrain__gathered(world, k);
+            shared = k < i && a->node == b->node && strcmp(a->info.id, b->info.id) == 0;
             if (shared && world->rank == 0)
                 dtrain_log(world, DTRAIN_LOG_INFO,
                            "ranks %d and %d share one device (%s of %u): collectives go through "
                            "host memory",
-                           k, i, all[i].info.name, all[i].info.count);
+                           k, i, a->info.name, a->info.count);
         }
-        dtrain__free(&world->allocator, all, size, sizeof *all);
-        DTRAIN__TRY(result);
         if (shared) ops = local;
     } else if (!on_host && ops == local && world->rank == 0 && world->size > 1) {
         dtrain_log(world, DTRAIN_LOG_INFO,

@@ -17,7 +17,6 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     case SIGHUP: return "SIGHUP";
     case SIGINT: return "SIGINT";
     case SIGQUIT: return "SIGQUIT";
-    case SIGILL: return "SIGILL, an illegal instruction";
     case SIGABRT: return "SIGABRT, abort() or a failed assert";
     case SIGBUS: return "SIGBUS, memory or a mapped file that is not there";
     case SIGFPE: return "SIGFPE, an integer division by zero";
@@ -25,16 +24,9 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     case SIGSEGV: return "SIGSEGV, an invalid memory access";
     case SIGPIPE: return "SIGPIPE, its output was closed";
     case SIGTERM: return "SIGTERM";
-    case SIGTRAP: return "SIGTRAP";
     case SIGUSR1: return "SIGUSR1";
     case SIGUSR2: return "SIGUSR2";
-    case SIGALRM: return "SIGALRM, a timer of the program";
-    case SIGVTALRM: return "SIGVTALRM, a timer of the program";
-    case SIGPROF: return "SIGPROF, a timer of the program";
-    case SIGXCPU: return "SIGXCPU, its limit of processor time";
-    case SIGXFSZ: return "SIGXFSZ, its limit on the size of files";
-    case SIGSYS: return "SIGSYS, a system call that is forbidden here";
-    default: return "see kill -l";
+    default: return strsignal(number);
     }
 }
 
@@ -345,8 +337,7 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
  * before reading its slot for the last time: a record that it wrote before it left counts. Where
  * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the slow
  * one, whichever record is missing. */
-static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
-                                        void *all)
+static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes)
 {
     dtrain__wait wait = dtrain__wait_begin();
     const uint64_t sequence = ++world->gather_count;
@@ -390,11 +381,27 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", rank,
                 (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
-        if (bytes) memcpy((char *)all + (size_t)rank * bytes, slots[rank].data[half], bytes);
     }
     dtrain__set_waits(world, -1);
     if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
+}
+
+/* Gather records, which stay where dtrain__gathered finds them until this rank gathers again. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_gather(dtrain_world *world, const void *mine,
+                                                   size_t bytes)
+{
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
+    DTRAIN__TRY(dtrain__trouble(world));
+    const dtrain__comm_call call = {
+        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0, NULL};
+    (void)dtrain__enter(world, call.kind);
+    const uint64_t event = dtrain__call_queued(world, &call);
+    dtrain__call_started(world, event);
+    const dtrain_result result = dtrain__gather_all(world, mine, bytes);
+    if (result == DTRAIN_OK) dtrain__call_done(world, event);
+    (void)dtrain__leave(world, result);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
@@ -405,17 +412,10 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            "dtrain_world_all_gather: world or a buffer is NULL, or %zu bytes are "
                            "more than %d",
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
-    DTRAIN__TRY(dtrain__trouble(world));
-    const dtrain__comm_call call = {
-        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0, NULL};
-    (void)dtrain__enter(world, call.kind);
-    const uint64_t event = dtrain__call_queued(world, &call);
-    dtrain__call_started(world, event);
-    const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
-    if (result == DTRAIN_OK) dtrain__call_done(world, event);
-    (void)dtrain__leave(world, result);
-    return result;
+    DTRAIN__TRY(dtrain__world_gather(world, mine, bytes));
+    for (int i = 0; i < world->size && bytes; i++)
+        memcpy((char *)all + (size_t)i * bytes, dtrain__gathered(world, i), bytes);
+    return DTRAIN_OK;
 }
 
 /* ---- Progress ---------------------------------------------------------------------------------*/

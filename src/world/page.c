@@ -56,8 +56,6 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-#define DTRAIN__WHY sizeof((dtrain_world *)NULL)->no_region
-
 /* Rank 0's region; bytes = 0: it could not make one. */
 typedef struct dtrain__offer {
     uint64_t address, bytes, inode;
@@ -97,14 +95,13 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
 static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
 
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY
- * bytes for each rank, too many for a small stack. */
+ * went wrong, "" for nothing. An error is a failure of the gathering itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
-                                        dtrain__region *region, char *scratch)
+                                        dtrain__region *region)
 {
-    dtrain__offer offer, *const offers = (dtrain__offer *)(void *)scratch;
+    dtrain__offer offer;
     struct stat status;
-    char why[DTRAIN__WHY] = "";
+    char why[sizeof world->no_region] = "";
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
     offer.file = -1;
@@ -124,18 +121,19 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             offer.pid = (int32_t)getpid();
         }
     }
-    dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
+    dtrain_result gathered = dtrain__world_gather(world, &offer, sizeof offer);
     if (gathered == DTRAIN_OK) {
-        if (world->rank && offers[0].bytes) result = dtrain__accept_region(&offers[0], region);
+        const dtrain__offer *first = (const dtrain__offer *)dtrain__gathered(world, 0);
+        if (world->rank && first->bytes) result = dtrain__accept_region(first, region);
         if (result != DTRAIN_OK)
             snprintf(why, sizeof why, "rank %d: %.160s", world->rank,
                      dtrain__bare(dtrain_last_error()));
-        gathered = dtrain_world_all_gather(world, why, sizeof why, scratch);
+        gathered = dtrain__world_gather(world, why, sizeof why);
     }
     if (offer.file >= 0) close(offer.file);
     world->no_region[0] = 0;
     for (int i = 0; i < world->size && gathered == DTRAIN_OK && !world->no_region[0]; i++)
-        memcpy(world->no_region, scratch + (size_t)i * sizeof why, sizeof why);
+        memcpy(world->no_region, dtrain__gathered(world, i), sizeof why);
     if ((gathered == DTRAIN_OK && !world->no_region[0]) || !region->control) return gathered;
     munmap(region->control, region->bytes);
     return gathered;
@@ -154,17 +152,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     DTRAIN__TRY(dtrain__meet(world, place));
     DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
-    const size_t ranks = (size_t)world->size;
-    char *const scratch =
-        (char *)dtrain__alloc(&world->allocator, ranks, DTRAIN__WHY, "the meeting of ranks");
-    if (!scratch) return dtrain__abort_with(world, DTRAIN_ERROR_MEMORY, "%s", dtrain_last_error());
-    dtrain_result result = DTRAIN_OK;
     for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
          attempt++) {
         dtrain__region region;
         memset(&region, 0, sizeof region);
-        result = dtrain__try_region(world, reserve_bytes, attempt, &region, scratch);
-        if (result != DTRAIN_OK) break;
+        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region));
         if (world->no_region[0]) continue;
         munmap(world->page.control, world->page.bytes);
         world->page = region;
@@ -172,6 +164,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
         world->gather_count = 0;
         world->link->shared = true;
     }
-    dtrain__free(&world->allocator, scratch, ranks, DTRAIN__WHY);
-    return result;
+    return DTRAIN_OK;
 }

@@ -184,6 +184,12 @@ typedef struct dtrain__wait {
     uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
+/* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last dtrain__world_gather. */
+static inline const void *dtrain__gathered(const dtrain_world *world, int rank)
+{
+    return world->control->slots[rank].data[world->gather_count % 2];
+}
+
 /* world/control.c */
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number);
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
@@ -206,6 +212,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__world_gather(dtrain_world *world, const void *mine,
+                                                   size_t bytes);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_result code,
                                                  const char *format, ...);
