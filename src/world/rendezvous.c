@@ -118,6 +118,16 @@ static bool dtrain__meet_failed(const dtrain__rendezvous *r)
     return dtrain__load(&r->world->control->aborted.state) == 2;
 }
 
+/* Log every 10 s what is missing, or abort with it when it is too late. */
+static void dtrain__meet_missing(dtrain__rendezvous *r, dtrain_result late, const char *text)
+{
+    if (late != DTRAIN_OK) dtrain_world_abort(r->world, late, text);
+    else if (dtrain__now_ns() - r->logged_ns >= 10000000000u) {
+        r->logged_ns = dtrain__now_ns();
+        dtrain_log(r->world, DTRAIN_LOG_WARNING, "%s", text);
+    }
+}
+
 /* Set the options of a socket: small frames are sent at once, and a lost host is noticed within
  * 30 s, by keepalive (10 s of silence, then 4 probes 5 s apart) or by data that nobody
  * acknowledges. */
@@ -264,24 +274,21 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     const dtrain__hello own = dtrain__hello_make(r);
     const int rank = hello->rank;
     dtrain__connection *end = rank >= 0 && rank < own.size ? &r->world->link->ends[rank] : NULL;
+    char who[128], wrong[320] = "";
+    snprintf(who, sizeof who, "rank %d (%s, pid %d)", rank, hello->host, hello->pid);
     if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
-        (void)dtrain__abort_with(
-            r->world, DTRAIN_ERROR_MISMATCH,
-            "rank %d (%s, pid %d) was built with another dtrain, version %s; rank 0 "
-            "has %s: start the same program on all ranks",
-            rank, hello->host, hello->pid, hello->version, own.version);
+        snprintf(wrong, sizeof wrong,
+                 "%s was built with another dtrain, version %s; rank 0 has %s: start the same "
+                 "program on all ranks",
+                 who, hello->version, own.version);
     else if (hello->size != own.size)
-        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
-                                 rank, hello->host, hello->pid, hello->size, own.size);
-    else if (!end)
-        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
-                                 "a rank %d joins (%s, pid %d) in a world of %d", rank, hello->host,
-                                 hello->pid, own.size);
+        snprintf(wrong, sizeof wrong, "%s has world size %d, rank 0 has world size %d", who,
+                 hello->size, own.size);
+    else if (!end) snprintf(wrong, sizeof wrong, "%s joins a world of %d ranks", who, own.size);
     else if (!rank || end->socket >= 0)
-        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d was started twice: as %s and as %s, pid %d", rank,
-                                 rank ? end->name : "this rank 0", hello->host, hello->pid);
+        snprintf(wrong, sizeof wrong, "rank %d was started twice: as %s and as %s, pid %d", rank,
+                 rank ? end->name : "this rank 0", hello->host, hello->pid);
+    if (wrong[0]) dtrain_world_abort(r->world, DTRAIN_ERROR_MISMATCH, wrong);
     const bool failed = dtrain__meet_failed(r);
     const dtrain__abort_record *why = &r->world->control->aborted;
     const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, failed ? why->code : 0,
@@ -343,24 +350,20 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         pending->socket = socket;
         pending->got = 0;
     }
-    const uint64_t now = dtrain__now_ns();
-    const bool late = now >= r->deadline_ns;
     char missing[160] = "", text[DTRAIN__ERROR_BYTES];
     size_t used = 0;
     if (dtrain__meet_failed(r) || r->came == r->world->size - 1) return;
-    if (!late && now - r->logged_ns < 10000000000u) return;
-    r->logged_ns = now;
     for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
         if (ends[i].socket < 0)
             used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
                                      used ? ", " : "", i);
+    const uint64_t now = dtrain__now_ns();
     snprintf(text, sizeof text,
              "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
              1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
              r->world->size - 1 - r->came, r->world->size, missing,
              r->problem[0] ? "; the last trouble: " : "", r->problem);
-    if (late) (void)dtrain__abort_with(r->world, DTRAIN_ERROR_TIMEOUT, "%s", text);
-    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
+    dtrain__meet_missing(r, now >= r->deadline_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK, text);
 }
 
 /* Wait for all ranks. Abort after a failure, and until the shortened deadline reply it to ranks
@@ -410,25 +413,6 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
     return false;
 }
 
-/* Wait for a reply until `until_ns`; false: it has not come. */
-static bool dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
-{
-    size_t got = 0;
-    while (got < sizeof *reply) {
-        const uint64_t now = dtrain__now_ns();
-        struct pollfd one;
-        one.fd = socket;
-        one.events = POLLIN;
-        if (now >= until_ns) return false;
-        if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
-        const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
-        if (more == 0 || (more < 0 && !dtrain__try_again(errno))) return false;
-        if (more > 0) got += (size_t)more;
-    }
-    reply->why[sizeof reply->why - 1] = 0;
-    return true;
-}
-
 /* Connect to rank 0 at one of its addresses, send the hello, and wait for the reply. False when
  * another call may succeed. */
 static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
@@ -439,6 +423,7 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     const uint64_t until_ns = most < r->deadline_ns ? most : r->deadline_ns;
     const uint64_t left_us = (until_ns - (now < until_ns ? now : until_ns)) / 1000u + 1;
     dtrain__reply reply;
+    size_t got = 0;
     struct timeval left; /* connect keeps the deadline of a send */
     left.tv_sec = (time_t)(left_us / 1000000u);
     left.tv_usec = (suseconds_t)(left_us % 1000000u);
@@ -447,13 +432,20 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     end->socket = dtrain__above_stdio(socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
     setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
+    setsockopt(end->socket, SOL_SOCKET, SO_RCVTIMEO, &left, sizeof left);
     if (connect(end->socket, at->ai_addr, at->ai_addrlen) != 0)
         return dtrain__try_failed(r, "%s: %s", end->name,
                                   strerror(errno == EINPROGRESS ? ETIMEDOUT : errno));
-    dtrain__socket_tune(end->socket);
     if (!dtrain__send_whole(end->socket, &hello, sizeof hello))
         return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
-    if (!dtrain__await_reply(end->socket, until_ns, &reply))
+    for (ssize_t more = 1; got < sizeof reply && more && dtrain__now_ns() < until_ns;) {
+        more = recv(end->socket, (char *)&reply + got, sizeof reply - got, 0);
+        if (more > 0) got += (size_t)more;
+        else if (more < 0 && !dtrain__try_again(errno)) break;
+    }
+    dtrain__socket_tune(end->socket);
+    reply.why[sizeof reply.why - 1] = 0;
+    if (got < sizeof reply)
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
                                   end->name, r->place->port);
     const bool known = reply.proof == dtrain__proof(r, hello.proof, &reply, sizeof reply);
@@ -479,12 +471,12 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 static void dtrain__join_world(dtrain__rendezvous *r)
 {
     struct addrinfo wanted;
-    char port[16];
+    char port[16], text[DTRAIN__ERROR_BYTES];
     snprintf(port, sizeof port, "%u", r->place->port);
     memset(&wanted, 0, sizeof wanted);
     wanted.ai_socktype = SOCK_STREAM;
     wanted.ai_flags = AI_NUMERICSERV;
-    for (uint64_t now = 0;; (void)poll(NULL, 0, 50)) {
+    for (;; (void)poll(NULL, 0, 50)) {
         struct addrinfo *found = NULL;
         bool settled = false;
         const int error = getaddrinfo(r->place->address, port, &wanted, &found);
@@ -498,20 +490,13 @@ static void dtrain__join_world(dtrain__rendezvous *r)
             settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
         if (settled) return;
-        now = dtrain__now_ns();
-        if (now - r->logged_ns >= 10000000000u) {
-            r->logged_ns = now;
-            dtrain_log(r->world, DTRAIN_LOG_WARNING,
-                       "rank %d has looked for rank 0 at %s port %u for %.0f s: %s", r->world->rank,
-                       r->place->address, r->place->port, 1e-9 * (double)(now - r->start_ns),
-                       r->problem);
-        }
-        if (now < r->deadline_ns && (!r->stranger || now < r->until_ns)) continue;
-        (void)dtrain__abort_with(
-            r->world, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-            "rank 0 was not found at %s port %u for %.1f s: %s", r->place->address, r->place->port,
-            1e-9 * (double)(now - r->start_ns), r->problem);
-        return;
+        const uint64_t now = dtrain__now_ns();
+        const bool late = now >= r->deadline_ns || (r->stranger && now >= r->until_ns);
+        const dtrain_result why = r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT;
+        snprintf(text, sizeof text, "rank 0 was not found at %s port %u for %.1f s: %s",
+                 r->place->address, r->place->port, 1e-9 * (double)(now - r->start_ns), r->problem);
+        dtrain__meet_missing(r, late ? why : DTRAIN_OK, text);
+        if (late) return;
     }
 }
 

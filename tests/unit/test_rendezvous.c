@@ -861,10 +861,10 @@ static void test_false_rank_1(void)
     CHECK(send(fd, &hello, 50, MSG_NOSIGNAL) == 50);
     ranks_sleep_us(50000);
     CHECK(send(fd, (char *)&hello + 50, sizeof hello - 50, MSG_NOSIGNAL) == sizeof hello - 50);
-    CHECK(dtrain__await_reply(fd, dtrain__now_ns() + 20000000000u, &reply));
+    CHECK(recv(fd, &reply, sizeof reply, MSG_WAITALL) == sizeof reply);
     CHECK(reply.result == DTRAIN_ERROR_MISMATCH && !reply.why[0]);
     CHECK(reply.proof != dtrain__proof(&r, hello.proof, &reply, sizeof reply));
-    CHECK(!dtrain__await_reply(fd, dtrain__now_ns() + 20000000000u, &reply)); /* closed */
+    CHECK(recv(fd, &reply, sizeof reply, 0) == 0); /* closed */
     crew_start(&c, 1, 1);
     crew_wait(&c);
     for (i = 0; i < 2; i++)
