@@ -39,6 +39,6 @@ DTRAIN_API float dtrain_half_to_f32(dtrain_dtype dtype, uint16_t bits);
  * counter-based (Philox4x32-10): a pure function of the three arguments, so any rank can draw any
  * element of a tensor and gets the same bits. */
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
-/* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made with arithmetic and sqrt alone, so
+/* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made only with arithmetic and sqrt, so
  * that the bits do not depend on a libm. */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);

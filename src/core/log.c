@@ -53,7 +53,7 @@ DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memor
     if (memory) allocator->free(allocator->user, memory, (count ? count : 1) * item_bytes);
 }
 
-/* Make room for one more item behind the count items of an array, which doubles when it is full;
+/* Make room for one more item after the count items of an array, which doubles when it is full;
  * false: no memory, and the array is as it was. */
 DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **array, size_t count,
                                   size_t *room, size_t item_bytes, const char *what)

@@ -13,7 +13,7 @@ DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns();
 
 /* Move a new descriptor away from 0, 1 and 2: where the host has closed those, the next open gets
  * one of them, and what somebody prints would go into a checkpoint or to another rank. Every call
- * in src/ that makes a descriptor goes through here. */
+ * in src/ that makes a descriptor goes through this function. */
 DTRAIN__PRIVATE int dtrain__above_stdio(int file)
 {
     if (file < 0 || file > 2) return file;

@@ -163,7 +163,7 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement
 }
 
 /* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
- * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
+ * setHostnameAsFQDN the domain of the service follows, and so the name of pod 0 is known. */
 static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;

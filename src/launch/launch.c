@@ -91,9 +91,9 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     if (!from_terminal) dtrain__signal_ranks(launch, number);
     launch->passed_on = number;
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
-    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it goes on */
+    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it continues */
     if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT) {
-        if (from_terminal && !launch->log.write) fputc('\n', stderr); /* behind its ^C */
+        if (from_terminal && !launch->log.write) fputc('\n', stderr); /* after its ^C */
         dtrain__log_to(&launch->log, DTRAIN_LOG_INFO,
                        "asked to stop by signal %d (%s): ranks end after their step; a second "
                        "request ends them at once",
@@ -370,7 +370,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
 }
 
 /* Make the number that all attempts of this run have, and no other run: from the name that
- * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, behind
+ * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, after
  * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
  * the place of the stack. */
 static uint64_t dtrain__job_number(const dtrain__launch *launch)

@@ -19,11 +19,11 @@
  * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
  * join_ms.
  *
- * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
- * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
- * own; a stranger that says nothing holds up nobody. The key itself is not sent, only hashes made
- * with it; but the traffic is not encrypted, and who can read or change it must be kept away by the
- * network.
+ * Rank 0 listens at all addresses of its host, and only at the loopback when its address is one.
+ * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run continues to wait for
+ * its own ranks; a stranger that says nothing holds up nobody. The key itself is not sent, only
+ * hashes made with it; but the traffic is not encrypted, and who can read or change it must be kept
+ * away by the network.
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
@@ -35,15 +35,15 @@
  * monotonic clock), and for every rank that shares memory the last call and when it was last inside
  * the library. build/flight DIRECTORY reads the files of all ranks and says who is behind, or who
  * called what. A rank fails when a collective or dtrain_world_poll does (a deadline, a mismatch,
- * another rank), or when rank_main returns another value than 0; the first failure's dump stands. A
- * restarted rank replaces it at its next failure; give each run a directory of its own. With
- * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run goes on: for a
- * run that seems to hang. With a trace, the collectives are those among its last events.
+ * another rank), or when rank_main returns another value than 0; the first failure's dump is kept.
+ * A restarted rank replaces it at its next failure; give each run its own directory. With
+ * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run continues: for
+ * a run that seems to hang. With a trace, the collectives are those among its last events.
  *
  * Signals: with catch_signals, handlers in the ranks note SIGTERM, SIGINT, SIGHUP and SIGUSR1, and
- * waits and collectives go on. dtrain_world_info.stop_requested tells a rank of the signal, which
- * may have come to this rank alone, or to each between other steps. So ranks may act on it only
- * when they agree: a trainer exchanges it in each step's record, a loop of one's own by
+ * waits and collectives continue. dtrain_world_info.stop_requested tells a rank of the signal,
+ * which may have come only to this rank, or to each between other steps. So ranks may act on it
+ * only when they agree: a trainer exchanges it in each step's record, your own loop by
  * dtrain_world_all_gather. A run whose ranks then return 0 has succeeded, and info.signal has the
  * number; a run that fails is not restarted. A second signal but SIGUSR1, more than a second after
  * the first (until then it may be the same one, sent to the process group and forwarded), ends the

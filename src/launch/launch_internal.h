@@ -28,7 +28,7 @@ typedef struct dtrain__launch {
     dtrain__log_sink log;    /* of rank -1, the launcher */
     dtrain_rank_fn rank_main;
     void *user;
-    dtrain__placement place; /* rank: the first one here; size: the world's */
+    dtrain__placement place; /* rank: the first of this process; size: the world's */
     bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
     bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
     dtrain_result joined;    /* with is_rank: the result of making its world */

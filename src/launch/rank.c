@@ -184,7 +184,7 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     if (error[0]) control->exits[rank].code = (int32_t)*dtrain__last_code();
-    const bool met = launch->joins && world && world->link;
+    const bool met = world && world->link;
     if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
     if (!met || !launch->is_rank) dtrain__record_end(control, rank, how, code, error);

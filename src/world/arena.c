@@ -34,7 +34,7 @@ DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return memory;
 }
 
-/* Map a control page and, behind it, the arenas of so many ranks; 0: no memory is shared. This
+/* Map a control page and after it the arenas of `ranks` ranks; 0: no memory is shared. This
  * reserves address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
  * Where that fails (ulimit -v, strict overcommit, valgrind) the default halves, down to 64 MiB; an
  * explicit size does not. */

@@ -133,7 +133,7 @@ DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
  *     dtrain__wait wait = dtrain__wait_begin();
  *     while (!ready()) DTRAIN__TRY(dtrain__wait_turn(world, &wait));
  *
- * A turn is a pause while every thread has a core of its own, and a yield otherwise: the rank
+ * A turn is a pause while every thread has its own core, and a yield otherwise: the rank
  * waited for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
  * sched_yield, 67 us with 2000 pauses first, 100 us and more with futexes). After some 20 us waits
  * yield everywhere: on a machine that also does other work the peer may be waiting for a core. The
@@ -285,8 +285,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
                       sizeof world->control->aborted);
 }
 
-/* Say whether this rank has seen for `grace_ns` that another one left. Its own clock counts: that
- * of a rank on the same page, in another time namespace, may differ. */
+/* True once this rank has known for `grace_ns` that `rank` left. Its own clock counts: the clock of
+ * a rank on the same page, in another time namespace, may differ. */
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns)
 {
     if (dtrain__load(&world->control->exits[rank].how) != DTRAIN__LEFT) return false;

@@ -12,7 +12,7 @@
  * so waits, polls and all-gathers read the page and know nothing of the link. When a socket closes
  * and no exit has come, its rank is lost; keepalive closes the socket of a host that is gone.
  *
- * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
+ * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing
  * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
  * far as no memory can be damaged: lengths, rank numbers and the order of records are checked, and
  * a rank that breaks them is cut off.
@@ -140,8 +140,8 @@ static bool dtrain__link_takes_waits(const dtrain__link *link)
     return link->out_bytes < (size_t)link->count << 10;
 }
 
-/* Tell peers for which rank this one waits (-1: none): first after a quarter of its deadline, because
- * what is told counts even when the wait has ended, then every eighth. */
+/* Tell peers for which rank this one waits (-1: none): first after a quarter of its deadline,
+ * because what is told counts even when the wait has ended, then every eighth. */
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 {
     const int32_t target = rank;

@@ -12,10 +12,10 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. A
- * host is a hash of what is equal for ranks that can see each other's processes and memory: host
- * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks
- * of the host; only want of descriptors or memory is this rank's own failure. */
+/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept.
+ * Ranks that can see each other's processes and memory have the same host name, boot and namespaces
+ * of a container: a hash of these is the host. /proc hides a part from all ranks of a host or from
+ * none; only want of descriptors or memory is this rank's own failure. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -83,8 +83,8 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes);
     if (memory != wanted)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,
-                           wanted, strerror(error));
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free: %s", bytes, wanted,
+                           strerror(error));
     region->control = (dtrain__control *)memory;
     region->bytes = bytes;
     return DTRAIN_OK;
@@ -141,7 +141,7 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
 
 /* Make a joined rank a rank like any other: meet the others, find the ranks of this host, and where
  * all are on one host move from this rank's own control page to a shared one. Where no address is
- * free in every rank, ranks go on without shared memory, as on several hosts. */
+ * free in every rank, ranks continue without shared memory, as on several hosts. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)

@@ -15,7 +15,7 @@
  *
  * This is defended against:
  * - Strangers: a port scanner, a web browser, a rank of another run, a user who does not know the
- *   key. They are turned away, and rank 0 goes on waiting: a stranger must not end the run.
+ *   key. They are turned away, and rank 0 continues to wait: a stranger must not end the run.
  * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending ones at
  *   a time, and a further one replaces the oldest.
  * - Another job at the port, where neither has a key: its ranks have another desc.job, and are
@@ -162,8 +162,8 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
 /* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
- * rank 0's address is a loopback address, which only this host can reach, listen at that one
- * alone. */
+ * rank 0's address is a loopback address, which only this host can reach, listen only at
+ * that one. */
 static bool dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
@@ -484,7 +484,7 @@ static void dtrain__join_world(dtrain__rendezvous *r)
             dtrain__try_failed(r, "the name cannot be resolved: %s%s",
                                error == EAI_SYSTEM ? strerror(errno) : gai_strerror(error),
                                strchr(r->place->address, ':') ? "; the port goes into DTRAIN_PORT "
-                                                                "or MASTER_PORT, not behind it"
+                                                                "or MASTER_PORT, not after it"
                                                               : "");
         for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
             settled = dtrain__call(r, at);
@@ -500,9 +500,9 @@ static void dtrain__join_world(dtrain__rendezvous *r)
     }
 }
 
-/* Connect all ranks of a world that another launcher has started: fill link->ends. Then gather until
- * all have come; rank 0 has the better sentence, so the others wait a little longer than it does. An
- * abort is the result of every rank, with its code and its sentence. */
+/* Connect all ranks of a world that another launcher has started: fill link->ends. Then gather
+ * until all have come; rank 0 has the better sentence, so the others wait a little longer than it
+ * does. An abort is the result of every rank, with its code and its sentence. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     const dtrain__abort_record *aborted = &world->control->aborted;

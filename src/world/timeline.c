@@ -4,8 +4,8 @@
  *     calls: collectives, messages -----+--> ring of events -+--> a trace file      monitor/trace.c
  *     spans of other threads -----------+                    +--> a dump            comm/flight.c
  *
- * Each place that does something worth knowing records it by one call here, and all that is shown
- * is read from the same record. A ring in private memory is made with the world; recording takes no
+ * Each place that does something worth knowing records it by one call, and all that is shown is
+ * read from the same record. A ring in private memory is made with the world; recording takes no
  * lock, allocates nothing and makes no system call. Only the thread of rank_main records: threads
  * that write checkpoints and read data ahead note their times where they leave their results.
  *

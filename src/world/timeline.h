@@ -1,7 +1,7 @@
 /* Timeline
  *
  * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
- * and closes spans where it works, and a program those of its own. Each is of a kind, and the time
+ * and closes spans where it works, and a program can add its own. Each is of a kind, and the time
  * of a kind is what was spent in spans of that kind and not in one inside of them:
  *
  *     step         |---------------------------------------------------------|
@@ -32,8 +32,8 @@ typedef enum dtrain_span_kind {
     DTRAIN_SPAN_KINDS = 7
 } dtrain_span_kind;
 
-/* Open a span of the program's own, inside of the one that is open now: for a forward or backward
- * of its own, or for a phase that should have a name in a trace. `name` must live until the span is
+/* Open a span of the program inside of the one that is open now: for its own forward or backward,
+ * or for a phase that should have a name in a trace. `name` must live until the span is
  * closed. Only the thread that runs rank_main may call it. */
 DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
 /* Close the innermost span that is open; with none, do nothing. */

@@ -16,18 +16,18 @@ typedef struct dtrain_comm_ops dtrain_comm_ops;
 #define DTRAIN_MAX_RANKS 256
 
 /* A trace: what every rank does when, in the Trace Event Format, for ui.perfetto.dev or
- * chrome://tracing. Rank r writes a file of its own, with ".rank<r>" before the extension of path:
+ * chrome://tracing. Rank r writes its own file, with ".rank<r>" before the extension of path:
  * passes, units and operations by name, waits, the update, checkpoints, and every collective with
  * its bytes and the bucket that asked for it. build/trace brings the files of all ranks together.
  * What is seen of a device that queues its work, a GPU, is when the host queued it.
  *
  * Memory is taken at the start and files are written between steps; a file that cannot be created
- * is an error of the rank, and one that later cannot be written a warning: training goes on. */
+ * is an error of the rank, and one that later cannot be written a warning: training continues. */
 typedef struct dtrain_trace_desc {
     const char *path;     /* NULL = no trace */
     uint64_t first_step;  /* first step of a trainer to trace, from 1; 0 = from the start */
     uint64_t step_count;  /* how many steps to trace; 0 = all */
-    uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
+    uint64_t file_bytes;  /* size at which a rank's file ends; 0 = 256 MiB */
     uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
 } dtrain_trace_desc;
 
@@ -55,8 +55,8 @@ typedef struct dtrain_world_info {
                                launch/launch.h */
 } dtrain_world_info;
 
-/* Fill info with where this rank stands; with zeros when world is NULL. Local and cheap enough for
- * every step. */
+/* Fill info with this rank's place and settings; with zeros when world is NULL. Local and cheap
+ * enough for every step. */
 DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
@@ -72,19 +72,19 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
 
 /* End the waits of all ranks, this one included, with DTRAIN_ERROR_PEER and this text: for a
  * failure that the others cannot see, such as a lost device or a library's error. The first abort
- * of a run stands, later ones are dropped. Never blocks. */
+ * of a run counts, later ones are dropped. Never blocks. */
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
 
 /* Check, without blocking, whether a rank has died, left or aborted: DTRAIN_OK, or
  * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
- * counts as gone two seconds later: an operation that it took part in may still be finishing
- * here. */
+ * counts as gone two seconds later: an operation that it took part in may still be finishing on
+ * this rank. */
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 
-/* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
- * are not counted with those before: checkpoints call it when one is published. A run whose steps
+/* Tell the launcher that a later attempt can continue after this step, so that failures from now on
+ * are not counted with earlier ones: checkpoints call it when one is published. A run whose steps
  * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
- * rank may call it, from any of its threads, and the highest step stands. dtrain-run hears of it
+ * rank may call it, from any of its threads, and the highest step counts. dtrain-run hears of it
  * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
  * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);

@@ -8,7 +8,7 @@
  *                                                 |
  *                                                 +--> PEER, with a sentence; TIMEOUT; or OK
  *
- * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
+ * After the page come the arenas, one per rank, from which shared memory is handed out. */
 
 #pragma once
 
@@ -89,8 +89,8 @@ typedef struct dtrain__long_wait {
     char text[176];    /* the call, for error sentences */
 } dtrain__long_wait;
 
-/* The control page, at the start of the shared region. Where ranks share no memory, each has a copy
- * of its own, which the link updates. */
+/* The control page, at the start of the shared region. Where ranks share no memory, each has its
+ * own copy, which the link updates. */
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
     uint32_t ended_count;  /* atomic: exit records written */
@@ -109,7 +109,7 @@ typedef struct dtrain__control {
     uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
 } dtrain__control;
 
-/* A control page, with or without arenas behind it, as it was mapped. */
+/* A control page, with or without arenas after it, as it was mapped. */
 typedef struct dtrain__region {
     dtrain__control *control;
     size_t bytes;
@@ -135,8 +135,8 @@ struct dtrain_world {
     uint64_t moves; /* steps of this rank's collectives so far: a new one makes naps short again */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
-    uint32_t naps; /* so many of the next waiting turns sleep: another program wants the core */
-    bool catches;  /* SIGTERM and the like are noted as requests to stop, see signals.c */
+    uint32_t naps;       /* of the next waiting turns that sleep: another program wants the core */
+    bool catches;        /* SIGTERM and the like are noted as requests to stop, see signals.c */
     uint32_t restart_count;
     uint64_t job;        /* a number that all attempts of this run have, and no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
@@ -184,7 +184,8 @@ typedef struct dtrain__wait {
     uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
-/* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last dtrain__world_gather. */
+/* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last
+ * dtrain__world_gather. */
 static inline const void *dtrain__gathered(const dtrain_world *world, int rank)
 {
     return world->control->slots[rank].data[world->gather_count % 2];
