@@ -49,32 +49,6 @@ typedef struct dtrain__held {
     const char *crc;            /* of a file: CRC_DIGITS hexadecimal digits for each block */
 } dtrain__held;
 
-/* ---- Manifests --------------------------------------------------------------------------------*/
-
-/* The largest step or count that is saved or loaded: programs add to it and multiply it. */
-#define DTRAIN__STEP_MOST (INT64_MAX / 4)
-
-typedef struct dtrain__saved_tensor {
-    const dtrain__held *pieces; /* (count) */
-    size_t count;
-} dtrain__saved_tensor;
-
-/* A manifest that was read, and the headers of the files. */
-typedef struct dtrain__manifest {
-    const dtrain_allocator *allocator;
-    char *text; /* (text_bytes + 1), in which strings have been decoded */
-    size_t text_bytes;
-    const char *format, *strategy, *headers;
-    uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
-    int64_t step, ranks;
-    bool hierarchical;
-    const char *model, *settings;  /* where their objects begin; NULL: there is none */
-    dtrain__tensor_file *files;    /* (file_count) */
-    dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
-    dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */
-    size_t file_count, piece_count, piece_room, tensor_count;
-} dtrain__manifest;
-
 /* ---- Directories ------------------------------------------------------------------------------*/
 
 /* A directory that has checkpoints in it. */
@@ -95,6 +69,33 @@ typedef struct dtrain__steps {
     bool failed;  /* no memory */
 } dtrain__steps;
 
+/* ---- Manifests --------------------------------------------------------------------------------*/
+
+/* The largest step or count that is saved or loaded: programs add to it and multiply it. */
+#define DTRAIN__STEP_MOST (INT64_MAX / 4)
+
+typedef struct dtrain__saved_tensor {
+    const dtrain__held *pieces; /* (count) */
+    size_t count;
+} dtrain__saved_tensor;
+
+/* A manifest that was read, and the headers of the files. */
+typedef struct dtrain__manifest {
+    const dtrain__folder *folder;
+    const char *directory; /* the checkpoint's */
+    char *text;            /* (text_bytes + 1), in which strings have been decoded */
+    size_t text_bytes;
+    const char *format, *strategy, *headers;
+    uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
+    int64_t step, ranks;
+    bool hierarchical;
+    const char *model, *settings;  /* where their objects begin; NULL: there is none */
+    dtrain__tensor_file *files;    /* (file_count) */
+    dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
+    dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */
+    size_t file_count, piece_count, piece_room, tensor_count;
+} dtrain__manifest;
+
 /* state/directory.c */
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix);
@@ -114,9 +115,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
 DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text);
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out);
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
-                                                       const dtrain__folder *folder,
-                                                       const char *checkpoint, bool values_only);
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m, bool values_only);
 DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
 DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
                                                                   uint32_t kind, const char *name);

@@ -34,19 +34,11 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder
 /* Tell whether checkpoints have files of this name. */
 static bool dtrain__is_ours(const char *name)
 {
-    static const char *const parts[][2] = {{"model-", ".safetensors"},
-                                           {"state-", ".safetensors"},
-                                           {"model-", ".tmp"},
-                                           {"state-", ".tmp"}};
+    const size_t prefix = sizeof "model-" - 1; /* of as many bytes as "state-" */
     if (strcmp(name, "manifest.json") == 0) return true;
-    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
-        const size_t prefix = strlen(parts[i][0]);
-        if (strncmp(name, parts[i][0], prefix) != 0) continue;
-        const char *at = name + prefix;
-        at += strspn(at, "0123456789-");
-        if (strcmp(at, parts[i][1]) == 0) return true;
-    }
-    return false;
+    if (strncmp(name, "model-", prefix) != 0 && strncmp(name, "state-", prefix) != 0) return false;
+    const char *end = name + prefix + strspn(name + prefix, "0123456789-");
+    return strcmp(end, ".safetensors") == 0 || strcmp(end, ".tmp") == 0;
 }
 
 /* Return the path of a checkpoint in a list. */

@@ -508,25 +508,22 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     return result;
 }
 
-static bool dtrain__import_exists(const dtrain__import *im, const char *path)
-{
-    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
-}
-
 /* Do everything that can fail before values change: read all headers, of the file or of the files
  * of the index that the path leads to, and compare. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     const dtrain_strategy *strategy = im->state->desc.strategy;
+    const dtrain_storage *storage = im->desc.storage;
     DTRAIN__TRY(dtrain__between_backwards(strategy, dtrain__import_call));
     DTRAIN__TRY(dtrain__path_check(dtrain__import_call, im->path));
     DTRAIN__TRY(dtrain__weights_list(dtrain__import_call, strategy, im->desc.names, &im->weights));
     DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
     const bool is_index = dtrain__ends_with(im->path, ".json");
     snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : ".index.json");
-    if (!is_index && dtrain__import_exists(im, im->path))
+    if (!is_index && dtrain__storage_probe(storage, im->path, DTRAIN_STORAGE_READ) != -ENOENT)
         DTRAIN__TRY(dtrain__import_file(im, im->path));
-    else if (dtrain__import_exists(im, im->index)) DTRAIN__TRY(dtrain__import_index(im));
+    else if (dtrain__storage_probe(storage, im->index, DTRAIN_STORAGE_READ) != -ENOENT)
+        DTRAIN__TRY(dtrain__import_index(im));
     else
         return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
                            is_index ? "" : ", nor an index of it");

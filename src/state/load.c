@@ -271,8 +271,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     load->reader.bytes = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
-    if (result == DTRAIN_OK)
-        result = dtrain__manifest_tensors(m, &load->folder, load->directory.text, !all);
+    if (result == DTRAIN_OK) result = dtrain__manifest_tensors(m, !all);
     if (result == DTRAIN_OK) result = dtrain__scalars_check(load);
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     /* ranks may list different tensors */

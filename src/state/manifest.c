@@ -169,7 +169,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder
     out->metric_bits = (uint64_t)0x7ff8 << 48; /* NaN: none */
     DTRAIN__TRY(dtrain__storage_get(folder->storage, folder->allocator, path.text,
                                     DTRAIN__MANIFEST_MOST, &out->text, &out->text_bytes));
-    out->allocator = folder->allocator;
+    out->folder = folder;
+    out->directory = checkpoint;
     const dtrain_result result = dtrain__manifest_parse(out, path.text);
     if (result != DTRAIN_OK) dtrain__manifest_free(out);
     return result;
@@ -177,12 +178,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder
 
 DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
 {
-    if (!m->allocator) return;
+    if (!m->folder) return;
+    const dtrain_allocator *allocator = m->folder->allocator;
     for (size_t f = 0; f < m->file_count; f++) dtrain__safetensors_free(&m->files[f]);
-    dtrain__free(m->allocator, m->files, m->file_count, sizeof *m->files);
-    dtrain__free(m->allocator, m->tensors, m->piece_count, sizeof *m->tensors);
-    dtrain__free(m->allocator, m->pieces, m->piece_room, sizeof *m->pieces);
-    dtrain__free(m->allocator, m->text, m->text_bytes + 1, 1);
+    dtrain__free(allocator, m->files, m->file_count, sizeof *m->files);
+    dtrain__free(allocator, m->tensors, m->piece_count, sizeof *m->tensors);
+    dtrain__free(allocator, m->pieces, m->piece_room, sizeof *m->pieces);
+    dtrain__free(allocator, m->text, m->text_bytes + 1, 1);
     memset(m, 0, sizeof *m);
 }
 
@@ -198,6 +200,7 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, i
 /* List the pieces of a file, the number `f`, by the descriptions in its metadata. */
 static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
 {
+    const dtrain_allocator *allocator = m->folder->allocator;
     const dtrain__tensor_file *file = &m->files[f];
     const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1, before = m->piece_count;
     const char *value;
@@ -245,7 +248,7 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
             return json.result;
         }
         tensor->name = held.crc + digits + 1;
-        if (!dtrain__grow(m->allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
+        if (!dtrain__grow(allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
                           sizeof *m->pieces, "the pieces of a checkpoint"))
             return DTRAIN_ERROR_MEMORY;
         m->pieces[m->piece_count++] = held;
@@ -257,32 +260,31 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
 
 /* Read the headers of all files, or of those with values, and list what they hold: pieces by
  * tensor, rank of own ones and place; tensors by kind and name. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
-                                                       const dtrain__folder *folder,
-                                                       const char *checkpoint, bool values_only)
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m, bool values_only)
 {
+    const dtrain_allocator *allocator = m->folder->allocator;
     const size_t count = 2 * (size_t)m->ranks;
-    m->files = (dtrain__tensor_file *)dtrain__alloc(m->allocator, count, sizeof *m->files,
+    m->files = (dtrain__tensor_file *)dtrain__alloc(allocator, count, sizeof *m->files,
                                                     "the headers of a checkpoint");
     if (!m->files) return DTRAIN_ERROR_MEMORY;
     m->file_count = count;
     for (size_t f = 0; f < count; f += values_only ? 2 : 1) {
-        const dtrain__file_path path = dtrain__tensors_path(checkpoint, f % 2, (int64_t)(f / 2));
-        DTRAIN__TRY(dtrain__safetensors_read(folder->storage, path.text,
-                                             m->headers + DTRAIN__CRC_DIGITS * f, m->allocator,
+        const dtrain__file_path path = dtrain__tensors_path(m->directory, f % 2, (int64_t)(f / 2));
+        DTRAIN__TRY(dtrain__safetensors_read(m->folder->storage, path.text,
+                                             m->headers + DTRAIN__CRC_DIGITS * f, allocator,
                                              &m->files[f]));
         DTRAIN__TRY(dtrain__pieces_list(m, path.text, f));
     }
-    m->tensors = (dtrain__saved_tensor *)dtrain__alloc(m->allocator, m->piece_count,
+    m->tensors = (dtrain__saved_tensor *)dtrain__alloc(allocator, m->piece_count,
                                                        sizeof *m->tensors, "names of tensors");
     if (!m->tensors) return DTRAIN_ERROR_MEMORY;
     if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__held_order);
     for (size_t i = 0; i < m->piece_count; i += m->tensors[m->tensor_count++].count) {
         dtrain__saved_tensor *saved = &m->tensors[m->tensor_count];
         saved->pieces = &m->pieces[i];
-        DTRAIN__TRY(dtrain__entries_count(checkpoint, DTRAIN_ERROR_DATA, saved->pieces,
+        DTRAIN__TRY(dtrain__entries_count(m->directory, DTRAIN_ERROR_DATA, saved->pieces,
                                           m->piece_count - i, &saved->count));
-        DTRAIN__TRY(dtrain__pieces_check(checkpoint, saved->pieces, saved->count));
+        DTRAIN__TRY(dtrain__pieces_check(m->directory, saved->pieces, saved->count));
     }
     return DTRAIN_OK;
 }

@@ -232,20 +232,6 @@ static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
     memcpy(to + done, from + done, bytes - done);
 }
 
-/* Copy all pieces to memory that stays as it is: all that a step pays. */
-static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
-{
-    dtrain_device *device = c->desc.state->device;
-    for (size_t i = 0; i < c->held_count; i++) {
-        const dtrain__held *held = &c->held[i];
-        const char *from = (const char *)held->tensor.memory;
-        const size_t bytes = (size_t)dtrain__held_bytes(held);
-        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
-        else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
-    }
-    return DTRAIN_OK;
-}
-
 /* ---- Write ------------------------------------------------------------------------------------*/
 
 /* Write a piece after the header of its file, block by block. */
@@ -493,21 +479,17 @@ static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_resul
     pthread_mutex_unlock(&c->mutex);
 }
 
-static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
-{
-    const dtrain_result result = dtrain__save_write(c);
-    c->written_at = dtrain_seconds();
-    dtrain__phase_end(c, DTRAIN__SAVE_WRITE, result);
-    return result;
-}
-
+/* Write this rank's files; as a thread, publish the checkpoint too. */
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
-    c->thread_ns[0] = dtrain__now_ns();
-    const dtrain_result result = dtrain__write_own(c);
+    const bool threaded = c->threaded;
+    c->thread_ns[0] = threaded ? dtrain__now_ns() : 0;
+    const dtrain_result result = dtrain__save_write(c);
+    c->written_at = dtrain_seconds();
     c->thread_ns[1] = dtrain__now_ns();
-    if (c->rank == 0)
+    dtrain__phase_end(c, DTRAIN__SAVE_WRITE, result);
+    if (c->rank == 0 && threaded)
         dtrain__phase_end(c, DTRAIN__SAVE_PUBLISH,
                           result == DTRAIN_OK ? dtrain__publish(c) : result);
     c->thread_ns[2] = dtrain__now_ns();
@@ -610,15 +592,23 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
     return dtrain__save_count(c, result, last);
 }
 
-/* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. If
+/* Prepare a save: the snapshot, which is all that a step pays, and on rank 0 the directory and the beginning of the manifest. If
  * somebody has removed the directory, it is made again and locked: the lock that is held belongs to
  * the removed directory. Otherwise what a failed save has left is removed. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
+    dtrain_device *device = c->desc.state->device;
     const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
     const dtrain__file_path path = dtrain__step_path(&c->folder, c->step, ".tmp");
-    if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
+    for (size_t i = 0; i < c->held_count && c->desc.background; i++) {
+        const dtrain__held *held = &c->held[i];
+        const char *from = (const char *)held->tensor.memory;
+        const size_t bytes = (size_t)dtrain__held_bytes(held);
+        if (!bytes) continue;
+        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
+        else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
+    }
     if (c->rank != 0) return DTRAIN_OK;
     dtrain__text_free(&c->head);
     c->head.failed = false;
@@ -668,20 +658,22 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     c->outstanding = result == DTRAIN_OK;
     if (!c->outstanding) result = dtrain__save_count(c, result, false); /* nobody writes */
     else if (!c->desc.background) {
-        (void)dtrain__write_own(c);
+        (void)dtrain__save_thread(c);
         result = dtrain__save_settle(c, false);
     } else {
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
+        c->threaded = true;
         const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
-        c->threaded = error == 0;
-        if (error)
+        if (error) {
+            c->threaded = false;
             dtrain__phase_end(
                 c, DTRAIN__SAVE_WRITE,
                 dtrain_fail(DTRAIN_ERROR_SYSTEM,
                             "a thread that writes the checkpoint could not be made: %s",
                             strerror(error)));
+        }
     }
     c->info.stall_seconds = dtrain_seconds() - start;
     return result;
