@@ -16,7 +16,7 @@
 
 /* ---- Tables -----------------------------------------------------------------------------------*/
 
-/* Entry [k][b]: the remainder of byte b with k bytes of zeros behind it. Eight tables take eight
+/* Entry [k][b]: the remainder of byte b with k bytes of zeros after it. Eight tables take eight
  * bytes at a time, because what the eight contribute is independent (Intel, "slicing-by-8"). */
 static uint32_t dtrain__crc_table[8][256];
 

@@ -14,22 +14,14 @@
 
 /* ---- Text that grows --------------------------------------------------------------------------*/
 
-/* Make room for more bytes and a 0 behind them. The room at least doubles, so that the time of all
- * calls together is linear in the text. */
+/* Make room for more bytes and a 0 after them. The room doubles, so that the time of all calls
+ * together is linear in the text. */
 static bool dtrain__text_grow(dtrain__text *text, size_t more)
 {
-    const size_t needed = text->bytes + more + 1;
-    if (text->failed) return false;
-    if (needed <= text->room) return true;
-    const size_t room = (size_t)dtrain__max((int64_t)needed, 2 * (int64_t)text->room + 256);
-    char *at = (char *)dtrain__alloc(text->allocator, room, 1, "a text");
-    text->failed = !at;
-    if (!at) return false;
-    if (text->bytes) memcpy(at, text->at, text->bytes);
-    dtrain__free(text->allocator, text->at, text->room, 1);
-    text->at = at;
-    text->room = room;
-    return true;
+    while (!text->failed && text->bytes + more >= text->room)
+        text->failed = !dtrain__grow(text->allocator, (void **)&text->at, text->room, &text->room,
+                                     1, "a text");
+    return !text->failed;
 }
 
 DTRAIN__PRIVATE void dtrain__text_append(dtrain__text *text, const void *from, size_t bytes)
@@ -213,7 +205,7 @@ static bool dtrain__json_hex(dtrain__json *json, uint32_t *code)
     return true;
 }
 
-/* Read an escape behind its backslash. Write the character as UTF-8, and return its number of
+/* Read an escape after its backslash. Write the character as UTF-8, and return its number of
  * bytes, or 0 after an error. */
 static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
 {
@@ -299,7 +291,7 @@ DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value)
     return true;
 }
 
-/* Step over true, false or null. If the word goes on, whatever is read next fails. */
+/* Step over true, false or null. If the word continues, whatever is read next fails. */
 static bool dtrain__json_word(dtrain__json *json, const char *word)
 {
     for (const char *c = word; *c; c++)

@@ -9,7 +9,7 @@
  * `failed` once, at the end. */
 typedef struct dtrain__text {
     const dtrain_allocator *allocator;
-    char *at; /* (bytes), and a 0 behind it; NULL while empty */
+    char *at; /* (bytes), and a 0 after it; NULL while empty */
     size_t bytes, room;
     bool failed; /* no memory: dtrain_last_error has the sentence */
 } dtrain__text;
@@ -46,7 +46,7 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
 DTRAIN__PRIVATE bool dtrain__json_member(dtrain__json *json, char *name, size_t room);
 /* Go to the next item of an array; false at its end, which has been left. */
 DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json);
-/* Read a string, decode it and put a 0 behind it; string may be NULL, to check it alone. A string
+/* Read a string, decode it and put a 0 after it; string may be NULL, to check it only. A string
  * of `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room);
 /* Read an integer from 0 to 2^64 - 1, or to 2^63 - 1; 1.0, 1e3 and -0 are errors. */

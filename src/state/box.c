@@ -4,7 +4,7 @@
  * compared axis by axis, and so it is the same order in a tensor, in a box of it, and in a box of
  * that box. Three things follow, and nothing else is needed:
  *
- *     - of the elements of a box, those of a run of a larger box are a run again: what is between
+ *     - the elements that a box shares with a run of a larger box are a run again: what is between
  *       two elements of the larger one is between two elements of the smaller one
  *     - so two pieces have a piece in common: the box where their boxes meet, and the run where
  *       both runs meet in it

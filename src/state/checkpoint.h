@@ -1,6 +1,6 @@
 /* Checkpoints
  *
- * A checkpoint is a directory of its own inside the one that a run saves to:
+ * Each checkpoint is a directory inside the one that a run saves to:
  *
  *     runs/gpt/latest                               the name of the newest, for people and scripts
  *     runs/gpt/lock                                 held (flock) by the run that saves to the
@@ -15,7 +15,7 @@
  * Each rank writes what it keeps; of what several ranks keep, one writes it. The files are
  * safetensors (https://github.com/huggingface/safetensors): a tensor that one rank has whole is
  * there by its name, a box of it as "name[first:end,first:end]", and a run of the elements of
- * either, flattened, with "[first:end]" behind that.
+ * either, flattened, with "[first:end]" after that.
  *
  * All of it is written to step-N.tmp and brought to the disk, every rank's success is agreed on,
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
@@ -70,11 +70,11 @@ typedef struct dtrain_checkpoint_desc {
  * removed.
  *
  * A directory has one history: one run, from its first checkpoint to the newest. A state that was
- * loaded from one of its checkpoints goes on with it; those of later steps, if it was not the
+ * loaded from one of its checkpoints continues it; checkpoints of later steps, if it was not the
  * newest, are moved to a directory aside-N, out of which nothing is removed and nothing is loaded
  * unless it is named. A save does the same, if an older checkpoint has been loaded since. A
  * directory with checkpoints of another run is DTRAIN_ERROR_DATA: load the newest of them before
- * and go on, save elsewhere, or set them aside. */
+ * and continue, save elsewhere, or set them aside. */
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
@@ -94,11 +94,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint);
 DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint);
 
 typedef struct dtrain_checkpoint_info {
-    int64_t last_step;       /* of the newest checkpoint saved by this object, -1: none yet */
-    uint64_t saved, failed;  /* saves */
-    uint64_t bytes;          /* that this rank wrote in the last save */
-    double stall_seconds;    /* of the last save: how long dtrain_checkpoint_save took here */
-    double write_seconds;    /* of the last save: until this rank's files were on the disk */
+    int64_t last_step;      /* of the newest checkpoint saved by this object, -1: none yet */
+    uint64_t saved, failed; /* saves */
+    uint64_t bytes;         /* that this rank wrote in the last save */
+    double stall_seconds; /* of the last save: how long dtrain_checkpoint_save took on this rank */
+    double write_seconds; /* of the last save: until this rank's files were on the disk */
     uint64_t snapshot_bytes; /* host memory held for saves in the background */
 } dtrain_checkpoint_info;
 /* Tell what has been saved; zeros for NULL. Local. */

@@ -85,7 +85,7 @@ typedef struct dtrain__manifest {
     const char *directory; /* the checkpoint's */
     char *text;            /* (text_bytes + 1), in which strings have been decoded */
     size_t text_bytes;
-    const char *format, *strategy, *headers;
+    const char *strategy, *headers;
     uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
     bool hierarchical;

@@ -10,7 +10,7 @@
  * The order of a save makes it safe against the loss of power at any moment: a name is given by a
  * rename, after all files below it are on the disk, and the directory above is brought to the disk
  * after that. A checkpoint that goes is renamed to step-N.tmp before its files are removed. Nothing
- * is removed but names that are written here. */
+ * is removed but names that this file writes. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -164,7 +164,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Write the name of the newest checkpoint, for people and scripts: nothing here reads it. */
+/* Write the name of the newest checkpoint, for people and scripts: the library does not read it. */
 static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
     const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
@@ -176,9 +176,9 @@ static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t 
     return dtrain__storage_rename(folder->storage, tmp.text, latest.text);
 }
 
-/* Move the checkpoints of later steps than `above`, from which a run goes on without them, to a new
- * folder; *aside is its path, or "" when there are none. The newest goes last: a crash before that
- * leaves it the newest, and a crash after it leaves the one at `above` or before. */
+/* Move the checkpoints of later steps than `above`, from which a run continues without them, to a
+ * new folder; *aside is its path, or "" when there are none. The newest goes last: a crash before
+ * that leaves it the newest, and a crash after it leaves the one at `above` or before. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
                                                 dtrain__file_path *aside)
 {

@@ -174,7 +174,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     return e->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
-/* Write behind what the file has. */
+/* Append to the file. */
 static dtrain_result dtrain__export_write(dtrain__export *e, const void *from, size_t bytes)
 {
     DTRAIN__TRY(dtrain__storage_write(e->desc.storage, e->file, e->tmp, from, bytes, e->at));

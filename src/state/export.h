@@ -2,7 +2,7 @@
  *
  * The model as other programs know it: a safetensors file with the whole value of every parameter
  * and nothing else, whatever the number of ranks and the strategy. PyTorch and transformers read
- * it, and what they write can be read here.
+ * it, and import reads what they write.
  *
  *     dtrain_export_desc how = {0};
  *     how.names = names;                 as Hugging Face calls them; NULL: as they are called here
@@ -25,7 +25,7 @@
 
 /* The name and layout of a parameter in a file. Every zero is the default. */
 typedef struct dtrain_export_name {
-    int64_t rows;     /* the file has the first rows alone, as of a padded vocabulary, and import
+    int64_t rows;     /* the file has only the first rows, as of a padded vocabulary, and import
                          sets the others to zero; 0 = all. Elements of a 1-D parameter */
     const char *name; /* NULL = the parameter's own; "" = it is not in the file */
     bool transpose;   /* 2-D: (rows, columns) here is (columns, rows) there, as in GPT-2's Conv1D */

@@ -4,8 +4,8 @@
  *     every rank       manifest and headers | do they fit the state? | read the pieces that this
  *                      rank needs | publish
  *
- * Every step ends with an agreement of all ranks: together they go on, try an older checkpoint or
- * give up. state/read.c reads the pieces. */
+ * Every step ends with an agreement of all ranks: together they continue, try an older checkpoint
+ * or give up. state/read.c reads the pieces. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -324,45 +324,15 @@ static void dtrain__load_free(dtrain__load *load)
 
 /* ---- Choosing a checkpoint --------------------------------------------------------------------*/
 
-/* Load the newest of the steps that can be read whole. */
-static dtrain_result dtrain__load_newest(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    char passed[256] = "";
-    for (size_t i = 0;; i++) {
-        int64_t key = i < load->steps.count ? load->steps.keys[i] : -1; /* of rank 0 */
-        bool differs;
-        DTRAIN__TRY(dtrain_broadcast(state->comm, &key, 1, DTRAIN_DTYPE_I64, 0, NULL));
-        if (key < 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "no checkpoint in %s can be read; the last one that was tried: %s",
-                               load->folder.path, passed);
-        load->directory = dtrain__key_path(&load->folder, key);
-        const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
-        if (tried.result == DTRAIN_OK && passed[0])
-            dtrain__load_note(load, "newer ones were passed over: ", passed);
-        if (tried.result == DTRAIN_OK || differs) return tried.result;
-        int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
-        DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
-                                      DTRAIN_REDUCE_MIN, NULL));
-        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy)))
-            return dtrain__outcome_return(&tried);
-        dtrain__load_free(load);
-        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(tried.text));
-        if (dtrain_comm_rank(state->comm) == 0)
-            dtrain_log(state->world, DTRAIN_LOG_WARNING,
-                       "%s is passed over, and an older checkpoint is tried: %s",
-                       load->directory.text, dtrain__bare(tried.text));
-    }
-}
-
-/* Find a checkpoint, on rank 0, and load it: the path is one, or a directory with some. An empty
- * path, a checkpoint without its manifest and a disk that fails are three different errors. */
+/* Find a checkpoint, on rank 0, and load it: the one of the path, or the newest in that directory
+ * that can be read whole. An empty path, a checkpoint without its manifest and a disk that fails
+ * are three different errors. */
 static dtrain_result dtrain__load_path(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__folder *folder = &load->folder;
     const char *path = folder->path;
+    char passed[256] = "";
     bool is_one = false, differs;
     dtrain_result result = dtrain__between_backwards(state->desc.strategy, dtrain__load_call);
     if (result == DTRAIN_OK) result = dtrain__path_check(dtrain__load_call, path);
@@ -383,13 +353,34 @@ static dtrain_result dtrain__load_path(dtrain__load *load)
                                   "%s has files of a checkpoint, and no manifest.json", path)
                     : dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", path);
     }
-    int64_t from[2] = {is_one, (int64_t)state->world->job};
     DTRAIN__TRY(dtrain__agree(state->comm, result));
-    DTRAIN__TRY(dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL));
-    load->job = (uint64_t)from[1];
-    if (!from[0]) return dtrain__load_newest(load);
-    snprintf(load->directory.text, sizeof load->directory.text, "%s", path);
-    return dtrain__load_one(load, &differs);
+    for (size_t i = 0;; i++) {
+        int64_t from[3] = {i < load->steps.count ? load->steps.keys[i] : -1, is_one,
+                           (int64_t)state->world->job}; /* rank 0's */
+        DTRAIN__TRY(dtrain_broadcast(state->comm, from, 3, DTRAIN_DTYPE_I64, 0, NULL));
+        load->job = (uint64_t)from[2];
+        if (from[0] < 0 && !from[1])
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "no checkpoint in %s can be read; the last one that was tried: %s",
+                               path, passed);
+        load->directory = dtrain__key_path(folder, from[0]);
+        if (from[1]) snprintf(load->directory.text, sizeof load->directory.text, "%s", path);
+        const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
+        if (tried.result == DTRAIN_OK && passed[0])
+            dtrain__load_note(load, "newer ones were passed over: ", passed);
+        if (tried.result == DTRAIN_OK || differs || from[1]) return tried.result;
+        int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
+        DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
+                                      DTRAIN_REDUCE_MIN, NULL));
+        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy)))
+            return dtrain__outcome_return(&tried);
+        dtrain__load_free(load);
+        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(tried.text));
+        if (dtrain_comm_rank(state->comm) == 0)
+            dtrain_log(state->world, DTRAIN_LOG_WARNING,
+                       "%s is passed over, and an older checkpoint is tried: %s",
+                       load->directory.text, dtrain__bare(tried.text));
+    }
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
@@ -409,7 +400,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     load.folder.allocator = &state->allocator;
     load.folder.path = path;
     const double start = dtrain_seconds();
-    const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
+    const char *const torn = dtrain__torn(state->desc.strategy); /* only a whole load mends it */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {

@@ -37,7 +37,6 @@
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
 
-#define DTRAIN__MANIFEST_FORMAT "dtrain checkpoint"
 #define DTRAIN__MANIFEST_VERSION 3
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
@@ -63,11 +62,11 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain_strategy_info info;
     uint64_t bits;
     dtrain_strategy_query(state->desc.strategy, &info);
-    dtrain__text_add(text,
-                     "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld, "
-                     "\"ranks\": %d,\n \"strategy\": ",
-                     DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, DTRAIN_VERSION_STRING,
-                     (long long)c->step, c->ranks);
+    dtrain__text_add(
+        text,
+        "{\"format\": \"dtrain checkpoint\", \"version\": %d, \"library\": \"%s\", \"step\": %lld, "
+        "\"ranks\": %d,\n \"strategy\": ",
+        DTRAIN__MANIFEST_VERSION, DTRAIN_VERSION_STRING, (long long)c->step, c->ranks);
     dtrain__text_add_string(text, info.name);
     memcpy(&bits, &c->metric, sizeof bits);
     dtrain__text_add(text, ", \"hierarchical\": %s, \"metric_bits\": %llu,\n",
@@ -124,8 +123,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
     dtrain__json json = dtrain__json_begin(path, m->text, m->text_bytes), *j = &json;
     (void)dtrain__json_enter(j, '{');
     while (dtrain__json_member(j, name, sizeof name))
-        if (strcmp(name, "format") == 0) (void)dtrain__read_text(m, j, &m->format);
-        else if (strcmp(name, "version") == 0) (void)dtrain__json_u64(j, &m->version);
+        if (strcmp(name, "version") == 0) (void)dtrain__json_u64(j, &m->version);
         else if (strcmp(name, "step") == 0) (void)dtrain__json_count(j, &m->step);
         else if (strcmp(name, "ranks") == 0) (void)dtrain__json_count(j, &m->ranks);
         else if (strcmp(name, "strategy") == 0) (void)dtrain__read_text(m, j, &m->strategy);
@@ -138,9 +136,6 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
         else if (strcmp(name, "headers") == 0) (void)dtrain__read_text(m, j, &m->headers);
         else (void)dtrain__json_skip(j);
     DTRAIN__TRY(dtrain__json_end(j));
-    if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the format is \"%.100s\", expected \"%s\"", path,
-                           m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
     if (m->version != DTRAIN__MANIFEST_VERSION)
         return dtrain_fail(DTRAIN_ERROR_DATA,
                            "%s: it has version %llu of the format, and this is dtrain %s, which "

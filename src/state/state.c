@@ -61,7 +61,7 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_sta
 
 /* Append what a shard has of a tensor of fp32 with the shape of its parameter. A tensor axis gives
  * this rank a part of the parameter, one run of each component along the axis that is cut, and the
- * shard is a run of that part, whose components lie one behind the other:
+ * shard is a run of that part, with its components one after the other:
  *
  *     q|k|v     | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
  *     part      | q2 q3 | k2 k3 | v2 v3 |    boxes of the whole, and memory without a gap

@@ -68,7 +68,7 @@ typedef struct dtrain_state_tensor {
     dtrain_piece piece; /* this rank's; the tensor is listed once for each piece of it */
     void *memory; /* (piece.count) the host's or the device's: dtrain_device_copy reaches both */
     void *mirror; /* a second place that must have the same values, or NULL */
-    bool own;     /* every rank has a tensor of its own by this name */
+    bool own;     /* every rank has its private tensor by this name */
 } dtrain_state_tensor;
 
 /* An array of the program's own, in host or device memory, which must stay where it is: a random
@@ -94,7 +94,7 @@ typedef struct dtrain_state_desc {
     struct dtrain_trainer *trainer;
     dtrain_loss_scaler *scaler;   /* of a loop without trainer */
     struct dtrain_loader *loader; /* of the training data */
-    /* The program's own arrays (item_count), read by create alone; NULL = none. */
+    /* The program's own arrays (item_count), read only by create; NULL = none. */
     const dtrain_state_item *items;
     size_t item_count;
     /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none.
@@ -104,7 +104,7 @@ typedef struct dtrain_state_desc {
     const char *const *model;
     const char *const *settings;
     /* The ranks that save and load together; NULL = the strategy's. Where each stage of a pipeline
-     * has a strategy of its own: the ranks of all stages. */
+     * has its own strategy: the ranks of all stages. */
     dtrain_comm *comm;
 } dtrain_state_desc;
 

@@ -293,7 +293,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage,
                                   dtrain__storage_write(storage, file, path, from, bytes, 0));
 }
 
-/* Read a whole file of at most `most` bytes into new memory, with a 0 behind it. The caller frees
+/* Read a whole file of at most `most` bytes into new memory, with a 0 after it. The caller frees
  * *bytes + 1 bytes. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
                                                   const dtrain_allocator *allocator,
