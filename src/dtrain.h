@@ -206,6 +206,7 @@ DTRAIN__COLD
 #include "tape/recompute.c"
 #include "tape/stage.c"
 #include "tape/costs.c"
+#include "tape/view.c"
 #include "tape/arena.c"
 #include "train/files.c"
 #include "train/dataset.c"

@@ -13,7 +13,7 @@
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "tape/tape.h"
-#include "tape/tape_internal.h"
+#include "tape/view_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 
@@ -87,7 +87,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_run(dtrain_trainer *trainer,
 DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_t number,
                                                 const dtrain_tensor *loss)
 {
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     if (!trainer->results)
         return dtrain_tensor_read(trainer->tape, loss, &trainer->micros[number].loss, NULL);
     return device->ops->copy_async(device, trainer->results + number, loss->data, sizeof(float),
@@ -96,7 +96,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_
 
 DTRAIN__PRIVATE dtrain_result dtrain__losses_await(dtrain_trainer *trainer)
 {
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     if (!trainer->results) return DTRAIN_OK;
     DTRAIN__TRY(device->ops->synchronize(device));
     for (uint32_t m = 0; m < trainer->desc.micro_batches; m++)
@@ -127,11 +127,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
         dtrain_result result;
         bool over;
         DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-        if (queue) {
-            tape->feed = &queue->feeds[number];
-            tape->feed->next = 0;
-        }
-        if (!queue || !tape->feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+        if (queue) dtrain__pass_recorded(tape, queue->scalars, &queue->feeds[number]);
+        if (!queue || !queue->feeds[number].filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         DTRAIN__TRY(dtrain_strategy_accumulate(strategy, number + 1 < desc->micro_batches));
         memset(micro, 0, sizeof *micro);
         micro->joined = trainer->ended;
@@ -148,7 +145,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
         if (result != DTRAIN_OK) trainer->micro = 0;
         DTRAIN__TRY(result);
         if (!loss) continue;
-        micro->samples = ((const dtrain__tape_tensor *)loss)->samples;
+        micro->samples = dtrain__samples_of(loss);
         DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__loss_read(trainer, number, loss)));
     }
     trainer->micro = 0;

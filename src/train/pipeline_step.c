@@ -27,9 +27,8 @@
 #include "parallel/schedule_internal.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
-#include "tape/stage_internal.h"
 #include "tape/tape.h"
-#include "tape/tape_internal.h"
+#include "tape/view_internal.h"
 #include "optim/optim_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
@@ -87,7 +86,7 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_tensor 
     const dtrain__model_pass *pass = trainer->pipeline->pass;
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none, pass->flags, 0));
     DTRAIN__TRY(dtrain__line_call(trainer, made));
-    const int stage = ((const dtrain__tape_tensor *)*made)->stage;
+    const int stage = dtrain__stage_of(*made);
     if (stage == trainer->pipeline->last) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: what %s returned is of stage %d, and values are read from what the "
@@ -128,14 +127,14 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)slot, (uint32_t)micro->slot, stage,
                                     source, pass->flags, seed));
     DTRAIN__TRY(dtrain__line_call(trainer, &micro->made));
-    micro->samples = ((const dtrain__tape_tensor *)micro->made)->samples;
+    micro->samples = dtrain__samples_of(micro->made);
     if (micro->samples.valid) { /* the tensor is gone when its slot is used again */
         memcpy(micro->valid, micro->samples.valid, sizeof micro->valid);
         micro->samples.valid = micro->valid;
     }
     if (!strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
     if (first) micro->weight = dtrain__micro_weight(strategy);
-    if (last && trains) DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
+    if (last && trains) DTRAIN__TRY(dtrain__pass_end(trainer->tape));
     else if (last) DTRAIN__TRY(dtrain_tensor_read(trainer->tape, micro->made, pass->values, NULL));
     return dtrain_strategy_weight(strategy, 1); /* what the loss set was its own */
 }
@@ -161,8 +160,6 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     if (before >= 0) DTRAIN__TRY(dtrain__stage_seed(trainer->tape, (uint32_t)before, &slot));
     return loss ? dtrain__loss_read(trainer, (uint32_t)number, loss) : DTRAIN_OK;
 }
-
-/* ---- Messages ---------------------------------------------------------------------------------*/
 
 /* Say where part i of a message is. Whether a micro-batch has data is known from its forward on, on
  * both sides of a gradient; what FORWARD makes is received before, so that it is sent as zeros where
@@ -207,8 +204,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
         result = dtrain__agree(trainer->groups.all, result);
         line->agreed = result == DTRAIN_OK;
         if (line->agreed)
-            result = dtrain__agree_full_batch(strategy,
-                                              ((const dtrain__tape_tensor *)loss)->samples.terms);
+            result = dtrain__agree_full_batch(strategy, dtrain__samples_of(loss).terms);
     }
     if (result == DTRAIN_OK)
         result = dtrain_pipeline_run(line->schedule, trainer->groups.pipeline, &work);
@@ -279,7 +275,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     const dtrain_allocator *a = &trainer->allocator;
     const int ranks = trainer->groups.pipeline_ranks, rank = trainer->groups.pipeline_rank;
     const size_t micros = trainer->desc.micro_batches;
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device =
+        trainer->world ? dtrain_world_device(trainer->world) : NULL; /* a plan */
     int slots, inboxes;
     dtrain__pipeline *line = trainer->pipeline =
         (dtrain__pipeline *)dtrain__alloc(a, 1, sizeof *line, "a pipeline");
@@ -304,7 +301,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)f->chunks, sizeof *line->slots,
                                            "slots of passes");
     if (!line->slots) return DTRAIN_ERROR_MEMORY;
-    if (dtrain__pipeline_place(f->kind, ranks, line->last).rank == rank &&
+    if (dtrain__pipeline_place(f->kind, ranks, line->last).rank == rank && device &&
         device->ops->event_query) { /* the host queues passes ahead of the device */
         void *memory;
         const size_t bytes = micros * sizeof *trainer->results;

@@ -25,7 +25,7 @@
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "tape/tape.h"
-#include "tape/tape_internal.h"
+#include "tape/view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 #include "parallel/mesh_internal.h"
@@ -63,7 +63,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
         dtrain__tape_plan(tape, strategy->layout, &strategy->groups);
-        tape->costs = costs;
+        dtrain__tape_costs(tape, costs);
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
     memset(&rehearsal, 0, sizeof rehearsal);
@@ -78,9 +78,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         result = dtrain__pipeline_rehearse(&rehearsal, strategy->stages, strategy->pipeline);
     } else if (result == DTRAIN_OK) {
         result = dtrain__pass_run(&rehearsal, &pass, 0, 0, &loss);
-        tape->pass.halves = costs != NULL;
-        if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, loss, 1);
-        if (result == DTRAIN_OK && costs) result = dtrain__backward_params(tape);
+        if (result == DTRAIN_OK) result = dtrain__plan_backward(tape, loss);
     }
     dtrain_tape_query(tape, &info);
     dtrain_tape_destroy(tape);

@@ -22,7 +22,7 @@
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "tape/tape.h"
-#include "tape/tape_internal.h"
+#include "tape/view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 #include "train/trainer.h"
@@ -49,16 +49,13 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = trainer->tape->device;
-    dtrain_tape *tape = trainer->tape;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     bool empty;
     dtrain_clip_args clip;
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    tape->scalars = queue->scalars;
     const dtrain_result passes = dtrain__micro_batches(trainer);
-    tape->scalars = NULL;
-    tape->feed = NULL;
+    dtrain__pass_recorded(trainer->tape, NULL, NULL);
     DTRAIN__TRY(passes);
     memset(&clip, 0, sizeof clip);
     clip.max_norm = desc->clip;
@@ -92,30 +89,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     const float *norm = queue->norm;
     *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     for (uint32_t m = 0; queue->steps > 0 && m < desc->micro_batches; m++) {
         dtrain__feed *feed = &queue->feeds[m];
         if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-        for (size_t i = 0; i < feed->count && !feed->filled; i++)
-            DTRAIN__TRY(dtrain__feed_fill(trainer->tape, feed, &feed->items[i]));
-        feed->filled = true;
+        if (!feed->filled) DTRAIN__TRY(dtrain__feed_take(trainer->tape, feed));
     }
     for (uint32_t m = 0; queue->steps >= 2 && m < desc->micro_batches; m++)
         queue->now->weight += dtrain__queue_weight(trainer, m);
-    if (queue->graph) trainer->tape->flops += queue->flops;
+    if (queue->graph) (void)dtrain__count_flops(trainer->tape, queue->flops);
     else if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
     else {
         dtrain_graph *graph = NULL;
         char text[DTRAIN__ERROR_BYTES];
-        const double flops = trainer->tape->flops;
+        const double flops = dtrain__count_flops(trainer->tape, 0);
         DTRAIN__TRY(device->ops->graph_begin(device));
         dtrain__weigh_on_device(desc->strategy, &queue->scalars->weight);
         const dtrain_result result = dtrain__queue_all(trainer);
         dtrain__weigh_on_device(desc->strategy, NULL);
-        queue->flops = trainer->tape->flops - flops;
+        queue->flops = dtrain__count_flops(trainer->tape, 0) - flops;
         snprintf(text, sizeof text, "%s", dtrain_last_error());
         const dtrain_result ended = device->ops->graph_end(device, &graph);
         if (result != DTRAIN_OK) {
@@ -147,7 +142,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const uint32_t micro_batches = trainer->desc.micro_batches;
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     const char *missing = NULL;
     dtrain_comm_info comm;
     void *memory;
@@ -198,13 +193,11 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue;
     const uint32_t micro_batches = trainer->desc.micro_batches;
     if (!queue) return;
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     device->ops->synchronize(device);
     if (queue->graph) device->ops->graph_destroy(device, queue->graph);
     for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
-        for (size_t i = 0; i < queue->feeds[m].count; i++)
-            device->ops->host_free(device, queue->feeds[m].items[i].pinned,
-                                   queue->feeds[m].items[i].bytes + DTRAIN__VALID_BYTES);
+        dtrain__feed_free(trainer->tape, &queue->feeds[m]);
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
     dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);

@@ -34,7 +34,7 @@
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "tape/tape.h"
-#include "tape/tape_internal.h"
+#include "tape/view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 #include "optim/scaler.h"
@@ -77,7 +77,7 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
     words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
     words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
     words[DTRAIN__WORD_COMM] = comm->flight_seconds + tensor.flight_seconds + line.flight_seconds;
-    words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
+    words[DTRAIN_FIGURE_FLOPS] = dtrain__count_flops(trainer->tape, 0);
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }
 
@@ -134,10 +134,9 @@ static void dtrain__put_loss(const dtrain_trainer *trainer, double *own)
 /* Gather the words of all ranks in place, with the hash of the inputs since the last time. */
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer)
 {
-    uint64_t *hash = &trainer->tape->inputs_hash;
+    const uint64_t hash = dtrain__inputs_hash(trainer->tape);
     float *own = trainer->words[trainer->rank];
-    for (int i = 0; i < 3; i++) own[DTRAIN__WORD_INPUTS + i] = (float)(*hash >> 22 * i & 0x3fffff);
-    *hash = 0;
+    for (int i = 0; i < 3; i++) own[DTRAIN__WORD_INPUTS + i] = (float)(hash >> 22 * i & 0x3fffff);
     return dtrain_all_gather(trainer->groups.all, own, trainer->words, DTRAIN__WORD_COUNT,
                              DTRAIN_DTYPE_F32, NULL);
 }
@@ -446,10 +445,11 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain_
     }
     dtrain_tensor *made;
     DTRAIN__TRY(dtrain__pass_run(trainer, pass, 0, DTRAIN__UNNUMBERED, &made));
-    if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(pass, made));
+    DTRAIN__TRY(dtrain__tape_check(tape, pass->call));
+    DTRAIN__TRY(dtrain__check_made(pass, made));
     DTRAIN__TRY(dtrain_tensor_read(tape, made, pass->values, NULL));
     if (!micro) return DTRAIN_OK;
-    micro->samples = ((const dtrain__tape_tensor *)made)->samples;
+    micro->samples = dtrain__samples_of(made);
     micro->weight = dtrain__micro_weight(trainer->desc.strategy);
     return DTRAIN_OK;
 }
@@ -482,7 +482,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
         pass.values = &loss;
         DTRAIN__TRY(next);
         DTRAIN__TRY(dtrain__forward_pass(trainer, &pass, &micro));
-        DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
+        DTRAIN__TRY(dtrain__pass_end(trainer->tape));
         const double weight =
             micro.samples.terms ? dtrain__samples_count(&micro.samples) : (double)micro.weight;
         DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
@@ -643,7 +643,8 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
         result = DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
-    if (result == DTRAIN_OK) trainer->tape->hashes = trainer->ranks != trainer->data_ranks;
+    if (result == DTRAIN_OK)
+        dtrain__inputs_are_hashed(trainer->tape, trainer->ranks != trainer->data_ranks);
     if (result == DTRAIN_OK)
         result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
     if (result == DTRAIN_OK && trainer->scaling)

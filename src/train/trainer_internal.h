@@ -15,7 +15,7 @@
 #include "strategy/memory.h"
 #include "strategy/samples_internal.h"
 #include "strategy/view_internal.h"
-#include "tape/tape_internal.h"
+#include "tape/view_internal.h"
 #include "optim/scaler.h"
 #include "train/trainer.h"
 #include "train/view_internal.h"
