@@ -8,7 +8,6 @@
  * alike; bench_data has what a read costs. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"

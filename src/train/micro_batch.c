@@ -66,8 +66,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 
 DTRAIN__PRIVATE dtrain__model_pass dtrain__step_pass(const dtrain_trainer_desc *desc)
 {
-    const dtrain__model_pass pass = {"dtrain_trainer", "loss", desc->loss, desc->user,
-                                     desc->tape_flags, NULL,   1};
+    const dtrain__model_pass pass = {"dtrain_trainer", false, desc->loss, desc->user,
+                                     desc->tape_flags, NULL,  1};
     return pass;
 }
 
@@ -156,11 +156,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain__model_pass *pass,
                                                  const dtrain_tensor *made)
 {
     if (!made)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", pass->call, pass->name);
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", pass->call,
+                           pass->own ? "forward" : "loss");
     if (made->count == pass->count) return DTRAIN_OK;
-    if (strcmp(pass->name, "loss") == 0) return dtrain__check_loss(pass->call, made);
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: %s returned a tensor of %lld elements, and values has room for %lld; "
-                       "give count that number",
-                       pass->call, pass->name, (long long)made->count, (long long)pass->count);
+    if (!pass->own) return dtrain__check_loss(pass->call, made);
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: forward returned a tensor of %lld elements, and values has room for %lld; "
+        "give count that number",
+        pass->call, (long long)made->count, (long long)pass->count);
 }

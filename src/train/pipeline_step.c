@@ -20,16 +20,13 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "world/timeline.h"
 #include "world/timeline_internal.h"
-#include "comm/comm_internal.h"
 #include "parallel/pipeline.h"
 #include "parallel/schedule_internal.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "tape/tape.h"
 #include "tape/view_internal.h"
-#include "optim/optim_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 
@@ -91,7 +88,7 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_tensor 
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: what %s returned is of stage %d, and values are read from what the "
                        "last one, %d, makes; it should run all units of the model",
-                       pass->call, pass->name, stage, trainer->pipeline->last);
+                       pass->call, pass->own ? "forward" : "loss", stage, trainer->pipeline->last);
 }
 
 /* Fetch the next micro-batch, once on each rank. */
@@ -251,15 +248,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 {
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
     const dtrain_pipeline_schedule *s = trainer->pipeline->forward;
-    const bool evaluates = pass->function == trainer->desc.loss;
     dtrain_tensor *made;
     dtrain__line_begin(trainer, pass);
     trainer->micros->fetched = true; /* by the caller */
     dtrain_result result = dtrain__line_survey(trainer, &made);
-    if (!evaluates) result = dtrain__agree(trainer->groups.all, result);
+    if (pass->own) result = dtrain__agree(trainer->groups.all, result);
     DTRAIN__TRY(result);
     result = dtrain_pipeline_run(s, trainer->groups.pipeline, &work);
-    if (!evaluates && result == DTRAIN_OK)
+    if (pass->own && result == DTRAIN_OK)
         result = dtrain_broadcast(
             trainer->groups.pipeline, pass->values, (size_t)pass->count, DTRAIN_DTYPE_F32,
             dtrain__pipeline_place(s->kind, s->ranks, trainer->pipeline->last).rank, NULL);

@@ -13,9 +13,7 @@
  * their losses instead of waiting for them. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
 #include "core/core_internal.h"
-#include "core/dtype.h"
 #include "core/result.h"
 #include "world/world.h"
 #include "comm/comm.h"
@@ -24,7 +22,6 @@
 #include "tape/tape.h"
 #include "tape/view_internal.h"
 #include "optim/optim_internal.h"
-#include "optim/optimizer.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 #include "device/backend.h"

@@ -546,7 +546,7 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
                            "dtrain_trainer_forward: count is %lld; expected 1 or more",
                            (long long)count);
     const dtrain__model_pass pass = {"dtrain_trainer_forward",
-                                     "forward",
+                                     true,
                                      forward,
                                      user,
                                      trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD,

@@ -63,7 +63,8 @@ typedef struct dtrain__micro {
 
 /* A pass of the model: the loss of a step or an evaluation, or a function of the host's own. */
 typedef struct dtrain__model_pass {
-    const char *call, *name; /* for errors: the public call, and what function is in it */
+    const char *call; /* for errors */
+    bool own;         /* a function of the host's own */
     dtrain_loss_fn function;
     void *user;
     uint32_t flags; /* of the tape */

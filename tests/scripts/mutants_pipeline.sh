@@ -13,7 +13,7 @@ mutant "step: micro-batches are not averaged" train/pipeline_step.c 's/dtrain__m
 mutant "step: masks of the first micro-batch in all" train/pipeline_step.c 's/dtrain__pass_seed(trainer, (uint32_t)number)/dtrain__step_seed(trainer)/'
 mutant "step: weights of earlier micro-batches are forgotten" strategy/samples.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->weight;//'
 mutant "step: gradients of earlier micro-batches alone are missing ones" tape/backward.c 's/if (tape->pass.more) dtrain__note_gradient(.*/if (tape->pass.more) continue;/'
-mutant "step: an evaluation crosses as training did" train/pipeline_step.c 's/result = dtrain__line_survey(trainer, .made);/result = evaluates ? DTRAIN_OK : dtrain__line_survey(trainer, \&made);/'
+mutant "step: an evaluation crosses as training did" train/pipeline_step.c 's/result = dtrain__line_survey(trainer, .made);/result = !pass->own ? DTRAIN_OK : dtrain__line_survey(trainer, \&made);/'
 mutant "stage: gradients of nobody are not zeroed" tape/stage.c 's/result = dtrain__gradient_zeros(tape, \(.*\));/result = dtrain__gradient_open(tape, \1, \&(bool){false});/'
 mutant "stage: what came back is not gone on with" tape/stage.c 's/x->tensor.producer->reached = true;/(void)x;/'
 mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/return !dtrain__is_surveying(tape) \&\& tape->slot->batch == tape->slot \&\&/return !dtrain__is_surveying(tape) \&\&/;s/if (slot->batch == slot) return DTRAIN_OK;/return DTRAIN_OK;/'

@@ -24,7 +24,7 @@ typedef struct run {
     uint32_t schedule, chunks;
     const char *save, *load;
     double loss[4][STEPS + 1];
-    float values[4][VALUES], loaded[4][VALUES], made[4][FORWARDS][FORWARDS * WIDTH];
+    float values[4][VALUES], loaded[4][VALUES], forwarded[4], made[4][FORWARDS][FORWARDS * WIDTH];
     bool whole_world; /* the batch norm's ranks are those of all stages */
     bool early;       /* the last forward returns what is of no stage */
     dtrain_result wrong[4];
@@ -208,8 +208,9 @@ static int rank_main(dtrain_world *world, void *user)
         if (r->whole_world) return 1;
         RANKS_TRY(result);
         r->loss[rank][step] = record.loss;
-        if (step == 1)
-            RANKS_TRY(forwards(trainer, l, rank)); /* the next step finds again what crosses */
+        if (step != 1) continue;
+        RANKS_TRY(forwards(trainer, l, rank)); /* the next step finds again what crosses */
+        RANKS_TRY(dtrain_trainer_forward(trainer, loss_of, l, &r->forwarded[rank], 1));
     }
     RANKS_TRY(dtrain_trainer_evaluate(trainer, next_batch, l, 2, &r->loss[rank][STEPS]));
     RANKS_TRY(read_values(strategy, r->values[rank]));
@@ -265,6 +266,9 @@ static void test_beside_whole(void)
         }
         for (int rank = 0; rank < 4; rank++) { /* neighbours on the data axis have other samples */
             int same = -1;
+            CHECK_MSG(r->forwarded[rank] == whole->forwarded[rank % 2],
+                      "kind %u, rank %d: the loss as a forward is %.9g, expected %.9g", kind, rank,
+                      (double)r->forwarded[rank], (double)whole->forwarded[rank % 2]);
             for (int w = 0; w < 2; w++)
                 if (memcmp(r->made[rank], whole->made[w],
                            sizeof(float) * (FORWARDS - 1) * FORWARDS * WIDTH) == 0)
