@@ -61,9 +61,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t s
     return DTRAIN_OK;
 }
 
-/* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
-                                                    size_t bytes)
+/* Insert a chunk after the chunk in use. NULL when there is no memory; the error sticks. */
+static dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
     const dtrain_allocator *host = &tape->allocator;
     dtrain_device *device = arena->device;
@@ -123,19 +122,45 @@ DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, dtrain__bump *arena, 
     return memory;
 }
 
-/* Take device memory for count values of an arena, contents undefined. */
-DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
-                                          uint32_t dtype)
+/* Return the bytes of values; 0 if they are too many, and the error sticks. */
+static size_t dtrain__values_bytes(dtrain_tape *tape, int64_t count, uint32_t dtype)
 {
     size_t bytes;
     if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) &&
-        bytes <= PTRDIFF_MAX)
-        return dtrain__bump_take(tape, arena, bytes);
+        bytes <= PTRDIFF_MAX - DTRAIN__CACHE_LINE)
+        return dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
     dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_MEMORY,
                           "a tensor of %lld elements is more than this machine can address",
                           (long long)count));
-    return NULL;
+    return 0;
+}
+
+/* Take device memory for count values of an arena, contents undefined. */
+DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
+                                          uint32_t dtype)
+{
+    const size_t bytes = dtrain__values_bytes(tape, count, dtype);
+    return bytes ? dtrain__bump_take(tape, arena, bytes) : NULL;
+}
+
+/* Take a chunk of the pool that nobody owns, or make one. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, int64_t count,
+                                                    uint32_t dtype)
+{
+    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
+    dtrain__chunk *chunk = pool->first;
+    const size_t bytes = dtrain__values_bytes(tape, count, dtype);
+    if (!bytes) return NULL;
+    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
+    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
+    if (chunk) chunk->owners = 1;
+    return chunk;
+}
+
+DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk)
+{
+    if (chunk) chunk->owners--;
 }
 
 /* Take memory for results of the node, or for what stays until the next begin when node is NULL. A

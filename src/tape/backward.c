@@ -81,9 +81,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_
                        call, (long long)loss->count);
 }
 
-/* Check that the loss can have gradients, give it scale times its weight, and walk. A recorded pass
- * computes the weight on the device, from the number of samples there. */
-static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+/* Give a loss that can have gradients scale times its weight. A recorded pass computes the weight on
+ * the device, from the number of samples there. */
+static dtrain_result dtrain__backward_seed(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
@@ -106,18 +106,15 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     if (strategy) full = dtrain__weigh_loss(strategy, samples);
     const double each = full ? (double)scale / (double)full : 0;
-    if (full && samples->device_valid) {
-        DTRAIN__TRY(dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
-                                   DTRAIN_DTYPE_F32, 1, each, NULL));
-    } else {
-        memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
-        seed.count = 1;
-        seed.a = full ? (float)(each * dtrain__samples_count(samples)) : scale;
-        seed.y = loss->grad;
-        seed.dtype = DTRAIN_DTYPE_F32;
-        DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
-    }
-    return dtrain__backward_walk(tape);
+    if (full && samples->device_valid)
+        return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1, DTRAIN_DTYPE_F32,
+                              1, each, NULL);
+    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
+    seed.count = 1;
+    seed.a = full ? (float)(each * dtrain__samples_count(samples)) : scale;
+    seed.y = loss->grad;
+    seed.dtype = DTRAIN_DTYPE_F32;
+    return tape->device->ops->axpby(tape->device, &seed);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_tensor *loss,
@@ -126,8 +123,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_te
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
     tape->pass.state = DTRAIN__TAPE_DONE;
     tape->pass.segment = NULL;
-    return dtrain__tape_stick(tape, loss ? dtrain__backward_run(tape, loss, scale)
-                                         : dtrain__backward_walk(tape));
+    if (loss) DTRAIN__TRY(dtrain__backward_seed(tape, loss, scale));
+    return dtrain__backward_walk(tape);
 }
 
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
@@ -140,7 +137,7 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
         dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     const dtrain_result result = dtrain__backward_pass(tape, loss, scale);
     dtrain__span_end(tape->world, span);
-    return result;
+    return dtrain__tape_stick(tape, result);
 }
 
 /* Walk the nodes that have a second half, in the same order: a parameter that several of them use
@@ -177,23 +174,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
  * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
  * again. */
 
-/* Take a chunk of the pool that nobody owns, or make one. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, size_t bytes)
-{
-    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
-    dtrain__chunk *chunk = pool->first;
-    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
-    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
-    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
-    if (chunk) chunk->owners = 1;
-    return chunk;
-}
-
-DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk)
-{
-    if (chunk) chunk->owners--;
-}
-
 /* Point x's gradient to a chunk; the caller counts the owners. */
 static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
@@ -209,7 +189,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
     dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *chunk;
     *accumulate = x->grad != NULL;
     if (x->grad && (!shared || shared->owners == 1)) return DTRAIN_OK;
-    chunk = dtrain__scratch_take(tape, dtrain__tensor_bytes(x));
+    chunk = dtrain__scratch_take(tape, x->count, x->dtype);
     if (!chunk) return tape->error;
     dtrain__gradient_set(x, chunk);
     if (!shared) return DTRAIN_OK;

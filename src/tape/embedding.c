@@ -80,8 +80,7 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     args->y = op->output_data[0];
     args->dtype = DTRAIN_DTYPE_F32;
     if (placement != DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;
-    if (layer->cut) dtrain__op_borrow(op, args->rows * args->n, DTRAIN_DTYPE_F32);
-    else dtrain__embedding_own_rows(layer, args);
+    if (!layer->cut) dtrain__embedding_own_rows(layer, args);
     return DTRAIN_OK;
 }
 
@@ -90,13 +89,19 @@ static dtrain_result dtrain__embedding_forward(dtrain_op *op)
     const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
     dtrain_embedding_args args = layer->forward;
     if (!layer->cut) return op->device->ops->embedding(op->device, &args);
-    const bool scatters = layer->rows < args.rows;
+    dtrain__chunk *all = NULL;
     if (op->tape->groups.tensor_rank > 0) args.wpe = NULL;
-    if (scatters) args.y = ((const dtrain_node *)op)->scratch;
+    if (layer->rows < args.rows) {
+        all = dtrain__scratch_take(op->tape, args.rows * args.n, DTRAIN_DTYPE_F32);
+        if (!all) return op->tape->error;
+        args.y = all->memory;
+    }
     DTRAIN__TRY(op->device->ops->embedding(op->device, &args));
-    return scatters ? dtrain__scatter_rows(op, args.y, op->output_data[0], args.rows, args.n,
-                                           DTRAIN_DTYPE_F32, NULL)
-                    : dtrain__sum_values(op, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, NULL);
+    if (!all) return dtrain__sum_values(op, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, NULL);
+    DTRAIN__TRY(dtrain__scatter_rows(op, args.y, op->output_data[0], args.rows, args.n,
+                                     DTRAIN_DTYPE_F32, NULL));
+    dtrain__scratch_give(all);
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__embedding_backward(dtrain_op *op)
@@ -114,7 +119,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     if (layer->cut && layer->rows < args.rows) {
         if (grad[0]) { /* the rows of all ranks have something for a cut table */
             dtrain__chunk *all =
-                dtrain__scratch_take(op->tape, (size_t)(args.rows * args.n) * sizeof(float));
+                dtrain__scratch_take(op->tape, args.rows * args.n, DTRAIN_DTYPE_F32);
             if (!all) return op->tape->error;
             DTRAIN__TRY(dtrain__gather_rows(op, op->outputs[0]->grad, all->memory, args.rows,
                                             args.n, DTRAIN_DTYPE_F32, NULL));
@@ -133,8 +138,8 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, embedding, DTRAIN_OP_SPLITS, DTRAIN_RECOMPUTE_ELEMENTWISE, 1,
-           DTRAIN__OP_PLACES, false)
+DTRAIN__OP(embedding, embedding, DTRAIN_OP_SPLITS | DTRAIN__OP_COUNTS, DTRAIN_RECOMPUTE_ELEMENTWISE,
+           1, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)

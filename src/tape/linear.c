@@ -110,7 +110,6 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     if (layer->gathers || layer->scatters) {
         const int64_t shape[2] = {layer->scatters ? part.count : args->m, out};
         dtrain_op_output(op, op->cast, 2, shape);
-        dtrain__op_borrow(op, args->m * (layer->gathers ? in : out), op->cast);
     } else {
         dtrain__output_like(op, x, out, op->cast);
     }
@@ -136,25 +135,35 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
 static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
-    void *const scratch = ((const dtrain_node *)op)->scratch;
     dtrain_gemm_args gemm = layer->forward;
+    dtrain__chunk *all = NULL;
     dtrain_bias_args bias;
-    if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
-        DTRAIN__TRY(dtrain__gather_rows(op, gemm.a, scratch, gemm.m, gemm.k, gemm.a_dtype, NULL));
-        gemm.a = scratch;
+    if (layer->gathers || layer->scatters) {
+        all = dtrain__scratch_take(op->tape, gemm.m * (layer->gathers ? gemm.k : gemm.n), op->cast);
+        if (!all) return op->tape->error;
     }
-    if (layer->cut != DTRAIN_CUT_COLUMNS) return dtrain__counted_gemm(op, &gemm);
+    if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
+        DTRAIN__TRY(
+            dtrain__gather_rows(op, gemm.a, all->memory, gemm.m, gemm.k, gemm.a_dtype, NULL));
+        gemm.a = all->memory;
+    }
+    if (layer->cut != DTRAIN_CUT_COLUMNS) {
+        DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
+        dtrain__scratch_give(all);
+        return DTRAIN_OK;
+    }
 
     /* add the products of all ranks up, then the bias and the activation to the sum */
     gemm.bias = NULL;
     gemm.aux = NULL;
     gemm.activation = DTRAIN_ACTIVATION_NONE;
-    if (layer->scatters) gemm.c = scratch;
+    if (all) gemm.c = all->memory;
     DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
     if (layer->scatters)
         DTRAIN__TRY(dtrain__scatter_rows(op, gemm.c, op->output_data[0], gemm.m, gemm.n,
                                          gemm.c_dtype, NULL));
     else DTRAIN__TRY(dtrain__sum_values(op, gemm.c, gemm.m * gemm.n, gemm.c_dtype, NULL));
+    dtrain__scratch_give(all);
     if (!layer->forward.bias && !layer->forward.activation) return DTRAIN_OK;
     memset(&bias, 0, sizeof bias);
     bias.rows = op->outputs[0]->count / gemm.n;
@@ -252,8 +261,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     bool add = false;
     const void *rows = forward->a, *d_z = op->outputs[0]->grad;
     if (layer->gathers && weight->grad) {
-        all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->k) *
-                                                 dtrain_dtype_bytes(forward->a_dtype));
+        all = dtrain__scratch_take(op->tape, forward->m * forward->k, forward->a_dtype);
         if (!all) return op->tape->error;
         rows = all->memory;
         DTRAIN__TRY(dtrain__gather_rows(op, forward->a, all->memory, forward->m, forward->k,
@@ -265,7 +273,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
         const size_t row = (size_t)forward->k * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
         char *product = d_x;
         if (add || layer->gathers) {
-            partial = dtrain__scratch_take(op->tape, (size_t)forward->m * row);
+            partial = dtrain__scratch_take(op->tape, forward->m * forward->k, x->dtype);
             if (!partial) return op->tape->error;
             product = partial->memory;
             if (add) sum = product;
@@ -323,8 +331,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
 
     const void *d_z = y->grad;
     if (layer->scatters) {
-        all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->n) *
-                                                 dtrain_dtype_bytes(forward->c_dtype));
+        all = dtrain__scratch_take(op->tape, forward->m * forward->n, forward->c_dtype);
         if (!all) return op->tape->error;
         DTRAIN__TRY(dtrain__gather_rows(op, d_z, all->memory, forward->m, forward->n,
                                         forward->c_dtype, NULL));

@@ -384,40 +384,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run
     return result ? result : op->tape->error;
 }
 
-DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype)
-{
-    size_t bytes;
-    if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes))
-        ((dtrain_node *)op)->scratch_bytes = bytes;
-    else
-        dtrain__tape_stick(op->tape,
-                           dtrain_fail(DTRAIN_ERROR_MEMORY,
-                                       "%s: %lld elements are more than this machine can address",
-                                       op->desc->name, (long long)count));
-}
-
-/* Run the node's kernels, the first time or again, with the memory that they borrow, on inputs in
- * the type that autocast wants. A plan takes that memory and runs nothing, but for operations that
- * count their products. */
+/* Run the node's kernels, the first time or again, on inputs in the type that autocast wants. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
     const bool runs = !op->planning || (op->desc->reads & DTRAIN__OP_COUNTS);
-    dtrain__chunk *scratch = NULL;
-    if (node->scratch_bytes) {
-        scratch = dtrain__scratch_take(op->tape, node->scratch_bytes);
-        if (!scratch) return op->tape->error;
-        node->scratch = scratch->memory;
-    }
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
         if (op->input_data[i] != node->source[i])
             DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
                                              (void *)op->input_data[i], op->cast));
     }
-    const dtrain_result result = dtrain__op_call(op, runs ? op->desc->forward : NULL);
-    dtrain__scratch_give(scratch);
-    return result;
+    return dtrain__op_call(op, runs ? op->desc->forward : NULL);
 }
 
 /* ---- Kernels that several operations launch ---------------------------------------------------*/

@@ -136,14 +136,6 @@ typedef struct dtrain__place {
     dtrain_cut cut;        /* of the columns */
 } dtrain__place;
 
-/* Count the elements that a conversion borrows: a slot, all ranks' slots, the transpose. */
-static int64_t dtrain__place_scratch(const dtrain_op *op)
-{
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    if (!place->by_columns) return 0;
-    return (1 + op->tape->groups.tensor_ranks) * place->slot + place->rows * place->columns;
-}
-
 /* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
 static dtrain_result dtrain__turn(const dtrain_op *op, const char *x, int64_t rows, int64_t n,
                                   int64_t stride, char *y)
@@ -208,19 +200,27 @@ static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whol
 
 /* ---- The operation ----------------------------------------------------------------------------*/
 
-/* Convert x to y, either way. In a plan nothing is sent. */
-static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const void *x, void *y,
-                                        void *scratch)
+/* Convert x to y, either way. Columns borrow a slot, all ranks' slots and the transpose. In a plan
+ * nothing is sent. */
+static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const void *x, void *y)
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
     const dtrain__groups *groups = &op->tape->groups;
     const uint32_t dtype = op->inputs[0]->dtype;
     const size_t row = (size_t)place->columns * dtrain_dtype_bytes((dtrain_dtype)dtype);
-    if (!groups->tensor) return DTRAIN_OK;
-    if (place->by_columns)
-        return (gathers ? dtrain__gather_columns
-                        : dtrain__slice_columns)(op, (const char *)x, (char *)y, (char *)scratch);
+    if (place->by_columns) {
+        dtrain__chunk *scratch = dtrain__scratch_take(
+            op->tape, (1 + groups->tensor_ranks) * place->slot + place->rows * place->columns,
+            dtype);
+        if (!scratch) return op->tape->error;
+        if (groups->tensor)
+            DTRAIN__TRY((gathers ? dtrain__gather_columns : dtrain__slice_columns)(
+                op, (const char *)x, (char *)y, scratch->memory));
+        dtrain__scratch_give(scratch);
+        return DTRAIN_OK;
+    }
     if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
+    if (!groups->tensor) return DTRAIN_OK;
     const dtrain__share rows = dtrain__part_of(op, NULL, place->rows, groups->tensor_rank);
     return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
                                  (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
@@ -269,41 +269,36 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     }
     DTRAIN__TRY(op->tape->error);
     dtrain__place_as(op->outputs[0], place->to, &kept);
-    dtrain__op_borrow(op, dtrain__place_scratch(op), x->dtype);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__place_forward(dtrain_op *op)
 {
     return dtrain__place_move(op, ((const dtrain__place *)op->args)->gathers, op->input_data[0],
-                              op->output_data[0], ((const dtrain_node *)op)->scratch);
+                              op->output_data[0]);
 }
 
 /* Convert the gradient back; where there is one already, beside it, and add. */
 static dtrain_result dtrain__place_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
-    const size_t bytes =
-        (size_t)dtrain__place_scratch(op) * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
-    dtrain__chunk *scratch = NULL, *beside = NULL;
+    dtrain__chunk *beside = NULL;
     bool add;
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add);
     if (!d_x) return op->tape->error;
-    if (bytes) scratch = dtrain__scratch_take(op->tape, bytes);
-    if (add) beside = dtrain__scratch_take(op->tape, dtrain__tensor_bytes(x));
+    if (add) beside = dtrain__scratch_take(op->tape, x->count, x->dtype);
     DTRAIN__TRY(op->tape->error);
     DTRAIN__TRY(dtrain__place_move(op, !((const dtrain__place *)op->args)->gathers,
-                                   op->outputs[0]->grad, beside ? beside->memory : d_x,
-                                   scratch ? scratch->memory : NULL));
+                                   op->outputs[0]->grad, beside ? beside->memory : d_x));
     if (beside)
         DTRAIN__TRY(
             dtrain__tape_add(op->device, x->count, d_x, x->dtype, beside->memory, x->dtype, d_x));
-    dtrain__scratch_give(scratch);
     dtrain__scratch_give(beside);
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(place, place, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_PLACES, false)
+DTRAIN__OP(place, place, DTRAIN__OP_COUNTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_PLACES,
+           false)
 
 DTRAIN_API dtrain_tensor *dtrain_place(dtrain_tape *tape, dtrain_tensor *x,
                                        dtrain_placement placement)

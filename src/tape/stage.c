@@ -106,7 +106,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     if (slot->next_crossing == stages->crossing_count) return;
     const dtrain__crossing *crossing = &stages->crossings[slot->next_crossing];
     if (crossing->number != tape->pass.tensor_count) return;
-    dtrain__crossed *crossed = &slot->crossed[slot->next_crossing++];
+    const size_t k = slot->next_crossing++;
     if (crossing->stage != made->stage || crossing->count != x->count ||
         crossing->dtype != x->dtype) {
         dtrain__tape_stick(
@@ -122,10 +122,10 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
                         dtrain_dtype_name((dtrain_dtype)crossing->dtype), (int)crossing->stage));
         return;
     }
-    crossed->tensor = made;
-    if (!made->remote || !crossed->received) return;
+    slot->crossed[k].tensor = made;
+    if (crossing->stage >= slot->stage || crossing->last_stage < slot->stage) return;
     made->remote = false;
-    x->data = crossed->received;
+    x->data = slot->received ? slot->received[k] : slot->before->crossed[k].tensor->tensor.data;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x)
@@ -257,17 +257,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
         dtrain__crossed *crossed = &slot->crossed[k];
         if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
         crossed->tensor = NULL; /* a gradient of the slot's last pass may be under way */
-        crossed->received = NULL;
     }
     slot->stage = stage;
     slot->batch = &tape->slots[batch];
+    slot->received = source.inbox >= 0 ? stages->inboxes[source.inbox].received : NULL;
+    slot->before = source.slot >= 0 ? &tape->slots[source.slot] : NULL;
     slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
-    for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
-        slot->crossed[k].received = source.inbox >= 0
-                                        ? stages->inboxes[source.inbox].received[k]
-                                        : tape->slots[source.slot].crossed[k].tensor->tensor.data;
     return dtrain__pass_begin(tape, flags, seed);
 }
 
@@ -321,8 +318,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         x->gradient = NULL;
         x->tensor.grad = NULL;
     }
-    DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
-    dtrain_result result = DTRAIN_OK; /* what is sent and has no contribution is zero */
+    dtrain_result result = dtrain__backward_pass(tape, loss, scale);
+    /* what is sent and has no contribution is zero */
     for (size_t i = 0, k; !result && dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++)
         result = dtrain__gradient_zeros(tape, &slot->crossed[k].tensor->tensor);
     return dtrain__tape_stick(tape, result);
@@ -373,12 +370,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
             dtrain__tape_stick(tape, tape->device->ops->zero(tape->device, part->address,
                                                              (size_t)(zeros->bytes - bytes)));
     } else {
-        const dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
-        const dtrain__tape_tensor *x = crossed->tensor;
-        part->address = gives_back || seeds ? x ? x->tensor.grad : NULL
-                        : crossed->received ? crossed->received
-                        : x                 ? x->tensor.data
-                                            : NULL;
+        const dtrain__tape_tensor *x = tape->slots[action->slot].crossed[k].tensor;
+        part->address = !x ? NULL : gives_back || seeds ? x->tensor.grad : x->tensor.data;
     }
     if (!part->address) return tape->error;
     part->count = (size_t)c->count;

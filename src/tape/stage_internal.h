@@ -33,7 +33,6 @@ typedef struct dtrain__crossing {
 /* A tensor that crosses, in a pass; NULL: not yet. */
 typedef struct dtrain__crossed {
     dtrain__tape_tensor *tensor;
-    void *received;      /* where it is if it was sent here */
     dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
 } dtrain__crossed;
 

@@ -353,10 +353,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
     if (!((dtrain__tape_tensor *)x)->remote) result = dtrain__input_upload(tape, x, host);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
-        float *valid = (float *)dtrain__take_host(tape, tape->slot->arenas, DTRAIN__VALID_BYTES);
-        if (!valid) return NULL;
-        dtrain__count_valid(host, x->count, valid);
-        samples->valid = valid;
+        samples->valid = ((dtrain__tape_tensor *)x)->valid;
+        dtrain__count_valid(host, x->count, ((dtrain__tape_tensor *)x)->valid);
     }
     if (dtype == DTRAIN_DTYPE_I32) samples->terms = x->count;
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;

@@ -97,8 +97,6 @@ typedef struct dtrain_node {
     bool saves;                             /* it has saved memory, which backward reads */
     bool halved;                            /* its parameters' gradients are still to be made */
     bool reached;                           /* the gradient of this backward's loss reaches it */
-    size_t scratch_bytes;                   /* that forward borrows of the gradient pool, each */
-    void *scratch;                          /* time that it runs; and where they are meanwhile */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
@@ -110,6 +108,7 @@ typedef struct dtrain__tape_tensor {
                                              were an axis of a parameter, which is cut by rows */
     dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
                                              the samples that they are a mean over */
+    float valid[2];                       /* samples.valid of an I32 input of this pass */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool remote;                          /* another stage has its values */
@@ -183,10 +182,12 @@ typedef struct dtrain__pass {
 typedef struct dtrain__pass_slot {
     dtrain__pass pass;
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
-    int32_t stage;                   /* this and what follows: see stage.c */
-    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
-    struct dtrain__crossed *crossed; /* (crossing_count) */
+    int32_t stage;                    /* this and what follows: see stage.c */
+    struct dtrain__pass_slot *batch;  /* the slot with the inputs of this micro-batch */
+    struct dtrain__pass_slot *before; /* the slot of the stage before, if this rank has it; or */
+    void **received;                  /* (crossing_count) the addresses of an inbox */
+    dtrain__tape_tensor *listed;      /* inputs, and in a survey all tensors; the latest first */
+    struct dtrain__crossed *crossed;  /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
 
@@ -272,9 +273,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
  * under sequence parallelism cut (in prepare). */
 DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
                                                   uint32_t *placement, dtrain__share *part);
-/* Let forward borrow memory for `count` values, which it finds at its node's scratch (in prepare,
- * once). It is of the gradient pool, where every layer finds the same. */
-DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
 DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *));
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
@@ -331,8 +329,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
  * inputs and places its outputs itself. */
 #define DTRAIN__OP_TAKES_ALL (DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS)
 #define DTRAIN__OP_PLACES 4u
-/* In `reads` of a built-in operation: its forward launches products and touches no memory itself,
- * so that a plan can run it and count them. */
+/* In `reads` of a built-in operation: its forward touches no memory itself, so that a plan can run
+ * it, and count its products and the memory that it borrows. */
 #define DTRAIN__OP_COUNTS (1u << 31)
 /* In `reads`, or added to a call's by its prepare: of a backward in halves the first one makes the
  * gradient of parameter i as well. */
@@ -368,10 +366,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_te
 /* Make what a backward in halves has left: gradients of parameters. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
-/* Borrow memory of the gradient pool (NULL: the error sticks), and give it back: what is queued
- * then still reads it, and what is queued later comes behind. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, size_t bytes);
-DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk);
 
 /* tape/recompute.c */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
@@ -394,8 +388,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
 DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
 
 /* tape/arena.c */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
-                                                    size_t bytes);
 /* Make slots for so many passes, without those of before. */
 DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t slot_count);
 DTRAIN__PRIVATE void dtrain__slots_free(dtrain_tape *tape);
@@ -410,3 +402,8 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
+/* Borrow memory for `count` values of the gradient pool, where every layer finds the same (NULL: the
+ * error sticks), and give it back: kernels that are queued still use it, later ones come after. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, int64_t count,
+                                                    uint32_t dtype);
+DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk);
