@@ -54,7 +54,13 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
         dtrain_op *op = &node->op;
         if (!node->reached) continue;
         DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
-        DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
+        if (tape->pass.cast_mark != node->mark) /* copies that only the unit's forward had */
+            for (const dtrain__cast *cast = tape->casts; cast; cast = cast->next)
+                if (cast->mark == node->mark)
+                    DTRAIN__TRY(dtrain__tape_convert(tape->device, cast->count,
+                                                     cast->storage->value, DTRAIN_DTYPE_F32,
+                                                     cast->low, tape->pass.cast));
+        tape->pass.cast_mark = node->mark;
         DTRAIN__TRY(dtrain__segment_again(tape, node));
         /* zeros: the loss does not depend on this output */
         DTRAIN__TRY(dtrain__gradient_zeros(tape, op->outputs[0]));

@@ -17,6 +17,7 @@
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
 #include "world/world_internal.h"
+#include "tape/stage_internal.h"
 #include "tape/tape_internal.h"
 
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
@@ -105,6 +106,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 {
     dtrain_op *op = &node->op;
+    const dtrain__stages *stages = op->tape->stages;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
     const uint32_t i = op->input_count++;
     const bool integer = (op->desc->integer_inputs >> i & 1) != 0;
     if (!x || (integer ? x->dtype != DTRAIN_DTYPE_I32 : !dtrain__is_float(x)))
@@ -112,7 +115,14 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
                            i + 1, x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL",
                            integer ? "i32" : "f32");
     DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
-    DTRAIN__TRY(dtrain__stage_reads(op->tape, x));
+    if (stages && stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
+    if (dtrain__is_surveying(op->tape))
+        made->wanted = made->wanted || stages->map->here[stages->at];
+    if (stages && !node->remote && made->remote)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "stage %d reads a tensor of stage %d, which it did not do in the first "
+                           "micro-batch; which operations the loss calls must not depend on values",
+                           (int)stages->at, (int)made->stage);
     if (x->needs_grad) op->needs_grad = true;
     op->inputs[i] = x;
     op->input_data[i] = node->source[i] = x->data;
@@ -270,13 +280,6 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Round a weight into its copy. */
-static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *cast)
-{
-    return dtrain__tape_convert(tape->device, cast->count, cast->storage->value, DTRAIN_DTYPE_F32,
-                                cast->low, tape->pass.cast);
-}
-
 /* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made. It
  * is no result of a node, because other nodes may use it too. */
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
@@ -306,19 +309,9 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     if (!cast->low) return NULL;
     cast->next = tape->casts;
     tape->casts = cast;
-    dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
+    dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, cast->count, storage->value,
+                                                  DTRAIN_DTYPE_F32, cast->low, dtype));
     return cast->low;
-}
-
-/* Make the rounded copies of a unit's weights again, for the backward of what came after mark
- * `mark`. */
-DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
-{
-    if (tape->pass.cast_mark == mark) return DTRAIN_OK;
-    tape->pass.cast_mark = mark;
-    for (const dtrain__cast *cast = tape->casts; cast; cast = cast->next)
-        if (cast->mark == mark) DTRAIN__TRY(dtrain__cast_make(tape, cast));
-    return DTRAIN_OK;
 }
 
 /* Take the next parameter: its values, and where its gradient goes if it gets one in this pass; in

@@ -47,15 +47,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, const dtr
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
-{
-    dtrain__stages *stages = tape->stages;
-    if (!stages) return;
-    dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
-    dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
-    tape->stages = NULL;
-}
-
 /* ---- Remote: what the tape asks ---------------------------------------------------------------*/
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
@@ -66,28 +57,6 @@ DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 {
     return tape->stages && tape->stages->at != tape->slot->stage;
-}
-
-/* Note which stage the pass has come to. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, uint32_t unit)
-{
-    dtrain__stages *stages = tape->stages;
-    if (!stages) return DTRAIN_OK;
-    const int32_t stage = dtrain__stage_of_unit(stages->map, unit);
-    if (stage < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_tape_unit: no parameter belongs to unit %u, so that it is on no "
-                           "stage of the pipeline; mark units that have parameters",
-                           unit);
-    if (stage < stages->at)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tape_unit: unit %u is on stage %d of the pipeline, and the "
-                           "pass has come to stage %d; use units in the order in which their first "
-                           "parameters are registered, and register an alias of a parameter in "
-                           "each other unit that uses it",
-                           unit, (int)stage, (int)stages->at);
-    stages->at = stage;
-    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
@@ -126,20 +95,6 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     if (crossing->stage >= slot->stage || crossing->last_stage < slot->stage) return;
     made->remote = false;
     x->data = slot->received ? slot->received[k] : slot->before->crossed[k].tensor->tensor.data;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x)
-{
-    const dtrain__stages *stages = tape->stages;
-    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
-    if (!stages) return DTRAIN_OK;
-    if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (dtrain__is_surveying(tape)) made->wanted = made->wanted || stages->map->here[stages->at];
-    if (dtrain__stage_is_remote(tape) || !made->remote) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "stage %d reads a tensor of stage %d, which it did not do in the first "
-                       "micro-batch; which operations the loss calls must not depend on values",
-                       (int)stages->at, (int)made->stage);
 }
 
 /* Tell whether the next input has memory of its own in this pass. */

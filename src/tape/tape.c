@@ -80,7 +80,10 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
         dtrain__pinned_free(tape->device, &tape->inputs.items[i]);
     if (tape->uploaded) tape->device->ops->event_destroy(tape->device, tape->uploaded);
     dtrain__slots_free(tape);
-    dtrain__stages_free(tape);
+    if (tape->stages)
+        dtrain__free(&allocator, tape->stages->inboxes, tape->stages->inbox_count,
+                     sizeof *tape->stages->inboxes);
+    dtrain__free(&allocator, tape->stages, 1, sizeof *tape->stages);
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
@@ -157,8 +160,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
 
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 {
-    if (dtrain__tape_check(tape, "dtrain_tape_unit") != DTRAIN_OK || unit == tape->unit) return;
-    if (dtrain__tape_stick(tape, dtrain__stage_enter(tape, unit)) != DTRAIN_OK) return;
+    const char *const call = "dtrain_tape_unit";
+    if (dtrain__tape_check(tape, call) != DTRAIN_OK || unit == tape->unit) return;
+    dtrain__stages *stages = tape->stages;
+    const int32_t stage = stages ? dtrain__stage_of_unit(stages->map, unit) : 0;
+    dtrain_result result = DTRAIN_OK;
+    if (stage < 0)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: no parameter belongs to unit %u, so that it is on no stage of "
+                             "the pipeline; mark units that have parameters",
+                             call, unit);
+    else if (stages && stage < stages->at)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: unit %u is on stage %d of the pipeline, and the pass has come to "
+                             "stage %d; use units in the order in which their first parameters are "
+                             "registered, and register an alias of a parameter in each other unit "
+                             "that uses it",
+                             call, unit, (int)stage, (int)stages->at);
+    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return;
+    if (stages) stages->at = stage;
     dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
     dtrain__segment_begin(tape);
 }

@@ -275,7 +275,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
                                                   uint32_t *placement, dtrain__share *part);
 DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *));
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
-DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
                                                    const void *x, uint32_t x_dtype, void *y,
                                                    uint32_t y_dtype);
@@ -378,14 +377,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 #define DTRAIN__REMOTE 64 /* address of data that this rank does not have: aligned, never read */
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, uint32_t unit);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node);
-DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x);
 DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x,
                                                   bool *shared);
-DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
 
 /* tape/arena.c */
 /* Make slots for so many passes, without those of before. */

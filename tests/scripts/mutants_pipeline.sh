@@ -49,7 +49,7 @@ mutant "refused: kinds that gather" strategy/settings.c 's/{mesh.pipeline > 1 \&
 mutant "refused: compression of a tie" strategy/ties.c 's/        if (strategy->desc.compression)/        if (false)/'
 mutant "refused: other shapes" tape/stage.c 's/ crossing->count != x->count ||/ false ||/'
 mutant "refused: a tensor of another stage" tape/stage.c 's/if (crossing->stage != made->stage ||/if (/'
-mutant "refused: steps back" tape/stage.c 's/    if (stage < stages->at)/    if (false)/'
+mutant "refused: steps back" tape/tape.c 's/    else if (stages && stage < stages->at)/    else if (false)/'
 mutant "refused: gradients of inputs" tape/stage.c 's/    if (x->needs_grad)/    if (false)/'
 mutant "overflow: of the first stage is not seen" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline \&\& strategy->groups.pipeline_rank == 0) continue;\n&/'
 mutant "stop: each rank for itself" train/trainer.c 's/record->stop_requested = .*/record->stop_requested = own[DTRAIN__WORD_STOP] > 0;/'
