@@ -175,8 +175,8 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
     return dtrain__take_values(tape, arena, count, dtype);
 }
 
-/* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for two
- * more elements behind it: `valid` of a replayed step. NULL after an error, which sticks. */
+/* Make a tensor of this pass, the node's result or (NULL) an input, without memory. NULL after an
+ * error, which sticks. */
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
@@ -196,10 +196,8 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
     tensor->samples = 1;
-    const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
-    tensor->data = node || dtrain__input_is_here(tape)
-                       ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
-                       : (void *)DTRAIN__REMOTE;
+    tensor->data =
+        node ? dtrain__take_data(tape, node, tensor->count, dtype) : (void *)DTRAIN__REMOTE;
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     if (tape->stages && tensor->data) dtrain__stage_made(tape, made, node);

@@ -274,8 +274,8 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     *accumulate = false;
     if (!target || op->half == (uint32_t)(first ? DTRAIN_OP_HALF_PARAMS : DTRAIN_OP_HALF_INPUTS))
         return NULL;
-    *accumulate = target->state.grad_written;
-    float *grad = target->grad;
+    *accumulate = !op->planning && target->state.grad_written;
+    float *grad = op->planning ? (float *)DTRAIN__REMOTE : target->grad;
     /* Under sequence parallelism the gradients of whole parameters are sums over the rows of all
      * ranks. Of an operation on whole tensors each rank has all of that sum, and the first one
      * counts it: others get memory that does not count, and their gradient stays zero or what it
@@ -290,6 +290,6 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
         *accumulate = false;
         grad = (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
     }
-    dtrain__set_grad_written(target, true);
+    if (!op->planning) dtrain__set_grad_written(target, true); /* a plan leaves no trace */
     return grad;
 }

@@ -314,8 +314,8 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     return cast->low;
 }
 
-/* Take the next parameter: its values, and where its gradient goes if it gets one in this pass; in
- * a plan to a copy of the parameter. */
+/* Take the next parameter: its values, and where its gradient goes if it gets one in this pass. A
+ * plan may come before values and gradients are allocated. */
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 {
     dtrain_op *op = &node->op;
@@ -331,14 +331,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     while (storage->alias_of) storage = storage->alias_of;
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
-    dtrain_param *target = storage;
-    if (op->planning) { /* before values and gradients are allocated, and without a trace */
-        target = (dtrain_param *)dtrain__take_host(tape, tape->slot->arenas, sizeof *target);
-        if (!target) return tape->error;
-        *target = *storage;
-        target->grad = (float *)DTRAIN__REMOTE;
-        target->state.next = NULL;
-    } else DTRAIN__TRY(dtrain__check_value(op, p, storage, declared, here.count));
+    if (!op->planning) DTRAIN__TRY(dtrain__check_value(op, p, storage, declared, here.count));
     memcpy(shape, here.shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
@@ -347,8 +340,9 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     const bool frozen = dtrain__is_surveying(tape)
                             ? p->state.frozen || storage->state.frozen /* on all ranks alike */
                             : (p->flags | storage->flags) & DTRAIN_PARAM_FROZEN;
-    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen && (tape->strategy || target->grad)) {
-        node->target[i] = target;
+    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen &&
+        (op->planning || tape->strategy || storage->grad)) {
+        node->target[i] = storage;
         op->needs_grad = true;
     }
     if (op->desc->autocast && op->cast != DTRAIN_DTYPE_F32 && shape[1])

@@ -97,28 +97,24 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     x->data = slot->received ? slot->received[k] : slot->before->crossed[k].tensor->tensor.data;
 }
 
-/* Tell whether the next input has memory of its own in this pass. */
-DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
+DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tape_tensor *made,
+                                                  bool *shared)
 {
     const dtrain__stages *stages = tape->stages;
-    if (!stages) return true;
-    const size_t number = tape->slot->input_count;
-    return !dtrain__is_surveying(tape) && tape->slot->batch == tape->slot &&
-           number < stages->input_count && stages->reads[number];
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x, bool *shared)
-{
-    dtrain__stages *stages = tape->stages;
+    dtrain__pass_slot *slot = tape->slot;
+    dtrain_tensor *x = &made->tensor;
     *shared = false;
     if (!stages) return DTRAIN_OK;
-    dtrain__pass_slot *slot = tape->slot;
     const size_t number = slot->input_count++;
     if (x->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pipeline has no gradients of inputs; leave "
                            "requires_grad false");
-    if (slot->batch == slot) return DTRAIN_OK;
+    if (slot->batch == slot) {
+        made->remote =
+            dtrain__is_surveying(tape) || number >= stages->input_count || !stages->reads[number];
+        return DTRAIN_OK;
+    }
     const dtrain__tape_tensor *before = slot->batch->listed; /* of the micro-batch's first pass */
     for (size_t i = slot->batch->input_count; before && i > number + 1; i--) before = before->next;
     if (!before) return DTRAIN_OK;
@@ -129,8 +125,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
                            "the same inputs",
                            number + 1, (long long)x->count, (long long)before->tensor.count);
     x->data = before->tensor.data;
-    ((dtrain__tape_tensor *)x)->remote = before->remote;
-    ((dtrain__tape_tensor *)x)->samples = before->samples;
+    made->remote = before->remote;
+    made->samples = before->samples;
     *shared = true;
     return DTRAIN_OK;
 }

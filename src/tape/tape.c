@@ -365,18 +365,24 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
-    dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
     bool shared;
-    if (dtrain__tape_stick(tape, dtrain__input_share(tape, x, &shared)) != DTRAIN_OK) return NULL;
+    if (dtrain__tape_stick(tape, dtrain__stage_input(tape, made, &shared)) != DTRAIN_OK)
+        return NULL;
     if (shared) return x;
+    if (!made->remote) { /* with room for samples.valid of a replayed step */
+        const int64_t more = dtype == DTRAIN_DTYPE_I32 && x->count < PTRDIFF_MAX - 2 ? 2 : 0;
+        x->data = dtrain__take_data(tape, NULL, x->count + more, dtype);
+        if (!x->data) return NULL;
+        result = dtrain__input_upload(tape, x, host);
+    }
     if (!tape->feed && !dtrain__is_surveying(tape))
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
-    if (!((dtrain__tape_tensor *)x)->remote) result = dtrain__input_upload(tape, x, host);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
-        samples->valid = ((dtrain__tape_tensor *)x)->valid;
-        dtrain__count_valid(host, x->count, ((dtrain__tape_tensor *)x)->valid);
+        made->samples.valid = made->valid;
+        dtrain__count_valid(host, x->count, made->valid);
     }
-    if (dtype == DTRAIN_DTYPE_I32) samples->terms = x->count;
+    if (dtype == DTRAIN_DTYPE_I32) made->samples.terms = x->count;
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }
 

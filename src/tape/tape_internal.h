@@ -379,8 +379,8 @@ DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node);
-DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x,
+/* Say whether a stage of this rank reads an input, or an earlier pass has its memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tape_tensor *made,
                                                   bool *shared);
 
 /* tape/arena.c */
