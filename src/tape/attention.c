@@ -1,8 +1,8 @@
 /* Attention, and what belongs to it: rotary position embedding, softmax
  *
- * Heads know nothing of each other. Over a tensor axis (parallel/mesh.h) rows cut by columns have
- * whole heads here, those of queries with those of keys and values that they meet, and attention
- * and rotary turn the model's numbers of heads into those of this rank:
+ * Heads are independent of each other. Over a tensor axis (parallel/mesh.h) a rank has whole heads
+ * of rows that are cut by columns: heads of queries with the heads of keys and values that they
+ * meet. Attention and rotary turn the model's numbers of heads into this rank's:
  *
  *     q0 q1 q2 q3 | k0 k1 | v0 v1     of 2 ranks the first has q0 q1 k0 v0, the second q2 q3 k1 v1
  *
@@ -30,7 +30,7 @@
 typedef struct dtrain__attention {
     dtrain_attention_args args;
     uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
-    int64_t heads, first_head;    /* of queries: in the whole, and the first one here */
+    int64_t heads, first_head;    /* of queries: in the whole, and the first one of this rank */
 } dtrain__attention;
 
 /* Read a run of a row's columns, counted from column `begin` of the whole row, as some of `heads`
@@ -178,7 +178,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
     dtrain__output_like(op, q, args->heads * args->d, args->dtype);
     if (q->placement == DTRAIN_PLACEMENT_COLUMNS) {
-        /* the heads of queries that are here, of a row of all of them */
+        /* this rank's heads of queries, of a row of all of them */
         const dtrain__share part = dtrain__component_of(op, q, x->heads * args->d);
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }

@@ -87,8 +87,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_
                        call, (long long)loss->count);
 }
 
-/* Give a loss that can have gradients scale times its weight. A recorded pass computes the weight on
- * the device, from the number of samples there. */
+/* Give a loss that can have gradients `scale` times its weight. A recorded pass computes the weight
+ * on the device, from the number of samples there. */
 static dtrain_result dtrain__backward_seed(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
@@ -176,7 +176,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
  *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
  *                         and by the time it adds its own share to d x that is the only owner
  *
- * A kernel that can only overwrite gets a buffer of its own; the contributions of before are put
+ * A kernel that can only overwrite gets a private buffer; earlier contributions are put
  * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
  * again. */
 
@@ -266,7 +266,7 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
-/* An operation that asks must write: the gradient counts as written from here on. */
+/* An operation that asks must write: from now on the gradient counts as written. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;

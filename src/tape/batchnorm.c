@@ -28,8 +28,7 @@ typedef struct dtrain__batch_norm {
 static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain__batch_norm *layer)
 {
     const dtrain_batch_norm_desc *desc = &layer->desc;
-    const dtrain_strategy *strategy = op->tape->strategy;
-    const char *name = op->desc->name;
+    const dtrain__groups *groups = &op->tape->groups;
     if (desc->activation != DTRAIN_ACTIVATION_NONE && desc->activation != DTRAIN_ACTIVATION_RELU)
         return dtrain__refuse(op,
                               "activation is %u, expected none or ReLU, whose slope is known "
@@ -46,23 +45,18 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
                                   dtrain__param_name(op->params[i]));
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
-    if (strategy && desc->comm && desc->comm == dtrain__groups_of(strategy).data)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: comm is that of the strategy, whose calls would come between; give "
-                           "it one of its own (dtrain_comm_split)",
-                           name);
-    if (desc->comm && strategy) { /* ranks of other stages do not run the operation */
-        const dtrain__groups groups = dtrain__groups_of(strategy);
-        const int ranks = dtrain_comm_size(desc->comm);
-        const int of_stage =
-            groups.all ? dtrain_comm_size(groups.all) / groups.pipeline_ranks : ranks;
-        if (groups.pipeline_ranks > 1 && ranks > of_stage)
-            return dtrain_fail(DTRAIN_ERROR_USAGE,
-                               "%s: comm has %d ranks, and a stage of the pipeline is on %d; split "
-                               "one off the data axis (dtrain_mesh_comm), whose ranks have the "
-                               "same stages",
-                               name, ranks, of_stage);
-    }
+    if (desc->comm && desc->comm == groups->data)
+        return dtrain__refuse(op, "comm is the strategy's, whose calls would come between; give it "
+                                  "one of its own (dtrain_comm_split)");
+    if (desc->comm && groups->all &&
+        groups->pipeline_ranks > 1 && /* other stages do not run this */
+        dtrain_comm_size(desc->comm) > dtrain_comm_size(groups->all) / groups->pipeline_ranks)
+        return dtrain__refuse(op,
+                              "comm has %d ranks, and a stage of the pipeline is on %d; split one "
+                              "off the data axis (dtrain_mesh_comm), whose ranks have the same "
+                              "stages",
+                              dtrain_comm_size(desc->comm),
+                              dtrain_comm_size(groups->all) / groups->pipeline_ranks);
     if (op->input_count == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_same(op));
     if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;
@@ -110,7 +104,7 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
 
     forward->activation = layer->desc.activation;
     forward->x = op->input_data[0];
-    forward->residual = op->input_count > 1 ? op->input_data[1] : NULL;
+    forward->residual = op->input_data[1]; /* NULL: none */
     forward->mean = statistics->mean;
     forward->rstd = statistics->rstd;
     forward->weight = (const float *)op->param_data[0];

@@ -2,7 +2,8 @@
  *
  * A tape of the plan device that has `costs` adds up what each unit's operations would take. A
  * kernel takes as long as its products or as long as its bytes, whichever is longer; both are
- * counted in floating-point operations, a byte as so many as the device does while it moves one. */
+ * counted in floating-point operations: a byte as the number that the device does while it moves
+ * one. */
 
 #include "core/platform_internal.h"
 #include "tape/tape_internal.h"

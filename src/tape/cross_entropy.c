@@ -31,9 +31,8 @@
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
     float *whole_max; /* (rows), of logits cut by columns; NULL: they are not */
-    float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
-                     on the device, here, and `factor` is 1: */
-    const float *device_factor;
+    float factor;     /* 1 / number of targets that are not ignored; of a recorded pass 1 */
+    const float *device_factor; /* the same on the device, of a recorded pass; or NULL */
 } dtrain__cross_entropy;
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)

@@ -24,12 +24,12 @@
 #include "tape/tape_internal.h"
 
 typedef struct dtrain__embedding {
-    dtrain_embedding_args forward; /* of the rows that are looked up here */
+    dtrain_embedding_args forward; /* of the rows that this rank looks up */
     int64_t rows, first_row;       /* of the output: how many, and the first one's number */
     bool cut;                      /* the table is */
 } dtrain__embedding;
 
-/* Let a kernel work on the rows that are here alone. */
+/* Let a kernel work on this rank's rows only. */
 static void dtrain__embedding_own_rows(const dtrain__embedding *layer, dtrain_embedding_args *args)
 {
     args->rows = layer->rows;

@@ -8,8 +8,8 @@
  * GELU or SiLU the value before it, with ReLU the output.
  *
  * The weight (out, in) says how t ranks share the layer (parallel/cut.h). Cut by rows, a rank makes
- * its columns of y alone; cut by columns, it multiplies its columns of x, and y is the sum of all
- * products. One behind the other, as in an MLP, they send once forward and once backward (the f and
+ * only its columns of y; cut by columns, it multiplies its columns of x, and y is the sum of all
+ * products. One after the other, as in an MLP, they send once forward and once backward (the f and
  * g of Shoeybi et al., "Megatron-LM", 2019, are inside of the layers):
  *
  *                 cut by rows                   cut by columns
@@ -38,11 +38,12 @@
 #include "tape/tape_internal.h"
 
 typedef struct dtrain__linear {
-    dtrain_gemm_args forward; /* of this rank: m rows, of x gathered and of y before its sum */
-    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
-    bool gathers;             /* x has a part of the m rows */
-    bool scatters;            /* y has a part of them */
-    bool has_d_z;             /* y->grad is that of z, and with it d_bias is made */
+    dtrain_gemm_args
+        forward;   /* local product: m rows of x after its all-gather, of y before its sum */
+    uint32_t cut;  /* dtrain_cut_axis of the weight, over several ranks */
+    bool gathers;  /* x has a part of the m rows */
+    bool scatters; /* y has a part of them */
+    bool has_d_z;  /* y->grad is that of z, and with it d_bias is made */
 } dtrain__linear;
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
@@ -183,7 +184,7 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
  * d_x multiplies by that activation's derivative and adds up that layer's bias gradient while it is
  * at it: two passes less there.
  *
- * Where d_x is a sum over the axis it comes first, because the sum then goes on under the product
+ * Where d_x is a sum over the axis it comes first, because the sum then continues under the product
  * that makes d_weight; and nobody may multiply it by anything before it is complete. */
 
 /* A gradient of parameters: where it goes, NULL if nobody wants it, and whether to add. */

@@ -20,7 +20,7 @@
 #include "core/platform_internal.h"
 #include "tape/tape_internal.h"
 
-/* Let the segment own its region: the results of the owner before are overwritten from here on. */
+/* Let the segment own its region: from now on the results of the owner before are overwritten. */
 static void dtrain__region_take(dtrain__tape_segment *segment)
 {
     dtrain__tape_segment *before = segment->region->owner;

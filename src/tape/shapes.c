@@ -109,7 +109,7 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
 typedef struct dtrain__reshape {
     dtrain_dtype dtype;
     uint32_t ndim;
-    int64_t shape[4]; /* of a reshaped tensor the whole, whose part is here */
+    int64_t shape[4]; /* of the whole, of which a reshaped tensor is a part */
     bool keeps;       /* the shape is x's own */
 } dtrain__reshape;
 

@@ -1,7 +1,7 @@
 /* Stages: a part of a model, several passes at once
  *
- * The model's function runs whole on each rank. Operations of other stages than the one that a pass
- * is of are prepared alone, so that shapes, placements and the numbers of dropout's streams are
+ * Each rank runs the whole function of the model. In the pass of a stage, operations of other
+ * stages are only prepared, so that shapes, placements and the numbers of dropout's streams are
  * those of the whole model:
  *
  *     unit           0        1        2        3
@@ -158,7 +158,7 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
     stages->crossing_count = count;
     stages->input_count = inputs;
     for (const dtrain__tape_tensor *x = made; x; x = x->next, number--) {
-        if (x->stage < 0) stages->reads[--inputs] = x->wanted;
+        if (x->stage < 0) stages->reads[--inputs] = x->read_here;
         if (x->last_stage <= x->stage) continue;
         dtrain__crossing *crossing = &stages->crossings[--count];
         crossing->number = number;

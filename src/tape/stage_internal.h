@@ -36,7 +36,7 @@ typedef struct dtrain__crossed {
     dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
 } dtrain__crossed;
 
-/* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
+/* What this rank receives for one pass: memory that outlasts the pass, and its addresses. */
 typedef struct dtrain__inbox {
     dtrain__bump arena;
     void **received; /* (crossing_count) */
@@ -56,7 +56,7 @@ typedef struct dtrain__stages {
     dtrain__bump zeros;          /* as many as the longest tensor that crosses has */
     dtrain__bump lists;          /* host memory of the lists that a survey finds */
     dtrain__crossing *crossings; /* (crossing_count) */
-    bool *reads;                 /* (input_count) a stage here reads the input */
+    bool *reads;                 /* (input_count) a stage of this rank reads the input */
     size_t crossing_count, input_count;
 } dtrain__stages;
 
@@ -80,8 +80,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t sl
                                                   uint32_t flags, uint64_t seed);
 /* End a survey, or check that the pass of a stage has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
-/* Find addresses for the gradients of what the stage behind has read; or take them over from a slot
- * of this rank whose backward is over. */
+/* Find addresses for the gradients of what the next stage has read; or take them over from a slot
+ * of this rank after its backward. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
                                                  const uint32_t *from);
 /* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another

@@ -1,7 +1,7 @@
 /* Tape and tensors
  *
- * A pass from begin to backward: inputs and unit marks are here, operations in tape/op.c, the walk
- * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
+ * A pass from begin to backward: its inputs and unit marks. Operations are in tape/op.c, the walk
+ * back in tape/backward.c; tape_internal.h says where the memory of a pass is, and for how long. */
 
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
@@ -263,7 +263,7 @@ static void dtrain__count_valid(const void *host, int64_t count, float *valid)
     valid[1] = (float)found;
 }
 
-/* Return the two numbers behind an input in page-locked memory: dtrain__samples.valid. */
+/* Return the two numbers after an input in page-locked memory: dtrain__samples.valid. */
 static float *dtrain__feed_valid(const dtrain__feed_item *item)
 {
     return (float *)(void *)((char *)item->pinned + item->bytes);
@@ -378,7 +378,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     }
     if (!tape->feed && !dtrain__is_surveying(tape))
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
-    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
+    if (dtype == DTRAIN_DTYPE_I32 &&
+        !tape->feed) { /* the only place that sees the targets in host memory */
         made->samples.valid = made->valid;
         dtrain__count_valid(host, x->count, made->valid);
     }

@@ -115,7 +115,8 @@ typedef struct dtrain__tape_tensor {
     int32_t stage;                        /* that makes it, and the last one that reads it; */
     int32_t last_stage;                   /* of an input both are -1 */
     struct dtrain__tape_tensor *next;     /* made before it, of the list it is on (stage.c) */
-    bool wanted; /* while its segment runs again: the value is read where the segment made it */
+    bool wanted;                          /* by the operations of its segment that run again */
+    bool read_here;                       /* in a survey: a stage of this rank reads it */
 } dtrain__tape_tensor;
 
 /* The operations between two marks in a unit that drops results. */
@@ -127,7 +128,7 @@ typedef struct dtrain__tape_segment {
 } dtrain__tape_segment;
 
 /* A weight rounded to the type of autocast, at its first use in a pass. A weight that is gathered
- * with its unit has a copy only while it is gathered: the copy is made at the first use behind a
+ * with its unit has a copy only while it is gathered: the copy is made at the first use after a
  * mark, in the memory of the copies of the unit before, and made again when backward comes to that
  * mark. The key is the parameter and not its address, where several weights may be in turn. */
 typedef struct dtrain__cast {
@@ -261,16 +262,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__refuse(const dtrain_op *op, const char *fo
 DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
 /* Return the part that this rank has of a tensor which is not whole. */
 DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x);
-/* Say how an output lies, and which part of it is here. */
+/* Say how an output lies, and which part of it this rank has. */
 DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
                                       const dtrain__share *part);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
-/* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up.
- * */
+/* Refuse gradients of whole parameters over some of the rows, unless a strategy adds them up. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
-/* Find how rows that no weight divides lie behind an operation that puts them together: whole, or
- * under sequence parallelism cut (in prepare). */
+/* Find how the rows of an output lie that no weight divides: whole, or under sequence parallelism
+ * cut (in prepare). */
 DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
                                                   uint32_t *placement, dtrain__share *part);
 DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *));
@@ -324,8 +324,8 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 
-/* Placements of a built-in operation: of each element or row alone; and of one that checks its
- * inputs and places its outputs itself. */
+/* Placements of a built-in operation on single elements; and of one that checks its inputs and
+ * places its outputs itself. */
 #define DTRAIN__OP_TAKES_ALL (DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS)
 #define DTRAIN__OP_PLACES 4u
 /* In `reads` of a built-in operation: its forward touches no memory itself, so that a plan can run
@@ -384,7 +384,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tap
                                                   bool *shared);
 
 /* tape/arena.c */
-/* Make slots for so many passes, without those of before. */
+/* Make slots for passes in place of the earlier ones. */
 DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t slot_count);
 DTRAIN__PRIVATE void dtrain__slots_free(dtrain_tape *tape);
 DTRAIN__PRIVATE void dtrain__arena_add(dtrain_tape *tape, dtrain__bump *arena,
@@ -398,8 +398,8 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
-/* Borrow memory for `count` values of the gradient pool, where every layer finds the same (NULL: the
- * error sticks), and give it back: kernels that are queued still use it, later ones come after. */
+/* Borrow memory for `count` values of the gradient pool, where every layer finds the same (NULL:
+ * the error sticks), and give it back: kernels that are queued still use it, later ones follow. */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, int64_t count,
                                                     uint32_t dtype);
 DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk);

@@ -428,7 +428,7 @@ static int rank_gives_strategys(dtrain_world *world, void *user)
     desc.comm = dtrain_world_comm(world);
     dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
     CHECK(!dtrain_batch_norm(tape, in, &p[0], &p[1], &desc));
-    CHECK_MSG(tape_error(tape) == DTRAIN_ERROR_USAGE && says("dtrain_comm_split"), "%s",
+    CHECK_MSG(tape_error(tape) == DTRAIN_ERROR_ARGUMENT && says("dtrain_comm_split"), "%s",
               dtrain_last_error());
     dtrain_tape_destroy(tape);
     dtrain_strategy_destroy(strategy);
