@@ -187,35 +187,23 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
  * Where d_x is a sum over the axis it comes first, because the sum then continues under the product
  * that makes d_weight; and nobody may multiply it by anything before it is complete. */
 
-/* A gradient of parameters: where it goes, NULL if nobody wants it, and whether to add. */
-typedef struct dtrain__linear_target {
-    float *grad;
-    bool add;
-} dtrain__linear_target;
-
-/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. */
-static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, const void *d_z, const void *x,
-                                                const dtrain__linear_target *weight,
-                                                const dtrain__linear_target *bias)
+/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. `gemm` says where they
+ * go, and whether to add. */
+static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, dtrain_gemm_args *gemm,
+                                                const void *d_z, const void *x)
 {
     const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
-    dtrain_gemm_args gemm;
-    if (!weight->grad) return DTRAIN_OK;
-    memset(&gemm, 0, sizeof gemm);
-    gemm.flags = DTRAIN_GEMM_TRANS_A;
-    gemm.alpha = 1;
-    gemm.m = gemm.lda = forward->n;
-    gemm.k = forward->m;
-    gemm.n = gemm.ldb = gemm.ldc = forward->k;
-    gemm.a = d_z;
-    gemm.b = x;
-    gemm.c = weight->grad;
-    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
-    gemm.c_dtype = DTRAIN_DTYPE_F32;
-    gemm.beta = weight->add ? 1.0f : 0.0f;
-    gemm.bias_grad = bias->grad;
-    gemm.accumulate_bias_grad = bias->add;
-    return dtrain__counted_gemm(op, &gemm);
+    if (!gemm->c) return DTRAIN_OK;
+    gemm->flags = DTRAIN_GEMM_TRANS_A;
+    gemm->alpha = 1;
+    gemm->m = gemm->lda = forward->n;
+    gemm->k = forward->m;
+    gemm->n = gemm->ldb = gemm->ldc = forward->k;
+    gemm->a = d_z;
+    gemm->b = x;
+    gemm->a_dtype = gemm->b_dtype = forward->c_dtype;
+    gemm->c_dtype = DTRAIN_DTYPE_F32;
+    return dtrain__counted_gemm(op, gemm);
 }
 
 /* d_x (m,in) = d_z (m,out) weight (out,in), in x's type. */
@@ -251,8 +239,7 @@ static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, v
  *     x of all rows is gathered   |  under the product that makes this rank's d_x
  *     d_x is added up             |  under the product that makes d_weight
  */
-static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_target *weight,
-                                           const dtrain__linear_target *bias)
+static dtrain_result dtrain__linear_shared(dtrain_op *op, dtrain_gemm_args *weight)
 {
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
     const dtrain_gemm_args *forward = &layer->forward;
@@ -261,7 +248,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     dtrain_work *gathering = NULL, *summing = NULL;
     bool add = false;
     const void *rows = forward->a, *d_z = op->outputs[0]->grad;
-    if (layer->gathers && weight->grad) {
+    if (layer->gathers && weight->c) {
         all = dtrain__scratch_take(op->tape, forward->m * forward->k, forward->a_dtype);
         if (!all) return op->tape->error;
         rows = all->memory;
@@ -287,7 +274,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
         else DTRAIN__TRY(dtrain__sum_values(op, product, x->count, x->dtype, &summing));
     }
     DTRAIN__TRY(dtrain_work_wait(gathering));
-    DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, rows, weight, bias));
+    DTRAIN__TRY(dtrain__linear_weight_grad(op, weight, d_z, rows));
     DTRAIN__TRY(dtrain_work_wait(summing));
     if (add) DTRAIN__TRY(dtrain__tape_add(op->device, x->count, d_x, x->dtype, sum, x->dtype, d_x));
     dtrain__scratch_give(all);
@@ -302,33 +289,36 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->has_d_z;
     const dtrain_tensor *x = op->inputs[0];
     dtrain_tensor *y = op->outputs[0];
-    dtrain__linear_target weight, bias = {NULL, false};
     dtrain__chunk *all = NULL;
+    dtrain_gemm_args weight;
     bool add;
-    weight.grad = dtrain_op_param_grad(op, 0, &weight.add);
-    if (!layer->has_d_z) bias.grad = dtrain_op_param_grad(op, 1, &bias.add);
+    memset(&weight, 0, sizeof weight);
+    weight.c = dtrain_op_param_grad(op, 0, &add);
+    weight.beta = add ? 1.0f : 0.0f;
+    if (!layer->has_d_z)
+        weight.bias_grad = dtrain_op_param_grad(op, 1, &weight.accumulate_bias_grad);
 
     /* d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without that
      * product, or where it has the d_z of all rows and this rank's share of d_bias is its own */
-    const bool weighs = weight.grad != NULL;
+    const bool weighs = weight.c != NULL;
     if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add));
-    if (activated || (bias.grad && !(weighs && !layer->scatters))) {
+    if (activated || (weight.bias_grad && !(weighs && !layer->scatters))) {
         dtrain_activation_backward_args args;
         memset(&args, 0, sizeof args);
         args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
-        args.accumulate = bias.add;
+        args.accumulate = weight.accumulate_bias_grad;
         args.n = forward->n;
         args.rows = y->count / args.n;
         /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
         args.x = forward->aux ? forward->aux : forward->c;
         args.d_out = args.d_in = y->grad;
-        args.d_bias = bias.grad;
+        args.d_bias = weight.bias_grad;
         args.dtype = forward->c_dtype;
         DTRAIN__TRY(op->device->ops->activation_backward(op->device, &args));
         layer->has_d_z = activated;
-        bias.grad = NULL;
+        weight.bias_grad = NULL;
     }
-    if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight, &bias);
+    if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight);
 
     const void *d_z = y->grad;
     if (layer->scatters) {
@@ -338,7 +328,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
                                         forward->c_dtype, NULL));
         d_z = all->memory;
     }
-    DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
+    DTRAIN__TRY(dtrain__linear_weight_grad(op, &weight, d_z, forward->a));
 
     /* The layer that made x, if the product that makes d_x may also finish the backward of its
      * activation. Both must belong to the same visit to a unit: in another visit gradients may not

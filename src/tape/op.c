@@ -199,6 +199,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op)
  * are always whole: beside columns of all rows they are as they should be. */
 static dtrain_result dtrain__check_placements(const dtrain_op *op)
 {
+    static const char *const others[] = {"", ", or cut by columns", ", or cut by rows"};
     const uint32_t takes = op->desc->placements;
     const dtrain_tensor *first = dtrain__first_float(op);
     if (op->tape->groups.tensor_ranks == 1 || takes & DTRAIN__OP_PLACES) return DTRAIN_OK;
@@ -207,10 +208,7 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
         if (!dtrain__is_float(x) && first && first->placement == DTRAIN_PLACEMENT_COLUMNS) continue;
         if (x->placement & ~takes) /* a placement is the flag that takes it */
             return dtrain__refuse(op, "expected input %u whole%s; dtrain_place converts it", i + 1,
-                                  !takes ? ""
-                                  : x->placement == DTRAIN_PLACEMENT_COLUMNS
-                                      ? ", or cut by rows"
-                                      : ", or cut by columns");
+                                  others[takes & DTRAIN__OP_TAKES_ALL]);
         if (first && (x->placement != first->placement ||
                       (x->placement != DTRAIN_PLACEMENT_WHOLE &&
                        !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))))

@@ -21,9 +21,9 @@ mutant "linear: the sum of d_x is left out" tape/linear.c 's/sum_values(op, prod
 mutant "linear: the sum of d_x is doubled" tape/linear.c "/_linear_input_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut == DTRAIN_CUT_ROWS ? 2 : 1;/"
 mutant "linear: the sum of d_x is a mean" tape/linear.c "/_linear_input_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut == DTRAIN_CUT_ROWS ? 1 \/ $t : 1;/"
 mutant "linear: d_x of columns is doubled" tape/linear.c "/_linear_input_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut == DTRAIN_CUT_COLUMNS ? 2 : 1;/"
-mutant "linear: d_weight of a cut weight is doubled" tape/linear.c "/_linear_weight_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut ? 2 : 1;/"
-mutant "linear: d_weight of a cut weight is a mean" tape/linear.c "/_linear_weight_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut ? 1 \/ $t : 1;/"
-mutant "linear: d_weight is not added to" tape/linear.c 's/weight->add ? 1.0f : 0.0f/0.0f/'
+mutant "linear: d_weight of a cut weight is doubled" tape/linear.c "/_linear_weight_grad(/,/^}/s/gemm->alpha = 1;/gemm->alpha = $cut ? 2 : 1;/"
+mutant "linear: d_weight of a cut weight is a mean" tape/linear.c "/_linear_weight_grad(/,/^}/s/gemm->alpha = 1;/gemm->alpha = $cut ? 1 \/ $t : 1;/"
+mutant "linear: d_weight is not added to" tape/linear.c 's/weight.beta = add ? 1.0f : 0.0f/weight.beta = 0.0f/'
 mutant "linear: d_bias of rows is that of all rows on each rank" tape/linear.c 's/(weighs \&\& !layer->scatters)/weighs/'
 mutant "linear: d_x is not added to what is there" tape/linear.c 's/if (add) DTRAIN__TRY(dtrain__tape_add/if (false) DTRAIN__TRY(dtrain__tape_add/'
 mutant "linear: earlier gradients of x are summed again" tape/linear.c 's/if (add || layer->gathers) {/if (layer->gathers) {/'
