@@ -208,7 +208,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
 /* Reduce a word over the ranks that know it, in rank order: the same bits everywhere. */
 static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int word)
 {
-    dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1};
+    dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1, 0};
     double sum = 0;
     int known = 0, least = 0, most = 0;
     for (int r = 0; r < trainer->ranks; r++) {
@@ -300,8 +300,10 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
     if (trainer->groups.pipeline)
         record->pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
     record->ranks = trainer->ranks;
-    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
         record->figures[f] = dtrain__trainer_spread(trainer, f);
+        if (dtrain__is_finite((float)own[f])) record->figures[f].own = own[f];
+    }
     const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
     record->skipped_steps = trainer->skipped;
     if (trainer->scaling) record->loss_scale = (double)scaler->scale;

@@ -107,8 +107,8 @@ typedef enum dtrain_figure {
     DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
     DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
     DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
-    /* Bytes that the rank sent: comm_bytes of its record, to 24 bits, as all figures. At
-     * DTRAIN_FIGURE_COMM_BYTES + kind are those that went by that dtrain_collective_kind. */
+    /* Bytes that the rank sent, comm_bytes of its record; ranks exchange figures in 24 bits. At
+     * DTRAIN_FIGURE_COMM_BYTES + kind are the bytes that went by that dtrain_collective_kind. */
     DTRAIN_FIGURE_COMM_BYTES = 13,
     /* Of them, over the tensor axis of a mesh; NaN without one, or with one rank along it. */
     DTRAIN_FIGURE_TENSOR_BYTES = 13 + DTRAIN_COLLECTIVE_KINDS,
@@ -131,7 +131,20 @@ typedef enum dtrain_figure {
 typedef struct dtrain_spread {
     double min, mean, max;
     int min_rank, max_rank; /* in the world; the lowest of equal ones */
+    double own;             /* of this rank, exact; 0 where it has not measured it */
 } dtrain_spread;
+
+/* A figure of the program itself, which every sink of dtrain_metrics shows:
+ *
+ *     record.added[0].name = "perplexity", record.added[0].value = exp(record.val_loss);
+ *
+ * The name has lower-case letters, digits and '_', and stays valid as long as the metrics. */
+typedef struct dtrain_added_figure {
+    const char *name; /* NULL = none */
+    double value;
+} dtrain_added_figure;
+
+#define DTRAIN_ADDED_FIGURES 8
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
@@ -154,7 +167,8 @@ typedef struct dtrain_step_record {
     uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
     int slowest_rank;
     int ranks; /* that the figures come from; 0: a record without figures */
-    dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
+    dtrain_spread figures[DTRAIN_FIGURE_COUNT]; /* by dtrain_figure */
+    dtrain_added_figure added[DTRAIN_ADDED_FIGURES];
     uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
     uint64_t tensor_bytes;                        /* of comm_bytes, over the tensor axis ... */
     uint64_t pipeline_bytes; /* ... and the pipeline axis; the rest went over the data axis */
