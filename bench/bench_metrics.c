@@ -55,13 +55,13 @@ static dtrain_step_record record_of(long step)
     r.exposed_comm_ms = 0.25;
     r.data_ms = 0.01;
     r.comm_bytes = 1 << 20;
-    r.kind_bytes[DTRAIN_COLLECTIVE_ALL_REDUCE] = 1 << 20;
     r.straggler_score = 1.01;
     r.ranks = 2;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
         const bool gpu = f >= DTRAIN_FIGURE_GPU_UTILIZATION;
-        const dtrain_spread known = {0.0011 * (f + 1), 0.0012 * (f + 1), 0.0013 * (f + 1), 0, 1},
-                            none = {NAN, NAN, NAN, -1, -1};
+        const dtrain_spread known = {0.0011 * (f + 1), 0.0012 * (f + 1), 0.0013 * (f + 1), 0, 1,
+                                     1 << 20},
+                            none = {NAN, NAN, NAN, -1, -1, 0};
         r.figures[f] = gpu ? none : known;
     }
     return r;

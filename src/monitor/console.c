@@ -48,23 +48,6 @@ static const char *dtrain__console_time_left(const dtrain_metrics *metrics, char
     return word;
 }
 
-DTRAIN__PRINTF(2, 3)
-static dtrain_result dtrain__console_write(const dtrain_metrics *metrics, const char *format, ...)
-{
-    FILE *file = metrics->desc.progress;
-    dtrain__quiet quiet;
-    va_list args;
-    va_start(args, format);
-    dtrain__quiet_begin(&quiet);
-    errno = 0;
-    const bool written = vfprintf(file, format, args) >= 0 && fflush(file) == 0;
-    dtrain__quiet_end(&quiet);
-    va_end(args);
-    if (written) return DTRAIN_OK;
-    clearerr(file);
-    return dtrain__file_fail("the progress", "written");
-}
-
 /* Write the steps done in whole percent, rounded down so that 100% is the end; "-" when unknown. */
 static const char *dtrain__console_done(const dtrain_metrics *metrics, char *word)
 {
@@ -74,31 +57,34 @@ static const char *dtrain__console_done(const dtrain_metrics *metrics, char *wor
     return word;
 }
 
-/* Draw the live line over itself. '\r' goes back over one row only, so figures that the width of
- * the terminal has no room for are left out: two spaces stand before each, the most important
- * first. The bar needs a terminal of 60 columns. */
-static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
+/* Add the live line, over the one before. '\r' goes back over one row only, so figures that the
+ * width of the terminal has no room for are left out: two spaces stand before each, the most
+ * important first. The bar needs a terminal of 60 columns. */
+static void dtrain__console_draw(dtrain_metrics *metrics, dtrain__text *line)
 {
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step, total = metrics->desc.total_steps;
     char rate[DTRAIN__CONSOLE_WORD], word[DTRAIN__CONSOLE_WORD], bar[] = "[          ]";
-    dtrain__text *line = dtrain__record_begin(metrics);
-    size_t bar_at = 0, bar_end = 0;
     struct winsize size;
     const bool known = ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0;
     const size_t room = known && size.ws_col > 1 ? size.ws_col - 1u : 79;
+    dtrain__text_add(line, "\r");
+    size_t begin = line->bytes; /* of what has a width */
     dtrain__text_add(line, "step %lld", (long long)done);
     if (total > 0) {
         const int64_t width = (int64_t)sizeof bar - 3;
         const int64_t filled =
             done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
+        const char *color = metrics->console.color ? "\033[32m" : "";
+        const char *plain = metrics->console.color ? "\033[0m" : "";
         memset(bar + 1, '=', (size_t)filled);
         if (filled < width) bar[1 + filled] = '>';
         dtrain__text_add(line, "/%lld ", (long long)total);
-        bar_at = line->bytes;
-        dtrain__text_add(line, "%s", room < 59 ? "" : bar);
-        bar_end = line->bytes;
-        dtrain__text_add(line, "%s%s", room < 59 ? "" : " ", dtrain__console_done(metrics, word));
+        if (room >= 59) {
+            dtrain__text_add(line, "%s%s%s ", color, bar, plain);
+            begin += strlen(color) + strlen(plain);
+        }
+        dtrain__text_add(line, "%s", dtrain__console_done(metrics, word));
         dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, word));
     }
     dtrain__text_add(line, "  loss %.4f  |g| %.3f  lr %.1e  %s tok/s  %.1f ms", r->loss,
@@ -107,77 +93,68 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
     if (dtrain_comm_size(metrics->comm) > 1)
         dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
     if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
-    if (line->failed) return DTRAIN_ERROR_MEMORY;
-    if (line->bytes > room) {
-        size_t end = room;
-        while (end > 0 && memcmp(line->at + end, "  ", 2) != 0) end--;
-        line->bytes = end > 0 ? end : room; /* not even the first fits: a part of it */
+    if (!line->failed && line->bytes - begin > room) {
+        size_t end = begin + room;
+        while (end > begin && memcmp(line->at + end, "  ", 2) != 0) end--;
+        line->bytes = end > begin ? end : begin + room; /* not even the first: a part of it */
     }
-    if (!metrics->console.color) bar_at = bar_end = 0;
-    return dtrain__console_write(metrics, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line->at,
-                                 bar_end ? "\033[32m" : "", (int)(bar_end - bar_at),
-                                 line->at + bar_at, bar_end ? "\033[0m" : "",
-                                 (int)(line->bytes - bar_end), line->at + bar_end);
+    dtrain__text_add(line, "\033[K");
 }
 
-/* Show a step. On a terminal an evaluation is a line that stays, with the live line below it. A
- * table has rows of the first step, every progress_every-th, evaluated ones and the last; each of
- * its columns is one word, so that awk and sort can read it as well. */
-DTRAIN__PRIVATE dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
+/* Add a row of the table. Each column is one word, so that awk and sort can read it as well. */
+static void dtrain__console_row(dtrain_metrics *metrics, dtrain__text *text)
 {
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    const dtrain_step_record *r = sample->record;
-    const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
+    const dtrain_step_record *r = &metrics->last;
     char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], val[DTRAIN__CONSOLE_WORD] = "-";
     char share[DTRAIN__CONSOLE_WORD];
-    dtrain_result result = DTRAIN_OK, last;
-    if (metrics->console.terminal) {
-        const double now = dtrain_seconds();
-        if (evaluated)
-            result = dtrain__console_write(metrics, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                                           (long long)r->step, r->loss, r->val_loss);
-        else if (now < metrics->console.redraw_at) return DTRAIN_OK;
-        metrics->console.redraw_at = now + 0.1;
-        last = dtrain__console_draw(metrics);
-        return result == DTRAIN_OK ? last : result;
-    }
-    if (!first && !evaluated && r->step % metrics->desc.progress_every != 0 &&
-        r->step != metrics->desc.total_steps)
-        return DTRAIN_OK;
-    if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
-    if (first)
-        result = dtrain__console_write(metrics, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n",
-                                       "step", "loss", "val_loss", "grad_norm", "lr", "tok/s",
-                                       "step_ms", "comm_ms", "exposed", "data_ms", "eta", "done");
-    last = dtrain__console_write(
-        metrics, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
-        (long long)r->step, r->loss, val, r->grad_norm, r->lr,
-        dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
-        r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
-        dtrain__console_done(metrics, share));
-    return result == DTRAIN_OK ? last : result;
+    if (dtrain__finite(r->val_loss)) snprintf(val, sizeof val, "%.4f", r->val_loss);
+    if (metrics->summary.steps == 1)
+        dtrain__text_add(text, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n", "step", "loss",
+                         "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed",
+                         "data_ms", "eta", "done");
+    dtrain__text_add(text, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
+                     (long long)r->step, r->loss, val, r->grad_norm, r->lr,
+                     dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
+                     r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
+                     dtrain__console_done(metrics, share));
 }
 
-/* Draw the last step, which may have come too soon after another one, and end the live line. */
-DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
+/* Show a step. On a terminal an evaluation is a line that stays, with the live line below it; the
+ * end draws the last step, which may have come too soon after another one. A table has rows of the
+ * first step, every progress_every-th, evaluated ones and the last. */
+DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    if (!metrics->console.terminal || summary->steps == 0) return DTRAIN_OK;
-    const dtrain_result drawn = dtrain__console_draw(metrics);
-    const dtrain_result ended = dtrain__console_write(metrics, "\n");
-    return drawn == DTRAIN_OK ? ended : drawn;
-}
-
-/* Ask whether the file is a terminal that can redraw the live line, and may have colors. */
-DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
-                                                   const dtrain_metrics_sample *sample)
-{
-    dtrain__console *console = &((dtrain_metrics *)user)->console;
-    FILE *file = desc->progress;
-    const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    (void)sample;
-    console->terminal =
-        fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;
-    console->color = !no_color || !no_color[0];
-    return DTRAIN_OK;
+    dtrain__records *file = &metrics->console.file;
+    dtrain__text *text = dtrain__record_begin(metrics);
+    const dtrain_step_record *r = &metrics->last;
+    const bool evaluated = dtrain__finite(r->val_loss),
+               end = sample->moment == DTRAIN_METRICS_FINISH;
+    if (sample->moment == DTRAIN_METRICS_OPEN) { /* ask whether lines can be redrawn, and colored */
+        const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
+        file->stream = metrics->desc.progress;
+        file->path = "the progress";
+        metrics->console.terminal = fileno(file->stream) >= 0 && isatty(fileno(file->stream)) &&
+                                    term && term[0] && strcmp(term, "dumb") != 0;
+        metrics->console.color = !no_color || !no_color[0];
+        return DTRAIN_OK;
+    }
+    if (metrics->console.terminal) {
+        const double now = dtrain_seconds();
+        if (metrics->summary.steps == 0) return DTRAIN_OK;
+        if (!end && evaluated)
+            dtrain__text_add(text, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+                             (long long)r->step, r->loss, r->val_loss);
+        else if (!end && now < metrics->console.redraw_at) return DTRAIN_OK;
+        metrics->console.redraw_at = now + 0.1;
+        dtrain__console_draw(metrics, text);
+        if (end) dtrain__text_add(text, "\n");
+    } else {
+        if (end ||
+            (metrics->summary.steps != 1 && !evaluated &&
+             r->step % metrics->desc.progress_every != 0 && r->step != metrics->desc.total_steps))
+            return DTRAIN_OK;
+        dtrain__console_row(metrics, text);
+    }
+    return dtrain__records_append(file, text);
 }

@@ -1,4 +1,4 @@
-/* Text, and files that cannot stop a training
+/* Numbers, and files that cannot stop a training
  *
  * A pipe without a reader (SIGPIPE) or a limit on the size of files (SIGXFSZ) is an error of the
  * write here, not the end of the process. A record that was written in part is cut off again, so
@@ -12,7 +12,6 @@
 #include "core/result.h"
 #include "monitor/monitor_internal.h"
 
-/* Begin a record in the text that all writers share. */
 DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
 {
     metrics->text.bytes = 0;
@@ -24,7 +23,7 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
  * 0.100000001; nine are always enough), or an integer whole; or the format's word for NaN, for
  * infinity or for minus infinity. The decimal point of the host's locale, of several bytes even,
  * becomes a point. */
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
+DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
                                          const char *nan, const char *inf, const char *minus_inf)
 {
     char number[64];
@@ -34,8 +33,7 @@ DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint3
         dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
         return;
     }
-    if (flags & DTRAIN_METRIC_INTEGER)
-        snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
+    if (integer) snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
     else {
         const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
         for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
@@ -51,60 +49,45 @@ DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint3
     dtrain__text_append(text, number, bytes);
 }
 
+/* Write all bytes, or *written of them. A signal that a failed write causes is blocked and accepted,
+ * unless one was pending before. */
+static bool dtrain__records_write(const dtrain__records *file, const void *data, size_t bytes,
+                                  size_t *written)
+{
+    const struct timespec at_once = {0, 0};
+    sigset_t set, pending, blocked;
+    sigemptyset(&pending);
+    sigemptyset(&set);
+    sigaddset(&set, SIGPIPE);
+    sigaddset(&set, SIGXFSZ);
+    sigpending(&pending);
+    pthread_sigmask(SIG_BLOCK, &set, &blocked);
+    errno = 0;
+    *written = 0;
+    if (file->stream) {
+        if (fwrite(data, 1, bytes, file->stream) == bytes && fflush(file->stream) == 0)
+            *written = bytes;
+        else clearerr(file->stream);
+    }
+    for (ssize_t wrote = 0; !file->stream && *written < bytes; *written += (size_t)wrote) {
+        wrote = write(file->fd, (const char *)data + *written, bytes - *written);
+        if (wrote < 0 && errno == EINTR) wrote = 0;
+        else if (wrote <= 0) break;
+    }
+    const int error = errno;
+    sigemptyset(&set);
+    if (error == EPIPE && sigismember(&pending, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
+    if (error == EFBIG && sigismember(&pending, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
+    if (error == EPIPE || error == EFBIG) sigtimedwait(&set, NULL, &at_once);
+    pthread_sigmask(SIG_SETMASK, &blocked, NULL);
+    errno = error;
+    return *written == bytes;
+}
+
 /* Leave the error of a file: what could not be done, and why by errno. */
 DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, done, strerror(errno));
-}
-
-/* Block the signals of a failed write in this thread ... */
-DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet)
-{
-    sigset_t set;
-    sigemptyset(&quiet->pending);
-    sigemptyset(&set);
-    sigaddset(&set, SIGPIPE);
-    sigaddset(&set, SIGXFSZ);
-    sigpending(&quiet->pending);
-    pthread_sigmask(SIG_BLOCK, &set, &quiet->blocked);
-}
-
-/* ... and accept one that the write has caused, unless one was pending before. errno stays. */
-DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
-{
-    const struct timespec at_once = {0, 0};
-    const int error = errno;
-    sigset_t set;
-    sigemptyset(&set);
-    if (error == EPIPE && sigismember(&quiet->pending, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
-    if (error == EFBIG && sigismember(&quiet->pending, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
-    if (error == EPIPE || error == EFBIG) sigtimedwait(&set, NULL, &at_once);
-    pthread_sigmask(SIG_SETMASK, &quiet->blocked, NULL);
-    errno = error;
-}
-
-/* Write all bytes, or *written of them. */
-static bool dtrain__write_some(int fd, const void *data, size_t bytes, size_t *written)
-{
-    dtrain__quiet quiet;
-    ssize_t wrote = 0;
-    dtrain__quiet_begin(&quiet);
-    errno = 0;
-    for (*written = 0; *written < bytes; *written += (size_t)wrote) {
-        wrote = write(fd, (const char *)data + *written, bytes - *written);
-        if (wrote < 0 && errno == EINTR) wrote = 0;
-        else if (wrote <= 0) break;
-    }
-    dtrain__quiet_end(&quiet);
-    return *written == bytes;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
-                                                size_t bytes)
-{
-    size_t written;
-    const bool all = dtrain__write_some(fd, data, bytes, &written);
-    return all ? DTRAIN_OK : dtrain__file_fail(path, "written");
 }
 
 /* Open a file to append records to. It does not block: training must not wait for the reader of a
@@ -116,6 +99,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
     char block[4096];
     struct stat status;
     const int how = O_WRONLY | O_CREAT | O_APPEND | O_NOCTTY | O_NONBLOCK;
+    file->stream = NULL;
     file->path = path;
     file->torn = false;
     file->size = -1;
@@ -148,17 +132,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
 {
     size_t written = 0;
     if (record->failed) return DTRAIN_ERROR_MEMORY;
-    if (file->torn) {
-        DTRAIN__TRY(dtrain__write_all(file->fd, file->path, "\n", 1));
+    if (file->torn && dtrain__records_write(file, "\n", 1, &written)) {
         if (file->size >= 0) file->size++;
         file->torn = false;
     }
-    if (dtrain__write_some(file->fd, record->at, record->bytes, &written)) {
+    if (!file->torn && dtrain__records_write(file, record->at, record->bytes, &written)) {
         if (file->size >= 0) file->size += (int64_t)record->bytes;
         return DTRAIN_OK;
     }
     const dtrain_result failed = dtrain__file_fail(file->path, "written");
-    if (written > 0) file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
+    if (written > 0 && !file->stream)
+        file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
     return failed;
 }
 

@@ -134,7 +134,9 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
         whole.tag = tag;
         whole.limits = h->limits;
         whole.buckets = h->buckets;
-        dtrain__sinks_take(metrics, &whole, NULL);
+        metrics->sample.histogram = &whole;
+        dtrain__sinks_take(metrics, DTRAIN_METRICS_HISTOGRAM);
+        metrics->sample.histogram = NULL;
     }
     memset(h->counts, 0, sizeof h->counts);
     memset(h->mine, 0, DTRAIN__TOGETHER * sizeof *h->mine);

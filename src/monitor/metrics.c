@@ -23,38 +23,26 @@
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
-/* The library's writers; each one's user is the dtrain_metrics. */
-static const dtrain_metrics_sink dtrain__writers[DTRAIN__WRITERS] = {
-    {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
-     NULL},
-    {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish, NULL},
-    {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
-     dtrain__prometheus_finish, NULL},
-    {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
-     dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}};
-
-/* Prepare for the call of a sink: an error that stands afterwards is the sink's. */
-static void dtrain__sink_enter(dtrain_metrics *metrics)
+/* Call a sink. An error that stands afterwards is the sink's. */
+static dtrain_result dtrain__sink_call(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
+                                       dtrain_metrics_moment moment)
 {
+    metrics->sample.moment = moment;
     metrics->busy = true;
     (void)dtrain__set_last_error(DTRAIN_OK, "");
+    const dtrain_result result = sink->take(sink->user, &metrics->sample);
+    metrics->busy = false;
+    return result;
 }
 
-/* Hand the end to all sinks, or a histogram, or without both the sample of a step. Count the
- * results; the sentence of a sink's first failure is a warning. */
-DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, const dtrain_histogram *histogram,
-                                        const dtrain_summary *end)
+DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_moment moment)
 {
     for (size_t i = 0; i < metrics->opened; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i];
         dtrain_metrics_sink_info *info = &metrics->infos[i];
-        if (end ? !sink->finish : histogram ? !sink->histogram : !sink->step) continue;
-        dtrain__sink_enter(metrics);
-        const dtrain_result result = end         ? sink->finish(sink->user, end)
-                                     : histogram ? sink->histogram(sink->user, histogram)
-                                                 : sink->step(sink->user, &metrics->sample);
+        if (moment == DTRAIN_METRICS_HISTOGRAM && !sink->histograms) continue;
+        const dtrain_result result = dtrain__sink_call(metrics, sink, moment);
         const char *why = dtrain_last_error();
-        metrics->busy = false;
         if (result == DTRAIN_OK) info->written++;
         else if (info->lost++ == 0)
             dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
@@ -83,43 +71,57 @@ static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
     return all;
 }
 
+/* Find what this rank holds, and what a plan predicts. A loss that cannot be planned has no
+ * prediction, and a reason in no_plan. */
+static void dtrain__metrics_plan(dtrain_metrics *metrics)
+{
+    const dtrain_trainer *trainer = metrics->desc.trainer;
+    const dtrain_result result =
+        trainer ? dtrain__trainer_seen(trainer)->memory(trainer, &metrics->held, &metrics->planned)
+                : dtrain_fail(DTRAIN_ERROR_USAGE, "desc has no trainer");
+    if (result != DTRAIN_OK)
+        snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
+}
+
 /* Do everything of creation that can fail. The sinks of this rank are, on rank 0, the library's
  * writers that the desc asks for, then the host's. The first that cannot be opened is the error. */
 static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
     const bool first = dtrain_comm_rank(metrics->comm) == 0;
+    const dtrain_metrics_sink writers[DTRAIN__WRITERS] = {
+        {false, false, "progress", dtrain__console_sink, metrics},
+        {false, false, "json lines", dtrain__jsonl_sink, metrics},
+        {false, false, "prometheus", dtrain__prometheus_sink, metrics},
+        {false, true, "tensorboard", dtrain__tensorboard_sink, metrics}};
     const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
                                                 desc->prometheus_path, desc->tensorboard_dir};
     for (size_t i = 0; i < DTRAIN__WRITERS + desc->sink_count; i++) {
         const bool own = i < DTRAIN__WRITERS;
-        dtrain_metrics_sink *sink = &metrics->sinks[metrics->sink_count];
-        *sink = own ? dtrain__writers[i] : desc->sinks[i - DTRAIN__WRITERS];
-        if (!sink->name)
+        const dtrain_metrics_sink *sink = own ? &writers[i] : &desc->sinks[i - DTRAIN__WRITERS];
+        if (!sink->name || !sink->take)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_metrics_create: sink %zu of desc has no name",
+                               "dtrain_metrics_create: sink %zu of desc has no name or no take",
                                i - DTRAIN__WRITERS);
-        if (own) sink->user = metrics;
         if (own ? !first || !paths[i] : !first && !sink->every_rank) continue;
         metrics->infos[metrics->sink_count].name = sink->name;
-        metrics->infos[metrics->sink_count++].path = own ? paths[i] : "";
+        metrics->infos[metrics->sink_count].path = own ? paths[i] : "";
+        metrics->sinks[metrics->sink_count++] = *sink;
     }
     if (desc->histogram_every) DTRAIN__TRY(dtrain__histograms_create(metrics));
     dtrain__metrics_plan(metrics);
     dtrain__nvml_open(metrics);
-    for (size_t i = 0; i < metrics->sink_count; i++, metrics->opened++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        dtrain__sink_enter(metrics);
-        const dtrain_result result =
-            sink->open ? sink->open(sink->user, desc, &metrics->sample) : DTRAIN_OK;
-        metrics->busy = false;
+    dtrain__metrics_list(metrics);
+    for (; metrics->opened < metrics->sink_count; metrics->opened++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[metrics->opened];
+        const dtrain_result result = dtrain__sink_call(metrics, sink, DTRAIN_METRICS_OPEN);
         if (result == DTRAIN_OK) continue;
         if (!dtrain_last_error()[0])
             (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
                               sink->name, dtrain_result_text(result));
         return result;
     }
-    return DTRAIN_OK;
+    return dtrain__set_last_error(DTRAIN_OK, ""); /* no GPU and no plan are no errors */
 }
 
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
@@ -133,10 +135,12 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: run_name has more than 200 bytes");
-    /* one piece of memory: metrics, sinks, infos, texts */
+    /* one piece of memory: metrics, sinks, infos, texts, names of files */
     const size_t each = sizeof(dtrain_metrics_sink) + sizeof(dtrain_metrics_sink_info);
     dtrain_metrics_desc resolved = *desc;
-    size_t bytes = sizeof(dtrain_metrics) + dtrain__strings_keep(&resolved, NULL), room, lists;
+    const size_t texts = dtrain__strings_keep(&resolved, NULL);
+    size_t bytes = sizeof(dtrain_metrics) + 2 * texts + sizeof DTRAIN__NEXT + DTRAIN__EVENT_FILE;
+    size_t room, lists;
     if (!dtrain__size_add(DTRAIN__WRITERS, desc->sink_count, &room) ||
         !dtrain__size_mul(room, each, &lists) || !dtrain__size_add(bytes, lists, &bytes))
         bytes = SIZE_MAX; /* which nobody has */
@@ -146,31 +150,36 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->bytes = bytes;
     metrics->sinks = (dtrain_metrics_sink *)(void *)(metrics + 1);
     metrics->infos = (dtrain_metrics_sink_info *)(void *)(metrics->sinks + room);
-    (void)dtrain__strings_keep(&resolved, (char *)(metrics->infos + room));
+    char *names = (char *)(metrics->infos + room) + texts;
+    (void)dtrain__strings_keep(&resolved, names - texts);
+    metrics->prometheus.next = names;
+    if (resolved.prometheus_path) names += strlen(resolved.prometheus_path) + sizeof DTRAIN__NEXT;
+    metrics->tensorboard.path = names;
     metrics->desc = resolved;
     metrics->allocator = world->allocator;
     metrics->text.allocator = &metrics->allocator;
     metrics->world = world;
     metrics->comm =
         desc->trainer ? dtrain__trainer_seen(desc->trainer)->groups->all : dtrain_world_comm(world);
-    metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
+    metrics->console.file.size = metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
     dtrain_summary *s = &metrics->summary;
     s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
     s->tokens_per_second = s->step_ms = s->comm_ms = s->exposed_comm_ms = s->data_ms = DTRAIN__NAN;
-    metrics->sample.count = DTRAIN__METRIC_COUNT;
-    metrics->sample.metrics = dtrain__metric_table();
-    metrics->sample.values = metrics->values;
-    metrics->sample.known = metrics->known;
+    metrics->sample.metrics = metrics->metrics;
     metrics->sample.record = &metrics->last;
-    metrics->sample.wall_time = dtrain__wall_time();
+    metrics->sample.desc = &metrics->desc;
     const dtrain_result result = dtrain__metrics_open(metrics);
     if (result == DTRAIN_OK) *out = metrics;
     if (result == DTRAIN_OK) return DTRAIN_OK;
-    for (size_t i = 0; i < metrics->sink_count; i++) /* ours write no end of this run */
-        if (metrics->sinks[i].user == metrics) metrics->sinks[i].finish = NULL;
+    while (metrics->opened && metrics->sinks[0].user == metrics) { /* no end of this run in files */
+        metrics->sinks++;
+        metrics->infos++;
+        metrics->opened--;
+        metrics->sink_count--;
+    }
     dtrain_metrics_destroy(metrics);
     return result;
 }
@@ -218,15 +227,15 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->tensor_bytes += record->tensor_bytes;
-    s->pipeline_bytes += record->pipeline_bytes;
-    if (record->ranks && record->figures[DTRAIN_FIGURE_BUBBLE].max_rank >= 0)
-        dtrain__mean_add(&s->bubble_ms, 1e3 * record->figures[DTRAIN_FIGURE_BUBBLE].mean, s->steps);
     s->seconds = now - metrics->started;
     dtrain__nvml_sample(metrics);
-    dtrain__metrics_fill(metrics, record);
-    dtrain__sinks_take(metrics, NULL, NULL);
+    dtrain__metrics_list(metrics);
+    const dtrain_spread *figures = metrics->last.figures;
+    s->comm_bytes += record->comm_bytes;
+    s->tensor_bytes += (uint64_t)figures[DTRAIN_FIGURE_TENSOR_BYTES].own;
+    s->pipeline_bytes += (uint64_t)figures[DTRAIN_FIGURE_PIPELINE_BYTES].own;
+    dtrain__mean_add(&s->bubble_ms, 1e3 * figures[DTRAIN_FIGURE_BUBBLE].mean, s->steps);
+    dtrain__sinks_take(metrics, DTRAIN_METRICS_STEP);
     const uint32_t every = metrics->desc.histogram_every;
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
 }
@@ -262,7 +271,9 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
     dtrain_metrics_query(metrics, &info);
-    dtrain__sinks_take(metrics, NULL, &info.summary);
+    metrics->sample.summary = &info.summary;
+    dtrain__sinks_take(metrics, DTRAIN_METRICS_FINISH);
+    metrics->sample.summary = NULL;
     dtrain__text *text = dtrain__record_begin(metrics);
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *sink = &metrics->infos[i];
@@ -296,7 +307,5 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     dtrain__nvml_close(metrics);
     dtrain__free(&allocator, metrics->histograms, 1, metrics->histograms_bytes);
     dtrain__text_free(&metrics->text);
-    dtrain__free(&allocator, metrics->prometheus.next, metrics->prometheus.next_bytes, 1);
-    dtrain__free(&allocator, metrics->tensorboard.path, metrics->tensorboard.path_bytes, 1);
     dtrain__free(&allocator, metrics, 1, metrics->bytes);
 }

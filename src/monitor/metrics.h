@@ -4,16 +4,16 @@
  * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines,
  * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
  *
- * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key,
- * and Prometheus has dtrain_ and the name in base units. TensorBoard's tag is
- * group/name: it opens the first two groups in the order of their names, and the loss has the
- * first. What was not measured is left out, and what is measured and not finite is null in JSON,
- * nan or inf elsewhere.
+ * A step becomes one list of metrics, which all writers walk; a figure that a program adds to a
+ * record (dtrain_added_figure) is one more of them. The name is the JSON key, and Prometheus has
+ * dtrain_ and the name in base units. TensorBoard's tag is group/name: it opens the first two
+ * groups in the order of their names, and the loss has the first. A metric that was not measured is
+ * not in the list. One that was measured and is not finite is null in JSON, nan or inf elsewhere.
  *
  * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
  * unless desc has one), ranks, nodes, threads, and of desc.trainer, else 0 or "": shard_ranks,
  * replicas, parameters; run (desc.run_name), host, device, strategy and config. A run that appends
- * writes another one: steps behind it replace earlier lines of the same step. The keys of a step:
+ * writes another one: steps after it replace earlier lines of the same step. The keys of a step:
  *
  *     step             from 1
  *     wall_time        seconds since 1970, with milliseconds
@@ -95,30 +95,18 @@ typedef struct dtrain_summary {
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
 #define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
 #define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
-#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own, which Prometheus gets as well */
 
-/* A row of the table of metrics. */
+/* A number that was measured in a step. */
 typedef struct dtrain_metric {
-    uint32_t flags;
-    const char *name, *group, *help;
-    const char *base;  /* the name in base units, "step_seconds" for "step_ms" */
+    const char *name;  /* "step_ms" */
+    const char *base;  /* the name in base units: "step_seconds" */
     double base_scale; /* value * base_scale is in base units */
+    const char *group;
+    uint32_t flags;
+    int figure; /* the dtrain_figure that is each rank's share, in base units; -1 = none */
+    double value;
+    const char *help;
 } dtrain_metric;
-
-/* The metrics of a step. The arrays are the stream's, and change with the next step. */
-typedef struct dtrain_metrics_sample {
-    int64_t step;
-    double wall_time; /* seconds since 1970 */
-    size_t count;
-    const dtrain_metric *metrics; /* (count): the table, the same in all steps */
-    const double *values;         /* (count) */
-    const bool *known;            /* (count): false: not measured in this step */
-    const dtrain_step_record *record;
-    /* Each rank's figures: figures[r * figure_stride + f] is dtrain_figure f of rank r of the run,
-     * as fp32, NaN where it was not measured. NULL without desc.trainer. */
-    const float *figures;
-    size_t figure_stride;
-} dtrain_metrics_sample;
 
 /* The distribution of a tensor. Bucket i holds values from limits[i-1] (included; -inf before the
  * first) to limits[i] (excluded). Values that are not finite are counted apart. */
@@ -132,22 +120,42 @@ typedef struct dtrain_histogram {
     const double *limits, *buckets; /* (bucket_count) */
 } dtrain_histogram;
 
+/* The moment at which a sink is called. */
+typedef enum dtrain_metrics_moment {
+    DTRAIN_METRICS_OPEN = 0, /* before the first step, by dtrain_metrics_create */
+    DTRAIN_METRICS_STEP = 1,
+    DTRAIN_METRICS_HISTOGRAM = 2, /* after the step that it belongs to */
+    DTRAIN_METRICS_FINISH = 3     /* once, if the sink was opened */
+} dtrain_metrics_moment;
+
 struct dtrain_metrics_desc;
 
-/* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
- * order open, then step and histogram, then finish, once, if open succeeded; what they are given is
- * valid during the call. An error of open is dtrain_metrics_create's. Later ones are counted, the
- * first is a warning with the error's sentence (or the code's, where dtrain_last_error is empty),
- * and the sink is called again in the next step: training goes on whatever a sink does. */
+/* What a sink is given. It is valid during the call. */
+typedef struct dtrain_metrics_sample {
+    uint32_t moment; /* dtrain_metrics_moment */
+    int64_t step;
+    double wall_time; /* seconds since 1970 */
+    size_t count;
+    const dtrain_metric *metrics; /* (count): what was measured, and figures that were added */
+    const dtrain_step_record *record;
+    /* Each rank's figures: figures[r * figure_stride + f] is dtrain_figure f of rank r of the run,
+     * as fp32, NaN where it was not measured. NULL without desc.trainer. */
+    const float *figures;
+    size_t figure_stride;
+    const dtrain_histogram *histogram;      /* NULL at other moments */
+    const dtrain_summary *summary;          /* of all steps, at the end; NULL at other moments */
+    const struct dtrain_metrics_desc *desc; /* the stream's, with its defaults */
+} dtrain_metrics_sample;
+
+/* A writer: a function that is called by the thread that calls the metrics. An error at
+ * DTRAIN_METRICS_OPEN is dtrain_metrics_create's. Later ones are counted, the first is a warning
+ * with the error's sentence (or the code's, where dtrain_last_error is empty), and the sink is
+ * called again in the next step: training continues whatever a sink does. */
 typedef struct dtrain_metrics_sink {
-    bool every_rank; /* false: rank 0 alone */
+    bool every_rank; /* false: only rank 0 */
+    bool histograms; /* it is called with histograms, too */
     const char *name;
-    /* desc: the stream's, with its defaults; sample: the table of metrics, no step yet */
-    dtrain_result (*open)(void *user, const struct dtrain_metrics_desc *desc,
-                          const dtrain_metrics_sample *sample);
-    dtrain_result (*step)(void *user, const dtrain_metrics_sample *sample);
-    dtrain_result (*histogram)(void *user, const dtrain_histogram *histogram);
-    dtrain_result (*finish)(void *user, const dtrain_summary *summary);
+    dtrain_result (*take)(void *user, const dtrain_metrics_sample *sample);
     void *user;
 } dtrain_metrics_sink;
 
@@ -164,7 +172,7 @@ typedef struct dtrain_metrics_desc {
                                      collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
-                                     TensorBoard and sinks with histogram; needs trainer, and the
+                                     TensorBoard and sinks with `histograms`; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
     uint32_t gpu_every_ms;   /* between two questions to NVML, libnvidia-ml.so.1 or DTRAIN_NVML of
@@ -203,7 +211,7 @@ typedef struct dtrain_metrics_sink_info {
 
 typedef struct dtrain_metrics_info {
     dtrain_summary summary;     /* of the steps so far */
-    dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED is known */
+    dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED */
     size_t sink_count;
     const dtrain_metrics_sink_info *sinks; /* (sink_count) */
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */

@@ -78,54 +78,56 @@ static void dtrain__nvml_forget(dtrain__nvml *nvml)
         nvml->figures[i] = (float)DTRAIN__NAN;
 }
 
-/* Load the library and find the GPU. Nothing fails: the reason says what is missing. */
-DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
+/* Load the library and find the GPU. An error is the reason why there are no GPU metrics. */
+static dtrain_result dtrain__nvml_find_gpu(dtrain__nvml *nvml, dtrain_world *world)
 {
-    dtrain__nvml *nvml = &metrics->nvml;
     const char *asked = getenv("DTRAIN_NVML");
-    const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
-    const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
-    dtrain_device_info info;
-    dtrain_world_info world;
+    const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1", *why = NULL;
+    const bool gpu = !dtrain_world_device(world)->ops->host_memory;
+    int code = DTRAIN__NVML_NOT_SUPPORTED;
+    dtrain_device_info device;
+    dtrain_world_info info;
     dtrain__nvml_call call;
     char uuid[48];
-    dtrain__nvml_forget(nvml);
     if (!gpu && (!asked || !asked[0]))
-        snprintf(nvml->reason, sizeof nvml->reason, "the ranks compute on the CPU");
-    else if (!dlopen || !dlsym || !dlclose)
-        snprintf(nvml->reason, sizeof nvml->reason,
-                 "this program is linked without dlopen (add -ldl)");
-    if (nvml->reason[0]) return;
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the ranks compute on the CPU");
+    if (!dlopen || !dlsym || !dlclose)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this program is linked without dlopen (add -ldl)");
     nvml->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!nvml->library) {
-        const char *why = dlerror ? dlerror() : NULL;
-        snprintf(nvml->reason, sizeof nvml->reason, "%.190s",
-                 why ? why : "the library cannot be loaded");
-        return;
-    }
-    int code = dtrain__nvml_find(nvml, "nvmlInit_v2", &call) ? call.plain()
-                                                             : (int)DTRAIN__NVML_NOT_SUPPORTED;
+    if (!nvml->library && dlerror) why = dlerror();
+    if (!nvml->library)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%.190s",
+                           why ? why : "the library cannot be loaded");
+    if (dtrain__nvml_find(nvml, "nvmlInit_v2", &call)) code = call.plain();
     nvml->started = code == DTRAIN__NVML_OK;
-    if (!nvml->started) {
-        snprintf(nvml->reason, sizeof nvml->reason, "%.140s cannot be started (its error %d)", path,
-                 code);
-        return;
-    }
+    if (!nvml->started)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%.140s cannot be started (its error %d)",
+                           path, code);
     /* a GPU has an id; where ranks compute on a CPU and NVML was asked for by its path, this rank's
      * is the GPU with its number on this host */
     code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain_world_query(metrics->world, &world);
-    if (gpu && dtrain_device_query(dtrain_world_device(metrics->world), &info) == DTRAIN_OK &&
-        strlen(info.id) == 36) { /* "GPU-" and 32 digits */
-        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", info.id, info.id + 12,
-                 info.id + 16, info.id + 20, info.id + 24);
+    dtrain_world_query(world, &info);
+    if (gpu && dtrain_device_query(dtrain_world_device(world), &device) == DTRAIN_OK &&
+        strlen(device.id) == 36) { /* "GPU-" and 32 digits */
+        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", device.id, device.id + 12,
+                 device.id + 16, device.id + 20, device.id + 24);
         if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByUUID", &call))
             code = call.by_uuid(uuid, &nvml->device);
     } else if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByIndex_v2", &call))
-        code = call.by_index((unsigned)world.local_rank, &nvml->device);
-    if (code != DTRAIN__NVML_OK)
-        snprintf(nvml->reason, sizeof nvml->reason,
-                 "NVML does not know this rank's GPU (its error %d)", code);
+        code = call.by_index((unsigned)info.local_rank, &nvml->device);
+    if (code == DTRAIN__NVML_OK) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "NVML does not know this rank's GPU (its error %d)", code);
+}
+
+/* Begin to use NVML. Nothing fails: the reason says what is missing. */
+DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
+{
+    dtrain__nvml *nvml = &metrics->nvml;
+    dtrain__nvml_forget(nvml);
+    if (dtrain__nvml_find_gpu(nvml, metrics->world) != DTRAIN_OK)
+        snprintf(nvml->reason, sizeof nvml->reason, "%s", dtrain_last_error());
 }
 
 /* Ask all questions, if it is time to, and hand the answers to the trainer, whose next step sends

@@ -25,135 +25,120 @@
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
-/* A metric of the file, which begins with its first sample. */
-typedef struct dtrain__metric_family {
-    const char *prefix, *name; /* dtrain_PREFIXNAME */
-    const char *help, *more;   /* its sentences */
-    bool counter, begun;
-} dtrain__metric_family;
-
-/* Add a sample, with labels besides that of the run, whose name is escaped. */
-static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_family *f,
-                                   const char *labels, double value)
+/* Add a sample of dtrain_PREFIXNAME, with labels besides that of the run, whose name is escaped. The
+ * first of a metric comes with its help and its type. */
+static void dtrain__prometheus_add(dtrain_metrics *metrics, const char *prefix,
+                                   const dtrain_metric *m, double value, const char *labels,
+                                   bool first)
 {
     dtrain__text *text = &metrics->text;
     const bool whole = value == floor(value) && fabs(value) < 9e15;
-    if (!f->begun)
-        dtrain__text_add(text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", f->prefix,
-                         f->name, f->help, f->more, f->prefix, f->name,
-                         f->counter ? "counter" : "gauge");
-    f->begun = true;
-    dtrain__text_add(text, "dtrain_%s%s{run=\"", f->prefix, f->name);
+    if (first)
+        dtrain__text_add(text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", prefix, m->base,
+                         m->help, prefix[0] ? " Here: of each rank." : "", prefix, m->base,
+                         m->flags & DTRAIN_METRIC_COUNTER && !prefix[0] ? "counter" : "gauge");
+    dtrain__text_add(text, "dtrain_%s%s{run=\"", prefix, m->base);
     for (const char *at = metrics->desc.run_name; *at; at++) {
         if (strchr("\n\\\"", *at)) dtrain__text_append(text, "\\", 1);
         dtrain__text_append(text, *at == '\n' ? "n" : at, 1);
     }
     dtrain__text_add(text, "\"%s} ", labels);
-    dtrain__text_number(text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
+    dtrain__text_number(text, value, whole, "NaN", "+Inf", "-Inf");
     dtrain__text_append(text, "\n", 1);
 }
 
-/* Write one number of the whole run. */
-static void dtrain__prometheus_one(dtrain_metrics *metrics, const char *name, const char *help,
-                                   bool counter, double value)
+/* Add what is not of one step: the state of the run, and the last evaluation. */
+static void dtrain__prometheus_run(dtrain_metrics *metrics, bool finished)
 {
-    dtrain__metric_family family = {"", name, help, "", counter, false};
-    dtrain__prometheus_add(metrics, &family, "", value);
+    const uint32_t counter = DTRAIN_METRIC_COUNTER;
+    const dtrain_summary *s = &metrics->summary;
+    const double steps = (double)s->steps;
+    const dtrain_metric rows[] = {
+        {"", "finished", 1, "", 0, -1, (double)finished, "1 when the run is over."},
+        {"", "steps_total", 1, "", counter, -1, steps, "Steps that this run has made."},
+        {"", "step", 1, "", 0, -1, steps > 0 ? (double)metrics->last.step : DTRAIN__NAN,
+         "Number of the last step, from 1."},
+        {"", "last_step_timestamp_seconds", 1, "", 0, -1, /* nine digits would be tens of them */
+         steps > 0 ? floor(metrics->sample.wall_time) : DTRAIN__NAN,
+         "When the last step was reported, in whole seconds."},
+        {"", "val_loss", 1, "", 0, -1, s->val_loss, "Mean loss of the last evaluation."},
+        {"", "val_accuracy", 1, "", 0, -1, s->val_accuracy,
+         "Share of right answers in the last evaluation, 0 to 1."}};
+    const dtrain_metric sent = {"",      "sent_bytes_total",
+                                1,       "",
+                                counter, -1,
+                                0,       "Bytes that rank 0 sent, by kind of collective."};
+    bool first = true;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (dtrain__finite(rows[i].value))
+            dtrain__prometheus_add(metrics, "", &rows[i], rows[i].value, "", true);
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
+        const char *name = metrics->prometheus.sent_names[kind];
+        char label[64];
+        if (!(metrics->prometheus.sent[kind] > 0)) continue;
+        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
+        dtrain__prometheus_add(metrics, "", &sent, metrics->prometheus.sent[kind], label, first);
+        first = false;
+    }
 }
 
 /* Replace the file by one with all metrics; after a failure the version before is still there. */
 static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
 {
-    dtrain__prometheus *p = &metrics->prometheus;
-    const dtrain_metric *table = dtrain__metric_table();
-    const char *path = metrics->desc.prometheus_path;
+    char *next = metrics->prometheus.next;
+    const dtrain_metrics_sample *sample = &metrics->sample;
     const dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__metric_family sent = {
-        "", "sent_bytes_total", "Bytes that rank 0 sent, by kind of collective.", "", true, false};
+    dtrain__records file;
     char label[64];
-    dtrain__prometheus_one(metrics, "finished", "1 when the run is over.", false, finished);
-    dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true,
-                           (double)metrics->summary.steps);
-    if (metrics->summary.steps > 0) {
-        dtrain__prometheus_one(metrics, "step", "Number of the last step, from 1.", false,
-                               (double)metrics->last.step);
-        dtrain__prometheus_one(
-            metrics, "last_step_timestamp_seconds",
-            "When the last step was reported, in whole seconds.", false,
-            floor(metrics->sample.wall_time)); /* nine digits would be tens of them */
-    }
-    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        const dtrain_metric *row = &table[id];
-        dtrain__metric_family each = {"rank_", row->base, row->help, " Here: of each rank.",
-                                      false,   false};
-        bool known = metrics->known[id];
-        double value = metrics->values[id];
-        /* of the last evaluation, not just in its second */
-        if (id == DTRAIN__METRIC_VAL_LOSS)
-            known = dtrain__finite(value = metrics->summary.val_loss);
-        if (id == DTRAIN__METRIC_VAL_ACCURACY)
-            known = dtrain__finite(value = metrics->summary.val_accuracy);
-        if (!known) continue;
-        dtrain__prometheus_one(metrics, row->base, row->help,
-                               (row->flags & DTRAIN_METRIC_COUNTER) != 0, value * row->base_scale);
-        for (int r = 0; row->flags & DTRAIN_METRIC_RANKS && r < metrics->last.ranks; r++) {
-            value = dtrain__rank_value(metrics, id, r);
+    dtrain__prometheus_run(metrics, finished);
+    for (size_t i = 0; i < sample->count; i++) {
+        const dtrain_metric *m = &sample->metrics[i];
+        bool first = true;
+        if (strncmp(m->name, "val_", 4) == 0) continue; /* above */
+        dtrain__prometheus_add(metrics, "", m, m->value * m->base_scale, "", true);
+        if (m->figure < 0 || !sample->figures) continue;
+        for (int r = 0; r < metrics->last.ranks; r++) {
+            const size_t at = (size_t)r * sample->figure_stride + (size_t)m->figure;
+            if (!dtrain__is_finite(sample->figures[at])) continue;
             snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
-            if (dtrain__finite(value))
-                dtrain__prometheus_add(metrics, &each, label, value * row->base_scale);
+            dtrain__prometheus_add(metrics, "rank_", m, (double)sample->figures[at], label, first);
+            first = false;
         }
     }
-    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const int kind = (int)(strlen(table[id].name) - strlen("_bytes"));
-        snprintf(label, sizeof label, ",op=\"%.*s\"", kind, table[id].name);
-        if (p->kind_bytes[id] > 0) dtrain__prometheus_add(metrics, &sent, label, p->kind_bytes[id]);
-    }
-    if (text->failed) return DTRAIN_ERROR_MEMORY;
-    const int file = dtrain__open_new(p->next);
-    if (file < 0) return dtrain__file_fail(p->next, "opened");
-    dtrain_result result = dtrain__write_all(file, p->next, text->at, text->bytes);
-    const bool closed = close(file) == 0 || errno == EINTR;
-    if (result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
-        result = dtrain__file_fail(path, "replaced");
-    if (result != DTRAIN_OK) unlink(p->next);
+    snprintf(next, strlen(metrics->desc.prometheus_path) + sizeof DTRAIN__NEXT, "%s" DTRAIN__NEXT,
+             metrics->desc.prometheus_path);
+    (void)unlink(next);
+    DTRAIN__TRY(dtrain__records_open(&file, next, false));
+    dtrain_result result = dtrain__records_append(&file, text);
+    const dtrain_result closed = dtrain__records_close(&file);
+    if (result == DTRAIN_OK) result = closed;
+    if (result == DTRAIN_OK && rename(next, metrics->desc.prometheus_path) != 0)
+        result = dtrain__file_fail(metrics->desc.prometheus_path, "replaced");
+    if (result != DTRAIN_OK) unlink(next);
     return result;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_sink(void *user,
                                                       const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__prometheus *p = &metrics->prometheus;
-    const char *path = desc->prometheus_path;
+    const char *path = metrics->desc.prometheus_path;
     const size_t length = strlen(path);
-    (void)sample;
+    const double now = dtrain_seconds();
+    const bool end = sample->moment == DTRAIN_METRICS_FINISH;
     if (length < 6 || strcmp(path + length - 5, ".prom") != 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: the Prometheus file %s does not end in .prom: "
                            "node_exporter would not read it",
                            path);
-    p->next_bytes = length + sizeof ".next";
-    p->next = (char *)dtrain__alloc(&metrics->allocator, p->next_bytes, 1, "a path");
-    if (!p->next) return DTRAIN_ERROR_MEMORY;
-    snprintf(p->next, p->next_bytes, "%s.next", path);
+    if (sample->moment != DTRAIN_METRICS_STEP) return dtrain__prometheus_replace(metrics, end);
+    for (size_t i = 0; i < sample->count; i++) {
+        const int kind = sample->metrics[i].figure - DTRAIN_FIGURE_COMM_BYTES;
+        if (kind <= 0 || kind >= DTRAIN_COLLECTIVE_KINDS) continue;
+        metrics->prometheus.sent[kind] += sample->metrics[i].value;
+        metrics->prometheus.sent_names[kind] = sample->metrics[i].name;
+    }
+    if (now < metrics->prometheus.write_at) return DTRAIN_OK;
+    metrics->prometheus.write_at = now + 1;
     return dtrain__prometheus_replace(metrics, false);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_step(void *user,
-                                                      const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__prometheus *p = &metrics->prometheus;
-    const double now = dtrain_seconds();
-    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++)
-        if (sample->known[id]) p->kind_bytes[id] += sample->values[id];
-    if (now < p->write_at) return DTRAIN_OK;
-    p->write_at = now + 1;
-    return dtrain__prometheus_replace(metrics, false);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary *summary)
-{
-    (void)summary;
-    return dtrain__prometheus_replace((dtrain_metrics *)user, true);
 }

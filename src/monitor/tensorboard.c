@@ -34,63 +34,68 @@ enum { DTRAIN__PB_VARINT = 0, DTRAIN__PB_64 = 1, DTRAIN__PB_BYTES = 2, DTRAIN__P
 
 #define DTRAIN__PB_LENGTH 5 /* bytes of a length that is filled in later */
 
-static void dtrain__pb_varint(dtrain__tensorboard *t, uint64_t value)
+static void dtrain__pb_varint(dtrain_metrics *m, uint64_t value)
 {
     unsigned char text[10];
     size_t n = 0;
     for (; value >= 128; value >>= 7) text[n++] = (unsigned char)(value | 128);
     text[n++] = (unsigned char)value;
-    dtrain__text_append(t->record, text, n);
+    dtrain__text_append(&m->text, text, n);
 }
 
 /* Add fields to the message that is open. Each is a digit, its number, and a letter:
  *     i l    an int, an int64_t           f d    a double as 4 bytes, as 8 bytes
  *     s b    a string; bytes, as size_t and const void *
  *     {      begins a message inside of the open one; } has no number and ends it */
-static void dtrain__pb_add(dtrain__tensorboard *t, const char *fields, ...)
+static void dtrain__pb_list(dtrain_metrics *m, const char *fields, va_list args)
 {
-    va_list args;
-    va_start(args, fields);
     for (const char *at = fields; *at; at++) {
         const uint32_t field = *at == '}' ? 0u : (uint32_t)(*at++ - '0') << 3;
         uint64_t length;
         if (*at == 'i' || *at == 'l') {
-            dtrain__pb_varint(t, field | DTRAIN__PB_VARINT);
-            dtrain__pb_varint(t,
+            dtrain__pb_varint(m, field | DTRAIN__PB_VARINT);
+            dtrain__pb_varint(m,
                               (uint64_t)(*at == 'l' ? va_arg(args, int64_t) : va_arg(args, int)));
         } else if (*at == 'd') {
             const double value = va_arg(args, double);
-            dtrain__pb_varint(t, field | DTRAIN__PB_64);
-            dtrain__text_append(t->record, &value, sizeof value);
+            dtrain__pb_varint(m, field | DTRAIN__PB_64);
+            dtrain__text_append(&m->text, &value, sizeof value);
         } else if (*at == 'f') { /* what fp32 cannot hold is infinite */
             const double value = va_arg(args, double);
             const float most = dtrain__f32_from_bits(0x7f800000u);
             const float rounded = value > (double)FLT_MAX    ? most
                                   : value < -(double)FLT_MAX ? -most
                                                              : (float)value;
-            dtrain__pb_varint(t, field | DTRAIN__PB_32);
-            dtrain__text_append(t->record, &rounded, sizeof rounded);
+            dtrain__pb_varint(m, field | DTRAIN__PB_32);
+            dtrain__text_append(&m->text, &rounded, sizeof rounded);
         } else if (*at == 's' || *at == 'b') {
             length = *at == 'b' ? va_arg(args, size_t) : 0;
             const void *data = va_arg(args, const void *);
             if (*at == 's') length = strlen((const char *)data);
-            dtrain__pb_varint(t, field | DTRAIN__PB_BYTES);
-            dtrain__pb_varint(t, length);
-            dtrain__text_append(t->record, data, (size_t)length);
+            dtrain__pb_varint(m, field | DTRAIN__PB_BYTES);
+            dtrain__pb_varint(m, length);
+            dtrain__text_append(&m->text, data, (size_t)length);
         } else if (*at == '{') {
             const char zeros[DTRAIN__PB_LENGTH] = {0};
-            dtrain__pb_varint(t, field | DTRAIN__PB_BYTES);
-            dtrain__text_append(t->record, zeros, sizeof zeros);
-            t->open[t->depth++] = t->record->bytes;
+            dtrain__pb_varint(m, field | DTRAIN__PB_BYTES);
+            dtrain__text_append(&m->text, zeros, sizeof zeros);
+            m->tensorboard.open[m->tensorboard.depth++] = m->text.bytes;
         } else {
-            const size_t begin = t->open[--t->depth];
-            if (t->record->failed) continue;
-            length = t->record->bytes - begin;
-            unsigned char *head = (unsigned char *)t->record->at + begin - DTRAIN__PB_LENGTH;
+            const size_t begin = m->tensorboard.open[--m->tensorboard.depth];
+            if (m->text.failed) continue;
+            length = m->text.bytes - begin;
+            unsigned char *head = (unsigned char *)m->text.at + begin - DTRAIN__PB_LENGTH;
             for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
                 head[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
         }
     }
+}
+
+static void dtrain__pb_add(dtrain_metrics *m, const char *fields, ...)
+{
+    va_list args;
+    va_start(args, fields);
+    dtrain__pb_list(m, fields, args);
     va_end(args);
 }
 
@@ -105,31 +110,41 @@ static uint32_t dtrain__masked_crc(const void *data, size_t bytes)
 }
 
 /* Begin a record with an Event. Its fields: 3 the version, 5 a summary, 7 a session. */
-static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_t step)
+static void dtrain__event_begin(dtrain_metrics *m, double wall_time, int64_t step)
 {
     const char zeros[DTRAIN__RECORD_HEAD] = {0};
-    t->depth = 0;
-    t->record->bytes = 0;
-    t->record->failed = false;
-    dtrain__text_append(t->record, zeros, sizeof zeros);
-    dtrain__pb_add(t, "1d2l", wall_time, step);
+    m->tensorboard.depth = 0;
+    dtrain__text_append(dtrain__record_begin(m), zeros, sizeof zeros);
+    dtrain__pb_add(m, "1d2l", wall_time, step);
 }
 
 /* Complete the record and write it. */
-static dtrain_result dtrain__event_end(dtrain__tensorboard *t)
+static dtrain_result dtrain__event_end(dtrain_metrics *m)
 {
-    if (t->record->failed) return DTRAIN_ERROR_MEMORY;
-    char *head = t->record->at;
-    const uint64_t length = t->record->bytes - DTRAIN__RECORD_HEAD;
+    if (m->text.failed) return DTRAIN_ERROR_MEMORY;
+    char *head = m->text.at;
+    const uint64_t length = m->text.bytes - DTRAIN__RECORD_HEAD;
     const uint32_t crc = dtrain__masked_crc(head + DTRAIN__RECORD_HEAD, (size_t)length);
     memcpy(head, &length, sizeof length);
     const uint32_t head_crc = dtrain__masked_crc(head, sizeof length);
     memcpy(head + sizeof length, &head_crc, sizeof head_crc);
-    dtrain__text_append(t->record, &crc, sizeof crc);
-    if (t->file.torn)
+    dtrain__text_append(&m->text, &crc, sizeof crc);
+    if (m->tensorboard.file.torn)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
-                           t->path);
-    return dtrain__records_append(&t->file, t->record);
+                           m->tensorboard.path);
+    return dtrain__records_append(&m->tensorboard.file, &m->text);
+}
+
+/* Write an Event of these fields. */
+static dtrain_result dtrain__event_put(dtrain_metrics *m, double wall_time, int64_t step,
+                                       const char *fields, ...)
+{
+    va_list args;
+    dtrain__event_begin(m, wall_time, step);
+    va_start(args, fields);
+    dtrain__pb_list(m, fields, args);
+    va_end(args);
+    return dtrain__event_end(m);
 }
 
 /* ---- Hyper-parameters -------------------------------------------------------------------------*/
@@ -175,34 +190,33 @@ static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
 
 /* Write which columns the table of the HPARAMS tab has, and which values this run has. Numbers are
  * written as in the locale "C", whatever the host's is. */
-static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_metrics_desc *desc,
-                                           double now)
+static dtrain_result dtrain__hparams_write(dtrain_metrics *m, double now)
 {
     static const char *const shown[] = {"loss/loss", "loss/val_loss",
                                         "throughput/tokens_per_second", "time/step_ms"};
     const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
     if (!c) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a locale");
     const locale_t before = uselocale(c); /* of this thread alone */
-    const char *lines = desc->hparams;
+    const char *lines = m->desc.hparams;
     dtrain__hparam h;
-    dtrain__event_begin(t, now, 0);
-    dtrain__pb_add(t, "5{" DTRAIN__HPARAMS "2{3d", "_hparams_/experiment", "hparams", 0, now);
+    dtrain__event_begin(m, now, 0);
+    dtrain__pb_add(m, "5{" DTRAIN__HPARAMS "2{3d", "_hparams_/experiment", "hparams", 0, now);
     while (dtrain__hparam_next(&lines, &h))
-        dtrain__pb_add(t, "4{1b4i}", h.name_bytes, h.name, h.kind);
+        dtrain__pb_add(m, "4{1b4i}", h.name_bytes, h.name, h.kind);
     for (size_t i = 0; i < sizeof shown / sizeof *shown; i++)
-        dtrain__pb_add(t, "5{1{2s}}", shown[i]);
-    dtrain__pb_add(t, "}}}}}" DTRAIN__HPARAMS "3{", "_hparams_/session_start_info", "hparams", 0);
-    for (lines = desc->hparams; dtrain__hparam_next(&lines, &h);) {
-        dtrain__pb_add(t, "1{1b2{", h.name_bytes, h.name);
-        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_add(t, "2d", h.number);
-        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_add(t, "4i", *h.value == 't');
-        else dtrain__pb_add(t, "3b", h.value_bytes, h.value);
-        dtrain__pb_add(t, "}}");
+        dtrain__pb_add(m, "5{1{2s}}", shown[i]);
+    dtrain__pb_add(m, "}}}}}" DTRAIN__HPARAMS "3{", "_hparams_/session_start_info", "hparams", 0);
+    for (lines = m->desc.hparams; dtrain__hparam_next(&lines, &h);) {
+        dtrain__pb_add(m, "1{1b2{", h.name_bytes, h.name);
+        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_add(m, "2d", h.number);
+        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_add(m, "4i", *h.value == 't');
+        else dtrain__pb_add(m, "3b", h.value_bytes, h.value);
+        dtrain__pb_add(m, "}}");
     }
-    dtrain__pb_add(t, "4s5d}}}}}}", desc->run_name, now);
+    dtrain__pb_add(m, "4s5d}}}}}}", m->desc.run_name, now);
     uselocale(before);
     freelocale(c);
-    return dtrain__event_end(t);
+    return dtrain__event_end(m);
 }
 
 /* ---- Files ------------------------------------------------------------------------------------*/
@@ -210,21 +224,20 @@ static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_
 /* Make the directory and those around it, and a file in it. The seconds in its name come after the
  * seconds of all files there: a run may start twice in a second, on another host, or after the
  * clock was set back. */
-static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *directory)
+static dtrain_result dtrain__event_open(dtrain_metrics *m)
 {
     static const char head[] = "events.out.tfevents.";
+    const char *directory = m->desc.tensorboard_dir;
+    char *path = m->tensorboard.path;
     long long seconds = (long long)time(NULL), found;
     char host[65] = "host";
     (void)gethostname(host, sizeof host - 1);
-    t->path_bytes = strlen(directory) + 160;
-    t->path = (char *)dtrain__alloc(t->record->allocator, t->path_bytes, 1, "a path");
-    if (!t->path) return DTRAIN_ERROR_MEMORY;
-    snprintf(t->path, t->path_bytes, "%s", directory);
-    for (char *at = t->path, end = 1; end; at++) {
+    strcpy(path, directory);
+    for (char *at = path, end = 1; end; at++) {
         end = at[1];
         if (end != '/' && end != 0) continue;
         at[1] = 0;
-        const bool made = mkdir(t->path, 0777) == 0 || errno == EEXIST;
+        const bool made = mkdir(path, 0777) == 0 || errno == EEXIST;
         if (!made && end == 0)
             return dtrain_fail(DTRAIN_ERROR_FILE,
                                "dtrain_metrics_create: the directory %s cannot be made: %s",
@@ -238,80 +251,64 @@ static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *dire
             found < 9999999999LL)
             seconds = found + 1;
     if (files) closedir(files);
-    snprintf(t->path, t->path_bytes, "%s/%s%010lld.%s.%ld.0", directory, head, seconds, host,
-             (long)getpid());
-    return dtrain__records_open(&t->file, t->path, false);
+    snprintf(path, strlen(directory) + DTRAIN__EVENT_FILE, "%s/%s%010lld.%s.%ld.0", directory, head,
+             seconds, host, (long)getpid());
+    return dtrain__records_open(&m->tensorboard.file, path, false);
 }
 
 /* ---- The sink ---------------------------------------------------------------------------------*/
 
 /* Write what comes before the first step: the version, where this session begins, its
  * configuration and its hyper-parameters. */
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
-                                                       const dtrain_metrics_sample *sample)
+static dtrain_result dtrain__tensorboard_open(dtrain_metrics *m)
 {
-    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    const double now = sample->wall_time;
-    t->record = &((dtrain_metrics *)user)->text;
-    DTRAIN__TRY(dtrain__event_open(t, desc->tensorboard_dir));
-    dtrain__event_begin(t, now, 0);
-    dtrain__pb_add(t, "3s", "brain.Event:2");
-    DTRAIN__TRY(dtrain__event_end(t));
-    dtrain__event_begin(t, now, desc->first_step);
-    dtrain__pb_add(t, "7{1i}", 1); /* START */
-    DTRAIN__TRY(dtrain__event_end(t));
-    if (desc->config) { /* a tensor (2) of strings (7), of shape (1) */
-        dtrain__event_begin(t, now, desc->first_step);
-        dtrain__pb_add(t, "5{1{1s9{1{1s}4i}8{1i2{2{1i}}8s}}}", "config/text_summary", "text", 2, 7,
-                       1, desc->config);
-        DTRAIN__TRY(dtrain__event_end(t));
-    }
-    return desc->hparams ? dtrain__hparams_write(t, desc, now) : DTRAIN_OK;
+    const double now = m->sample.wall_time;
+    const int64_t step = m->desc.first_step;
+    DTRAIN__TRY(dtrain__event_open(m));
+    DTRAIN__TRY(dtrain__event_put(m, now, 0, "3s", "brain.Event:2"));
+    DTRAIN__TRY(dtrain__event_put(m, now, step, "7{1i}", 1)); /* START */
+    if (m->desc.config) /* a tensor (2) of strings (7), of shape (1) */
+        DTRAIN__TRY(dtrain__event_put(m, now, step, "5{1{1s9{1{1s}4i}8{1i2{2{1i}}8s}}}",
+                                      "config/text_summary", "text", 2, 7, 1, m->desc.config));
+    return m->desc.hparams ? dtrain__hparams_write(m, now) : DTRAIN_OK;
 }
 
 /* Write all scalars of a step in one record. Those that are fixed come with the first. */
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_step(void *user,
-                                                       const dtrain_metrics_sample *sample)
+static dtrain_result dtrain__tensorboard_step(dtrain_metrics *m)
 {
-    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    const bool first = ((dtrain_metrics *)user)->summary.steps == 1;
-    dtrain__event_begin(t, sample->wall_time, sample->step);
-    dtrain__pb_add(t, "5{");
+    const dtrain_metrics_sample *sample = &m->sample;
+    dtrain__event_begin(m, sample->wall_time, sample->step);
+    dtrain__pb_add(m, "5{");
     for (size_t i = 0; i < sample->count; i++) {
         const dtrain_metric *metric = &sample->metrics[i];
         char tag[96];
-        if (!sample->known[i] || (!first && metric->flags & DTRAIN_METRIC_FIXED)) continue;
+        if (m->summary.steps > 1 && metric->flags & DTRAIN_METRIC_FIXED) continue;
         snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
-        dtrain__pb_add(t, "1{1s2f}", tag, sample->values[i]);
+        dtrain__pb_add(m, "1{1s2f}", tag, metric->value);
     }
-    dtrain__pb_add(t, "}");
-    return dtrain__event_end(t);
+    dtrain__pb_add(m, "}");
+    return dtrain__event_end(m);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_histogram *h)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
+                                                       const dtrain_metrics_sample *sample)
 {
-    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    dtrain__event_begin(t, h->wall_time, h->step);
-    dtrain__pb_add(t, "5{1{1s5{1d2d3d4d5d6b7b}}}", h->tag, h->min, h->max, (double)h->count, h->sum,
-                   h->sum_squares, h->bucket_count * sizeof *h->limits, (const void *)h->limits,
-                   h->bucket_count * sizeof *h->buckets, (const void *)h->buckets);
-    return dtrain__event_end(t);
-}
-
-/* Say that the session has ended well, where the HPARAMS tab has it, and close the file. */
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *summary)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__tensorboard *t = &metrics->tensorboard;
+    dtrain_metrics *m = (dtrain_metrics *)user;
+    const dtrain_histogram *h = sample->histogram;
     const double now = (double)time(NULL);
     dtrain_result result = DTRAIN_OK;
-    (void)summary;
-    if (metrics->desc.hparams) {
-        dtrain__event_begin(t, now, metrics->sample.step);
-        dtrain__pb_add(t, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}", "_hparams_/session_end_info",
-                       "hparams", 0, 1, now); /* 1: STATUS_SUCCESS */
-        result = dtrain__event_end(t);
-    }
-    const dtrain_result closed = dtrain__records_close(&t->file);
+    if (sample->moment == DTRAIN_METRICS_OPEN) return dtrain__tensorboard_open(m);
+    if (sample->moment == DTRAIN_METRICS_STEP) return dtrain__tensorboard_step(m);
+    if (h)
+        return dtrain__event_put(m, h->wall_time, h->step, "5{1{1s5{1d2d3d4d5d6b7b}}}", h->tag,
+                                 h->min, h->max, (double)h->count, h->sum, h->sum_squares,
+                                 h->bucket_count * sizeof *h->limits, (const void *)h->limits,
+                                 h->bucket_count * sizeof *h->buckets, (const void *)h->buckets);
+    /* the session has ended well, where the HPARAMS tab has it */
+    if (m->desc.hparams)
+        result =
+            dtrain__event_put(m, now, sample->step, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}",
+                              "_hparams_/session_end_info", "hparams", 0, 1 /* success */, now);
+    const dtrain_result closed = dtrain__records_close(&m->tensorboard.file);
     return result == DTRAIN_OK ? closed : result;
 }

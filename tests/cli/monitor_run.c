@@ -116,12 +116,13 @@ static dtrain_result count_calls(void *user, const dtrain_metrics_sample *sample
     job *j = (job *)user;
     double mean = 0;
     size_t i = 0;
+    if (sample->moment != DTRAIN_METRICS_STEP) return DTRAIN_OK;
     j->custom_calls++;
     while (i < sample->count && strcmp(sample->metrics[i].name, "forward_ms") != 0) i++;
     for (int r = 0; r < j->ranks; r++)
         mean += 1e3 / j->ranks *
                 (double)sample->figures[(size_t)r * sample->figure_stride + DTRAIN_FIGURE_FORWARD];
-    if (i < sample->count && sample->known[i] && fabs(sample->values[i] - mean) < 1e-6 * (1 + mean))
+    if (i < sample->count && fabs(sample->metrics[i].value - mean) < 1e-6 * (1 + mean))
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_NUMERIC, "forward_ms is not %g", mean);
 }
@@ -162,7 +163,7 @@ static dtrain_result train(dtrain_world *world, job *j)
     snprintf(tensorboard, sizeof tensorboard, "%s/tensorboard/run", s->directory);
     sink.every_rank = true;
     sink.name = "counter";
-    sink.step = count_calls;
+    sink.take = count_calls;
     sink.user = j;
     report.jsonl_path = jsonl;
     report.prometheus_path = prom;

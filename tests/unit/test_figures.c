@@ -58,9 +58,11 @@ static dtrain_tensor *train_loss(dtrain_tape *tape, void *user)
         0);
 }
 
-static dtrain_result count_histogram(void *user, const dtrain_histogram *histogram)
+static dtrain_result count_histogram(void *user, const dtrain_metrics_sample *sample)
 {
+    const dtrain_histogram *histogram = sample->histogram;
     double sum = 0;
+    if (sample->moment != DTRAIN_METRICS_HISTOGRAM) return DTRAIN_OK;
     for (size_t i = 0; i < histogram->bucket_count; i++) sum += histogram->buckets[i];
     CHECK(sum == (double)histogram->count && histogram->nonfinite == 0);
     CHECK(strlen(histogram->tag) > 511);
@@ -74,10 +76,9 @@ static double last_value(const dtrain_metrics *metrics, const char *name)
 {
     dtrain_metrics_info info;
     dtrain_metrics_query(metrics, &info);
-    size_t i = 0;
-    while (i < info.last.count && strcmp(info.last.metrics[i].name, name) != 0) i++;
-    CHECK_MSG(i < info.last.count, "no metric is called %s", name);
-    return i < info.last.count && info.last.known[i] ? info.last.values[i] : NAN;
+    for (size_t i = 0; i < info.last.count; i++)
+        if (strcmp(info.last.metrics[i].name, name) == 0) return info.last.metrics[i].value;
+    return NAN;
 }
 
 /* The bytes that a communicator of the mesh has sent; 0 without one. */
@@ -138,7 +139,8 @@ static int train_rank(dtrain_world *world, void *user)
     desc.user = &s;
     TRY(dtrain_trainer_create(world, &desc, &trainer));
     sink.name = "histograms";
-    sink.histogram = count_histogram;
+    sink.histograms = true;
+    sink.take = count_histogram;
     sink.user = &histograms;
     report.sinks = &sink;
     report.sink_count = 1;
@@ -173,7 +175,7 @@ static int train_rank(dtrain_world *world, void *user)
         if (s.rank == 0) t->last = r;
         t->sent[s.rank][0] = r.comm_bytes;
         for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-            t->sent[s.rank][kind] = r.kind_bytes[kind];
+            t->sent[s.rank][kind] = (uint64_t)r.figures[DTRAIN_FIGURE_COMM_BYTES + kind].own;
     }
     dtrain_metrics_query(metrics, &info);
     CHECK(info.last.figures && info.last.figure_stride >= DTRAIN_FIGURE_COUNT);
@@ -261,10 +263,14 @@ static void test_figures(void)
                 CHECK(own[DTRAIN_FIGURE_ACTIVATIONS] > 0 && isnan(own[DTRAIN_FIGURE_GPU_POWER]));
             }
             uint64_t sent = 0;
-            for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) sent += r->kind_bytes[kind];
-            CHECK(sent == r->comm_bytes &&
-                  (ranks == 1 || r->kind_bytes[mode ? DTRAIN_COLLECTIVE_REDUCE_SCATTER
-                                                    : DTRAIN_COLLECTIVE_ALL_REDUCE] > 0));
+            const dtrain_spread *kinds = &r->figures[DTRAIN_FIGURE_COMM_BYTES];
+            for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+                sent += (uint64_t)kinds[kind].own;
+            CHECK(sent == r->comm_bytes && kinds->own == (double)r->comm_bytes);
+            CHECK(
+                ranks == 1 ||
+                kinds[mode ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_REDUCE].own >
+                    0);
             CHECK(t->predicted == t->held && t->predicted > 0);
             CHECK_CLOSE(t->flops,
                         ranks * 2 * 2.0 * ROWS * IN * OUT / r->figures[DTRAIN_FIGURE_STEP].max,
@@ -319,8 +325,8 @@ static void test_axes(void)
             CHECK_CLOSE(r->loss, plain->last.loss, 1e-5);
             CHECK_CLOSE(r->grad_norm, plain->last.grad_norm, 1e-4);
             CHECK(memcmp(&r->loss, &t->records[0].loss, sizeof r->loss) == 0);
-            CHECK_MSG(r->tensor_bytes == t->over_tensor[rank], "%llu, counted %llu",
-                      (unsigned long long)r->tensor_bytes,
+            const double over_tensor = r->figures[DTRAIN_FIGURE_TENSOR_BYTES].own;
+            CHECK_MSG(over_tensor == (double)t->over_tensor[rank], "%g, counted %llu", over_tensor,
                       (unsigned long long)t->over_tensor[rank]);
             CHECK(r->comm_bytes == t->over_tensor[rank] + t->over_data[rank]);
             CHECK(t->over_tensor[rank] > 0 && t->over_data[rank] > 0);
@@ -330,7 +336,7 @@ static void test_axes(void)
         }
         for (uint32_t rank = 0; rank < data; rank++)
             CHECK(isnan(plain->got[rank][DTRAIN_FIGURE_TENSOR_BYTES]) &&
-                  plain->records[rank].tensor_bytes == 0);
+                  plain->records[rank].figures[DTRAIN_FIGURE_TENSOR_BYTES].own == 0);
         munmap(t, sizeof *t);
         munmap(plain, sizeof *plain);
     }
@@ -433,8 +439,10 @@ static dtrain_tensor *tied_loss(dtrain_tape *tape, void *user)
     return dtrain_mean(tape, x);
 }
 
-static dtrain_result tied_histogram(void *user, const dtrain_histogram *histogram)
+static dtrain_result tied_histogram(void *user, const dtrain_metrics_sample *sample)
 {
+    const dtrain_histogram *histogram = sample->histogram;
+    if (sample->moment != DTRAIN_METRICS_HISTOGRAM) return DTRAIN_OK;
     CHECK_MSG(histogram->count == IN * IN, "%s: %llu elements", histogram->tag,
               (unsigned long long)histogram->count);
     ++*(int *)user;
@@ -471,7 +479,7 @@ static int tied_rank(dtrain_world *world, void *user)
     desc.schedule.lr = 0.01f, desc.strategy = strategy, desc.optimizer = optimizer;
     desc.next_batch = tied_batch, desc.loss = tied_loss, desc.user = &s;
     TRY(dtrain_trainer_create(world, &desc, &trainer));
-    sink.name = "histograms", sink.histogram = tied_histogram, sink.user = &seen;
+    sink.name = "histograms", sink.histograms = true, sink.take = tied_histogram, sink.user = &seen;
     report.sinks = &sink, report.sink_count = 1, report.histogram_every = 1,
     report.trainer = trainer;
     TRY(dtrain_metrics_create(world, &report, &metrics));

@@ -85,11 +85,10 @@ static dtrain_step_record random_record(int64_t step)
         all->mean = odd_number();
         all->max = odd_number();
         all->max_rank = (int)draw(5) - 1;
+        all->own = draw(2) ? draw(1u << 30) : 0;
     }
-    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        if (draw(2)) r.kind_bytes[kind] = draw(1u << 30);
-    if (draw(2)) r.tensor_bytes = draw(1u << 30);
-    if (draw(2)) r.pipeline_bytes = draw(1u << 30);
+    if (draw(2)) r.added[0].name = "perplexity", r.added[0].value = odd_number();
+    if (draw(2)) r.added[2].name = "reward", r.added[2].value = odd_number();
     return r;
 }
 
@@ -144,8 +143,7 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
     for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
         snprintf(key, sizeof key, "%s_bytes", kinds[kind]);
         const dtrain_spread *all = &r->figures[DTRAIN_FIGURE_COMM_BYTES + kind];
-        const bool others = r->ranks > 0 && all->max_rank >= 0 && all->max > 0;
-        IS(key, r->kind_bytes[kind], r->kind_bytes[kind] != 0 || others);
+        IS(key, all->own, r->ranks > 0 && all->max_rank >= 0 && all->max > 0);
     }
     const dtrain_spread *all_sent = &r->figures[DTRAIN_FIGURE_COMM_BYTES];
     const bool several_sent = r->ranks > 1 && all_sent->max_rank >= 0;
@@ -155,12 +153,12 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
     IS("comm_bytes_rank", all_sent->max_rank, several_sent);
     const dtrain_spread *tensor = &r->figures[DTRAIN_FIGURE_TENSOR_BYTES],
                         *waited = &r->figures[DTRAIN_FIGURE_TENSOR_EXPOSED];
-    IS("tensor_bytes", r->tensor_bytes, r->ranks > 0 && tensor->max_rank >= 0);
+    IS("tensor_bytes", tensor->own, r->ranks > 0 && tensor->max_rank >= 0);
     IS("tensor_exposed_ms", 1e3 * waited->mean,
        r->ranks > 0 && waited->max_rank >= 0 && isfinite(waited->mean));
     const dtrain_spread *line = &r->figures[DTRAIN_FIGURE_PIPELINE_BYTES],
                         *bubble = &r->figures[DTRAIN_FIGURE_BUBBLE];
-    IS("pipeline_bytes", r->pipeline_bytes, r->ranks > 0 && line->max_rank >= 0);
+    IS("pipeline_bytes", line->own, r->ranks > 0 && line->max_rank >= 0);
     IS("bubble_ms", 1e3 * bubble->mean,
        r->ranks > 0 && bubble->max_rank >= 0 && isfinite(bubble->mean));
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
@@ -184,13 +182,18 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
     }
     const dtrain_spread *throttle = &r->figures[DTRAIN_FIGURE_GPU_THROTTLE],
                         *ecc = &r->figures[DTRAIN_FIGURE_GPU_ECC];
-    IS("gpu_throttle", throttle->max, r->ranks > 0 && throttle->max_rank >= 0);
-    IS("gpu_ecc_errors", ecc->max, r->ranks > 0 && ecc->max_rank >= 0);
-    const double seconds = r->figures[DTRAIN_FIGURE_STEP].max,
-                 flops = r->figures[DTRAIN_FIGURE_FLOPS].mean;
-    const bool known = r->ranks > 0 && flops > 0 && seconds > 0;
-    IS("flops_per_second", flops * r->ranks / seconds, known);
-    IS("peak_share", flops * r->ranks / seconds / (r->ranks * 1e12), known);
+    IS("gpu_throttle", throttle->max,
+       r->ranks > 0 && throttle->max_rank >= 0 && isfinite(throttle->max));
+    IS("gpu_ecc_errors", ecc->max, r->ranks > 0 && ecc->max_rank >= 0 && isfinite(ecc->max));
+    const dtrain_spread *step = &r->figures[DTRAIN_FIGURE_STEP],
+                        *work = &r->figures[DTRAIN_FIGURE_FLOPS];
+    const double rate = work->mean * r->ranks / step->max;
+    const bool known = r->ranks > 0 && step->max_rank >= 0 && work->max_rank >= 0 &&
+                       step->max > 0 && work->mean > 0 && isfinite(rate);
+    IS("flops_per_second", rate, known);
+    IS("peak_share", rate / (r->ranks * 1e12), known);
+    for (int i = 0; i < DTRAIN_ADDED_FIGURES; i++)
+        if (r->added[i].name) IS(r->added[i].name, r->added[i].value, true);
     return false;
 #undef IS
 }
@@ -332,26 +335,34 @@ typedef struct random_run {
     int steps, first, seen;
 } random_run;
 
-static const char *names_of_metrics[200];
+static const char *names_of_metrics[200]; /* that some step had */
 static int names_of_metrics_count;
+
+static void note_name(const char *name)
+{
+    int i = 0;
+    while (i < names_of_metrics_count && strcmp(names_of_metrics[i], name) != 0) i++;
+    if (i == names_of_metrics_count) names_of_metrics[names_of_metrics_count++] = name;
+}
 
 static dtrain_result look_at_sample(void *user, const dtrain_metrics_sample *sample)
 {
     random_run *run = (random_run *)user;
     const dtrain_step_record *r = &run->records[sample->step];
-    names_of_metrics_count = (int)sample->count;
-    for (size_t i = 0; i < sample->count; i++) names_of_metrics[i] = sample->metrics[i].name;
-    for (size_t i = 0; i < sample->count; i++) {
-        double value = 0;
-        const bool shown = expected(r, sample->metrics[i].name, &value);
-        CHECK_MSG(sample->known[i] == shown, "step %d, %s is %sknown", (int)sample->step,
-                  sample->metrics[i].name, shown ? "un" : "");
-        if (shown && sample->known[i])
-            CHECK_MSG(memcmp(&sample->values[i], &value, 8) == 0 ||
-                          (isnan(value) && isnan(sample->values[i])) ||
-                          fabs(sample->values[i] - value) <= 1e-15 * fabs(value),
-                      "step %d, %s is %g, not %g", (int)sample->step, sample->metrics[i].name,
-                      sample->values[i], value);
+    if (sample->moment != DTRAIN_METRICS_STEP) return DTRAIN_OK;
+    for (size_t i = 0; i < sample->count; i++) note_name(sample->metrics[i].name);
+    for (int n = 0; n < names_of_metrics_count; n++) {
+        const char *name = names_of_metrics[n];
+        const dtrain_metric *shown = NULL;
+        double want = 0;
+        for (size_t i = 0; i < sample->count; i++)
+            if (strcmp(sample->metrics[i].name, name) == 0) shown = &sample->metrics[i];
+        CHECK_MSG(expected(r, name, &want) == (shown != NULL), "step %d, %s is %slisted",
+                  (int)sample->step, name, shown ? "" : "not ");
+        if (shown)
+            CHECK_MSG(shown->value == want || (isnan(want) && isnan(shown->value)) ||
+                          fabs(shown->value - want) <= 1e-15 * fabs(want),
+                      "step %d, %s is %g, not %g", (int)sample->step, name, shown->value, want);
     }
     CHECK(sample->record != r && memcmp(&sample->record->loss, &r->loss, 8) == 0);
     run->seen++;
@@ -379,7 +390,7 @@ static int random_rank(dtrain_world *world, void *user)
     dtrain_metrics *metrics;
     memset(&sink, 0, sizeof sink);
     sink.name = "looker";
-    sink.step = look_at_sample;
+    sink.take = look_at_sample;
     sink.user = run;
     desc.sinks = &sink;
     desc.sink_count = 1;
@@ -534,27 +545,20 @@ static dtrain_result faulty_call(faulty *f)
                         : DTRAIN_ERROR_SYSTEM; /* or without a sentence */
 }
 
-static dtrain_result faulty_open(void *user, const dtrain_metrics_desc *desc,
-                                 const dtrain_metrics_sample *sample)
+static dtrain_result faulty_sink(void *user, const dtrain_metrics_sample *sample)
 {
     faulty *f = (faulty *)user;
+    if (sample->moment == DTRAIN_METRICS_STEP) return faulty_call(f);
+    if (sample->moment == DTRAIN_METRICS_FINISH) {
+        CHECK(sample->summary->steps == 8);
+        f->finished++;
+        return DTRAIN_OK;
+    }
+    CHECK(sample->moment == DTRAIN_METRICS_OPEN);
     f->opened++;
-    CHECK(desc->progress_every == 10 && strcmp(desc->run_name, "dtrain") == 0 &&
-          sample->count > 50);
+    CHECK(sample->desc->progress_every == 10 && strcmp(sample->desc->run_name, "dtrain") == 0 &&
+          sample->count == 0);
     return f->fail_open ? DTRAIN_ERROR_SYSTEM : DTRAIN_OK;
-}
-
-static dtrain_result faulty_step(void *user, const dtrain_metrics_sample *sample)
-{
-    (void)sample;
-    return faulty_call((faulty *)user);
-}
-
-static dtrain_result faulty_finish(void *user, const dtrain_summary *summary)
-{
-    CHECK(summary->steps == 8);
-    ((faulty *)user)->finished++;
-    return DTRAIN_OK;
 }
 
 static int faulty_rank(dtrain_world *world, void *user)
@@ -562,9 +566,8 @@ static int faulty_rank(dtrain_world *world, void *user)
     faulty *f = (faulty *)user, good = {0};
     dtrain_metrics_desc desc;
     dtrain_metrics_info info;
-    dtrain_metrics_sink sinks[2] = {
-        {false, "faulty", faulty_open, faulty_step, NULL, faulty_finish, f},
-        {false, "good", faulty_open, faulty_step, NULL, faulty_finish, &good}};
+    dtrain_metrics_sink sinks[2] = {{false, false, "faulty", faulty_sink, f},
+                                    {false, false, "good", faulty_sink, &good}};
     memset(&desc, 0, sizeof desc);
     desc.sinks = sinks;
     desc.sink_count = 2;
@@ -635,7 +638,7 @@ static int refused_rank(dtrain_world *world, void *user)
         if (which == 3) desc.prometheus_path = path_of("run.txt"), want = "does not end in .prom";
         if (which == 4) desc.histogram_every = 3, want = "histogram_every needs a trainer";
         if (which == 5)
-            desc.sinks = &sink, desc.sink_count = 1, want = "sink 0 of desc has no name";
+            desc.sinks = &sink, desc.sink_count = 1, want = "sink 0 of desc has no name or no take";
         if (which == 6) {
             memset(name, 'x', sizeof name);
             name[299] = 0;

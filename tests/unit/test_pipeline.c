@@ -332,8 +332,8 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
                   (unsigned long long)gradient_bytes(*trainer), (unsigned long long)before);
         out->loss[rank][step] = record.loss, out->norm[rank][step] = record.grad_norm;
         out->ended[rank] = record.ended;
-        out->bytes[rank] = record.pipeline_bytes;
-        CHECK(record.pipeline_bytes <= record.comm_bytes);
+        out->bytes[rank] = (uint64_t)record.figures[DTRAIN_FIGURE_PIPELINE_BYTES].own;
+        CHECK(out->bytes[rank] <= record.comm_bytes);
         out->skipped[rank] = record.skipped_steps;
         if (step == 0) check_planned(world, r, l, &t, *trainer);
         if (step == 1) { /* between two steps, on other data */

@@ -76,7 +76,7 @@ static dtrain_result time_step(run_job *j, forecast_row *r)
     r->update_ms = 1e3 * (sim.computed - before.computed) - r->products_ms - r->others_ms;
     r->comm_ms = 1e3 * (sim.communicated - before.communicated);
     r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
-    r->sent = record.comm_bytes - record.tensor_bytes;
+    r->sent = record.comm_bytes - (uint64_t)record.figures[DTRAIN_FIGURE_TENSOR_BYTES].own;
     /* without what the trainer exchanges about the step, which goes to all ranks alike */
     const double away =
         r->ranks > 1 ? (double)(r->ranks - r->ranks / r->nodes) / (r->ranks - 1) : 0;
