@@ -293,12 +293,6 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__check_data(trainer, where, micro_batches)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
-    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        record->kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
-    if (trainer->groups.tensor_ranks > 1)
-        record->tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
-    if (trainer->groups.pipeline)
-        record->pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
     record->ranks = trainer->ranks;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
         record->figures[f] = dtrain__trainer_spread(trainer, f);

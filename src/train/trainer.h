@@ -169,9 +169,6 @@ typedef struct dtrain_step_record {
     int ranks; /* that the figures come from; 0: a record without figures */
     dtrain_spread figures[DTRAIN_FIGURE_COUNT]; /* by dtrain_figure */
     dtrain_added_figure added[DTRAIN_ADDED_FIGURES];
-    uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
-    uint64_t tensor_bytes;                        /* of comm_bytes, over the tensor axis ... */
-    uint64_t pipeline_bytes; /* ... and the pipeline axis; the rest went over the data axis */
     bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
