@@ -71,18 +71,6 @@ static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
     return all;
 }
 
-/* Find what this rank holds, and what a plan predicts. A loss that cannot be planned has no
- * prediction, and a reason in no_plan. */
-static void dtrain__metrics_plan(dtrain_metrics *metrics)
-{
-    const dtrain_trainer *trainer = metrics->desc.trainer;
-    const dtrain_result result =
-        trainer ? dtrain__trainer_seen(trainer)->memory(trainer, &metrics->held, &metrics->planned)
-                : dtrain_fail(DTRAIN_ERROR_USAGE, "desc has no trainer");
-    if (result != DTRAIN_OK)
-        snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
-}
-
 /* Do everything of creation that can fail. The sinks of this rank are, on rank 0, the library's
  * writers that the desc asks for, then the host's. The first that cannot be opened is the error. */
 static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
@@ -109,8 +97,15 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
         metrics->sinks[metrics->sink_count++] = *sink;
     }
     if (desc->histogram_every) DTRAIN__TRY(dtrain__histograms_create(metrics));
-    dtrain__metrics_plan(metrics);
-    dtrain__nvml_open(metrics);
+    const dtrain_trainer *trainer = desc->trainer; /* a loss may be one that cannot be planned */
+    const dtrain_result plan =
+        trainer ? dtrain__trainer_seen(trainer)->memory(trainer, &metrics->held, &metrics->planned)
+                : dtrain_fail(DTRAIN_ERROR_USAGE, "desc has no trainer");
+    metrics->planned_passes = metrics->planned.activations + metrics->planned.activation_grads;
+    if (plan != DTRAIN_OK)
+        snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
+    if (dtrain__nvml_open(metrics) != DTRAIN_OK)
+        snprintf(metrics->nvml.reason, sizeof metrics->nvml.reason, "%s", dtrain_last_error());
     dtrain__metrics_list(metrics);
     for (; metrics->opened < metrics->sink_count; metrics->opened++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[metrics->opened];

@@ -91,7 +91,9 @@ struct dtrain_metrics {
 
     dtrain_metrics_sample sample; /* the last step, as sinks see it */
     dtrain_metric metrics[DTRAIN__METRICS_MOST];
+    double flops, peak_share;          /* of the last step: a second of all ranks, of their peak */
     dtrain_memory held, planned;       /* of this rank; planned: without no_plan */
+    uint64_t planned_passes;           /* activations and their gradients */
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
@@ -140,6 +142,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
 
 /* monitor/nvml.c */
-DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics);
+DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);

@@ -79,8 +79,10 @@ static void dtrain__nvml_forget(dtrain__nvml *nvml)
 }
 
 /* Load the library and find the GPU. An error is the reason why there are no GPU metrics. */
-static dtrain_result dtrain__nvml_find_gpu(dtrain__nvml *nvml, dtrain_world *world)
+DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics)
 {
+    dtrain__nvml *nvml = &metrics->nvml;
+    dtrain_world *world = metrics->world;
     const char *asked = getenv("DTRAIN_NVML");
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1", *why = NULL;
     const bool gpu = !dtrain_world_device(world)->ops->host_memory;
@@ -89,6 +91,7 @@ static dtrain_result dtrain__nvml_find_gpu(dtrain__nvml *nvml, dtrain_world *wor
     dtrain_world_info info;
     dtrain__nvml_call call;
     char uuid[48];
+    dtrain__nvml_forget(nvml);
     if (!gpu && (!asked || !asked[0]))
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the ranks compute on the CPU");
     if (!dlopen || !dlsym || !dlclose)
@@ -119,15 +122,6 @@ static dtrain_result dtrain__nvml_find_gpu(dtrain__nvml *nvml, dtrain_world *wor
     if (code == DTRAIN__NVML_OK) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "NVML does not know this rank's GPU (its error %d)", code);
-}
-
-/* Begin to use NVML. Nothing fails: the reason says what is missing. */
-DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    dtrain__nvml_forget(nvml);
-    if (dtrain__nvml_find_gpu(nvml, metrics->world) != DTRAIN_OK)
-        snprintf(nvml->reason, sizeof nvml->reason, "%s", dtrain_last_error());
 }
 
 /* Ask all questions, if it is time to, and hand the answers to the trainer, whose next step sends
