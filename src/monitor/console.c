@@ -101,27 +101,10 @@ static void dtrain__console_draw(dtrain_metrics *metrics, dtrain__text *line)
     dtrain__text_add(line, "\033[K");
 }
 
-/* Add a row of the table. Each column is one word, so that awk and sort can read it as well. */
-static void dtrain__console_row(dtrain_metrics *metrics, dtrain__text *text)
-{
-    const dtrain_step_record *r = &metrics->last;
-    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], val[DTRAIN__CONSOLE_WORD] = "-";
-    char share[DTRAIN__CONSOLE_WORD];
-    if (dtrain__finite(r->val_loss)) snprintf(val, sizeof val, "%.4f", r->val_loss);
-    if (metrics->summary.steps == 1)
-        dtrain__text_add(text, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n", "step", "loss",
-                         "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed",
-                         "data_ms", "eta", "done");
-    dtrain__text_add(text, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
-                     (long long)r->step, r->loss, val, r->grad_norm, r->lr,
-                     dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
-                     r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
-                     dtrain__console_done(metrics, share));
-}
-
 /* Show a step. On a terminal an evaluation is a line that stays, with the live line below it; the
  * end draws the last step, which may have come too soon after another one. A table has rows of the
- * first step, every progress_every-th, evaluated ones and the last. */
+ * first step, every progress_every-th, evaluated ones and the last; each of its columns is one word,
+ * so that awk and sort can read it as well. */
 DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
@@ -154,7 +137,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
             (metrics->summary.steps != 1 && !evaluated &&
              r->step % metrics->desc.progress_every != 0 && r->step != metrics->desc.total_steps))
             return DTRAIN_OK;
-        dtrain__console_row(metrics, text);
+        char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], share[DTRAIN__CONSOLE_WORD];
+        char val[DTRAIN__CONSOLE_WORD] = "-";
+        if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
+        if (metrics->summary.steps == 1)
+            dtrain__text_add(text, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n", "step",
+                             "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms",
+                             "exposed", "data_ms", "eta", "done");
+        dtrain__text_add(text, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
+                         (long long)r->step, r->loss, val, r->grad_norm, r->lr,
+                         dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
+                         r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
+                         dtrain__console_done(metrics, share));
     }
     return dtrain__records_append(file, text);
 }

@@ -47,63 +47,57 @@ static void dtrain__prometheus_add(dtrain_metrics *metrics, const char *prefix,
     dtrain__text_append(text, "\n", 1);
 }
 
-/* Add what is not of one step: the state of the run, and the last evaluation. */
-static void dtrain__prometheus_run(dtrain_metrics *metrics, bool finished)
+/* Replace the file by one with the state of the run, the last evaluation and all metrics; after a
+ * failure the version before is still there. */
+static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
 {
-    const uint32_t counter = DTRAIN_METRIC_COUNTER;
+    const dtrain_metrics_sample *sample = &metrics->sample;
     const dtrain_summary *s = &metrics->summary;
-    const double steps = (double)s->steps;
+    const dtrain__text *text = dtrain__record_begin(metrics);
+    const uint32_t counter = DTRAIN_METRIC_COUNTER;
+    const double steps = (double)s->steps, unknown = DTRAIN__NAN;
     const dtrain_metric rows[] = {
         {"", "finished", 1, "", 0, -1, (double)finished, "1 when the run is over."},
         {"", "steps_total", 1, "", counter, -1, steps, "Steps that this run has made."},
-        {"", "step", 1, "", 0, -1, steps > 0 ? (double)metrics->last.step : DTRAIN__NAN,
+        {"", "step", 1, "", 0, -1, steps > 0 ? (double)sample->step : unknown,
          "Number of the last step, from 1."},
         {"", "last_step_timestamp_seconds", 1, "", 0, -1, /* nine digits would be tens of them */
-         steps > 0 ? floor(metrics->sample.wall_time) : DTRAIN__NAN,
+         steps > 0 ? floor(sample->wall_time) : unknown,
          "When the last step was reported, in whole seconds."},
         {"", "val_loss", 1, "", 0, -1, s->val_loss, "Mean loss of the last evaluation."},
         {"", "val_accuracy", 1, "", 0, -1, s->val_accuracy,
-         "Share of right answers in the last evaluation, 0 to 1."}};
-    const dtrain_metric sent = {"",      "sent_bytes_total",
-                                1,       "",
-                                counter, -1,
-                                0,       "Bytes that rank 0 sent, by kind of collective."};
+         "Share of right answers in the last evaluation, 0 to 1."},
+        {"", "sent_bytes_total", 1, "", counter, -1, unknown,
+         "Bytes that rank 0 sent, by kind of collective."},
+    };
+    const size_t count = sizeof rows / sizeof *rows;
+    char *next = metrics->prometheus.next, label[64];
+    dtrain__records file;
     bool first = true;
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+    for (size_t i = 0; i < count; i++)
         if (dtrain__finite(rows[i].value))
             dtrain__prometheus_add(metrics, "", &rows[i], rows[i].value, "", true);
-    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
-        const char *name = metrics->prometheus.sent_names[kind];
-        char label[64];
-        if (!(metrics->prometheus.sent[kind] > 0)) continue;
-        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
-        dtrain__prometheus_add(metrics, "", &sent, metrics->prometheus.sent[kind], label, first);
-        first = false;
-    }
-}
-
-/* Replace the file by one with all metrics; after a failure the version before is still there. */
-static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
-{
-    char *next = metrics->prometheus.next;
-    const dtrain_metrics_sample *sample = &metrics->sample;
-    const dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__records file;
-    char label[64];
-    dtrain__prometheus_run(metrics, finished);
     for (size_t i = 0; i < sample->count; i++) {
         const dtrain_metric *m = &sample->metrics[i];
-        bool first = true;
+        first = true;
         if (strncmp(m->name, "val_", 4) == 0) continue; /* above */
         dtrain__prometheus_add(metrics, "", m, m->value * m->base_scale, "", true);
-        if (m->figure < 0 || !sample->figures) continue;
-        for (int r = 0; r < metrics->last.ranks; r++) {
+        for (int r = 0; m->figure >= 0 && sample->figures && r < metrics->last.ranks; r++) {
             const size_t at = (size_t)r * sample->figure_stride + (size_t)m->figure;
             if (!dtrain__is_finite(sample->figures[at])) continue;
             snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
             dtrain__prometheus_add(metrics, "rank_", m, (double)sample->figures[at], label, first);
             first = false;
         }
+    }
+    first = true;
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
+        const char *name = metrics->prometheus.sent_names[kind];
+        const double sent = metrics->prometheus.sent[kind];
+        if (!(sent > 0)) continue;
+        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
+        dtrain__prometheus_add(metrics, "", &rows[count - 1], sent, label, first);
+        first = false;
     }
     snprintf(next, strlen(metrics->desc.prometheus_path) + sizeof DTRAIN__NEXT, "%s" DTRAIN__NEXT,
              metrics->desc.prometheus_path);

@@ -149,44 +149,34 @@ static dtrain_result dtrain__event_put(dtrain_metrics *m, double wall_time, int6
 
 /* ---- Hyper-parameters -------------------------------------------------------------------------*/
 
-enum { DTRAIN__HPARAM_STRING = 1, DTRAIN__HPARAM_BOOL = 2, DTRAIN__HPARAM_NUMBER = 3 };
-
-typedef struct dtrain__hparam {
-    const char *name, *value; /* not ended by 0 */
-    size_t name_bytes, value_bytes;
-    double number;
-    int kind;
-} dtrain__hparam;
-
-/* Take the next line of NAME=VALUE; false: there is none. Lines without = are skipped. */
-static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
-{
-    while (**text) {
-        char value[64], *end;
-        const char *line = *text;
-        const size_t bytes = strcspn(line, "\n");
-        const char *equals = (const char *)memchr(line, '=', bytes);
-        *text += bytes + (line[bytes] == '\n');
-        if (!equals || equals == line) continue;
-        h->name = line;
-        h->name_bytes = (size_t)(equals - line);
-        h->value = equals + 1;
-        h->value_bytes = bytes - h->name_bytes - 1;
-        snprintf(value, sizeof value, "%.*s", (int)dtrain__min((int64_t)h->value_bytes, 63),
-                 h->value);
-        h->number = strtod(value, &end);
-        h->kind = DTRAIN__HPARAM_STRING;
-        if (value[0] && end == value + h->value_bytes && dtrain__finite(h->number))
-            h->kind = DTRAIN__HPARAM_NUMBER;
-        else if (strcmp(value, "true") == 0 || strcmp(value, "false") == 0)
-            h->kind = DTRAIN__HPARAM_BOOL;
-        return true;
-    }
-    return false;
-}
-
 /* Begin a value of the hparams plugin, all of which is in its metadata. */
 #define DTRAIN__HPARAMS "1{1s9{1{1s2{1i" /* tag, "hparams", version of the plugin's data: 0 */
+
+enum { DTRAIN__HPARAM_STRING = 1, DTRAIN__HPARAM_BOOL = 2, DTRAIN__HPARAM_NUMBER = 3 };
+
+/* Add the column of each line NAME=VALUE, or its value. Lines without = are skipped. */
+static void dtrain__hparams_add(dtrain_metrics *m, bool values)
+{
+    for (const char *line = m->desc.hparams, *next; *line; line = next) {
+        char text[64], *end;
+        const size_t bytes = strcspn(line, "\n");
+        const char *equals = (const char *)memchr(line, '=', bytes);
+        next = line + bytes + (line[bytes] == '\n');
+        if (!equals || equals == line) continue;
+        const size_t name = (size_t)(equals - line), rest = bytes - name - 1;
+        snprintf(text, sizeof text, "%.*s", (int)dtrain__min((int64_t)rest, 63), equals + 1);
+        const double number = strtod(text, &end);
+        int kind = DTRAIN__HPARAM_STRING;
+        if (text[0] && end == text + rest && dtrain__finite(number)) kind = DTRAIN__HPARAM_NUMBER;
+        else if (strcmp(text, "true") == 0 || strcmp(text, "false") == 0)
+            kind = DTRAIN__HPARAM_BOOL;
+        dtrain__pb_add(m, values ? "1{1b2{" : "4{1b", name, line);
+        if (!values) dtrain__pb_add(m, "4i}", kind);
+        else if (kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_add(m, "2d}}", number);
+        else if (kind == DTRAIN__HPARAM_BOOL) dtrain__pb_add(m, "4i}}", text[0] == 't');
+        else dtrain__pb_add(m, "3b}}", rest, equals + 1);
+    }
+}
 
 /* Write which columns the table of the HPARAMS tab has, and which values this run has. Numbers are
  * written as in the locale "C", whatever the host's is. */
@@ -196,23 +186,14 @@ static dtrain_result dtrain__hparams_write(dtrain_metrics *m, double now)
                                         "throughput/tokens_per_second", "time/step_ms"};
     const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
     if (!c) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a locale");
-    const locale_t before = uselocale(c); /* of this thread alone */
-    const char *lines = m->desc.hparams;
-    dtrain__hparam h;
+    const locale_t before = uselocale(c); /* only of this thread */
     dtrain__event_begin(m, now, 0);
     dtrain__pb_add(m, "5{" DTRAIN__HPARAMS "2{3d", "_hparams_/experiment", "hparams", 0, now);
-    while (dtrain__hparam_next(&lines, &h))
-        dtrain__pb_add(m, "4{1b4i}", h.name_bytes, h.name, h.kind);
+    dtrain__hparams_add(m, false);
     for (size_t i = 0; i < sizeof shown / sizeof *shown; i++)
         dtrain__pb_add(m, "5{1{2s}}", shown[i]);
     dtrain__pb_add(m, "}}}}}" DTRAIN__HPARAMS "3{", "_hparams_/session_start_info", "hparams", 0);
-    for (lines = m->desc.hparams; dtrain__hparam_next(&lines, &h);) {
-        dtrain__pb_add(m, "1{1b2{", h.name_bytes, h.name);
-        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_add(m, "2d", h.number);
-        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_add(m, "4i", *h.value == 't');
-        else dtrain__pb_add(m, "3b", h.value_bytes, h.value);
-        dtrain__pb_add(m, "}}");
-    }
+    dtrain__hparams_add(m, true);
     dtrain__pb_add(m, "4s5d}}}}}}", m->desc.run_name, now);
     uselocale(before);
     freelocale(c);
@@ -259,52 +240,44 @@ static dtrain_result dtrain__event_open(dtrain_metrics *m)
 /* ---- The sink ---------------------------------------------------------------------------------*/
 
 /* Write what comes before the first step: the version, where this session begins, its
- * configuration and its hyper-parameters. */
-static dtrain_result dtrain__tensorboard_open(dtrain_metrics *m)
-{
-    const double now = m->sample.wall_time;
-    const int64_t step = m->desc.first_step;
-    DTRAIN__TRY(dtrain__event_open(m));
-    DTRAIN__TRY(dtrain__event_put(m, now, 0, "3s", "brain.Event:2"));
-    DTRAIN__TRY(dtrain__event_put(m, now, step, "7{1i}", 1)); /* START */
-    if (m->desc.config) /* a tensor (2) of strings (7), of shape (1) */
-        DTRAIN__TRY(dtrain__event_put(m, now, step, "5{1{1s9{1{1s}4i}8{1i2{2{1i}}8s}}}",
-                                      "config/text_summary", "text", 2, 7, 1, m->desc.config));
-    return m->desc.hparams ? dtrain__hparams_write(m, now) : DTRAIN_OK;
-}
-
-/* Write all scalars of a step in one record. Those that are fixed come with the first. */
-static dtrain_result dtrain__tensorboard_step(dtrain_metrics *m)
-{
-    const dtrain_metrics_sample *sample = &m->sample;
-    dtrain__event_begin(m, sample->wall_time, sample->step);
-    dtrain__pb_add(m, "5{");
-    for (size_t i = 0; i < sample->count; i++) {
-        const dtrain_metric *metric = &sample->metrics[i];
-        char tag[96];
-        if (m->summary.steps > 1 && metric->flags & DTRAIN_METRIC_FIXED) continue;
-        snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
-        dtrain__pb_add(m, "1{1s2f}", tag, metric->value);
-    }
-    dtrain__pb_add(m, "}");
-    return dtrain__event_end(m);
-}
-
+ * configuration and its hyper-parameters; all scalars of a step in one record, with the first also
+ * those that are fixed; a histogram; and that the session has ended well, for the HPARAMS tab. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
                                                        const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *m = (dtrain_metrics *)user;
     const dtrain_histogram *h = sample->histogram;
-    const double now = (double)time(NULL);
+    const bool open = sample->moment == DTRAIN_METRICS_OPEN;
+    const double now = open ? sample->wall_time : (double)time(NULL);
+    const int64_t step = m->desc.first_step;
     dtrain_result result = DTRAIN_OK;
-    if (sample->moment == DTRAIN_METRICS_OPEN) return dtrain__tensorboard_open(m);
-    if (sample->moment == DTRAIN_METRICS_STEP) return dtrain__tensorboard_step(m);
+    if (open) {
+        DTRAIN__TRY(dtrain__event_open(m));
+        DTRAIN__TRY(dtrain__event_put(m, now, 0, "3s", "brain.Event:2"));
+        DTRAIN__TRY(dtrain__event_put(m, now, step, "7{1i}", 1)); /* START */
+        if (m->desc.config) /* a tensor (2) of strings (7), of shape (1) */
+            DTRAIN__TRY(dtrain__event_put(m, now, step, "5{1{1s9{1{1s}4i}8{1i2{2{1i}}8s}}}",
+                                          "config/text_summary", "text", 2, 7, 1, m->desc.config));
+        return m->desc.hparams ? dtrain__hparams_write(m, now) : DTRAIN_OK;
+    }
+    if (sample->moment == DTRAIN_METRICS_STEP) {
+        dtrain__event_begin(m, sample->wall_time, sample->step);
+        dtrain__pb_add(m, "5{");
+        for (size_t i = 0; i < sample->count; i++) {
+            const dtrain_metric *metric = &sample->metrics[i];
+            char tag[96];
+            if (m->summary.steps > 1 && metric->flags & DTRAIN_METRIC_FIXED) continue;
+            snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
+            dtrain__pb_add(m, "1{1s2f}", tag, metric->value);
+        }
+        dtrain__pb_add(m, "}");
+        return dtrain__event_end(m);
+    }
     if (h)
         return dtrain__event_put(m, h->wall_time, h->step, "5{1{1s5{1d2d3d4d5d6b7b}}}", h->tag,
                                  h->min, h->max, (double)h->count, h->sum, h->sum_squares,
                                  h->bucket_count * sizeof *h->limits, (const void *)h->limits,
                                  h->bucket_count * sizeof *h->buckets, (const void *)h->buckets);
-    /* the session has ended well, where the HPARAMS tab has it */
     if (m->desc.hparams)
         result =
             dtrain__event_put(m, now, sample->step, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}",
