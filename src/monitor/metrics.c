@@ -1,11 +1,9 @@
 /* The stream of metrics
  *
- * A record becomes values (table.c), which every sink gets in turn, and is added to the summary.
- * Nothing here may stop a training: only creation can fail. What a sink loses is counted, the first
- * loss is a warning, and dtrain_metrics_finish says how much was lost.
- *
- * The library's writers are sinks like the host's, through the same table of functions. Medians are
- * over the last 1024 steps: fixed memory, however long the run. */
+ * A record becomes a list of metrics (table.c), which every sink gets in turn, and is added to the
+ * summary. Only creation can fail: nothing later stops a training. What a sink loses is counted, the
+ * first loss is a warning, and dtrain_metrics_finish says how much was lost. The library's writers
+ * are sinks like the host's. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -37,7 +35,7 @@ static dtrain_result dtrain__sink_call(dtrain_metrics *metrics, const dtrain_met
 
 DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_moment moment)
 {
-    for (size_t i = 0; i < metrics->opened; i++) {
+    for (size_t i = metrics->failed; i < metrics->opened; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i];
         dtrain_metrics_sink_info *info = &metrics->infos[i];
         if (moment == DTRAIN_METRICS_HISTOGRAM && !sink->histograms) continue;
@@ -53,8 +51,8 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Copy the texts of desc into memory, one behind the other; NULL: count their bytes. An empty text
- * is none. */
+/* Copy the texts of desc into memory, one after the other; NULL: count their bytes. An empty text is
+ * none. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
     const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
@@ -130,22 +128,20 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: run_name has more than 200 bytes");
-    /* one piece of memory: metrics, sinks, infos, texts, names of files */
-    const size_t each = sizeof(dtrain_metrics_sink) + sizeof(dtrain_metrics_sink_info);
+    if (desc->sink_count > DTRAIN_METRICS_SINKS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: desc has %zu sinks, at most %d are possible",
+                           desc->sink_count, DTRAIN_METRICS_SINKS);
+    /* one piece of memory: metrics, texts, names of files */
     dtrain_metrics_desc resolved = *desc;
     const size_t texts = dtrain__strings_keep(&resolved, NULL);
-    size_t bytes = sizeof(dtrain_metrics) + 2 * texts + sizeof DTRAIN__NEXT + DTRAIN__EVENT_FILE;
-    size_t room, lists;
-    if (!dtrain__size_add(DTRAIN__WRITERS, desc->sink_count, &room) ||
-        !dtrain__size_mul(room, each, &lists) || !dtrain__size_add(bytes, lists, &bytes))
-        bytes = SIZE_MAX; /* which nobody has */
+    const size_t bytes =
+        sizeof(dtrain_metrics) + 2 * texts + sizeof DTRAIN__NEXT + DTRAIN__EVENT_FILE;
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, bytes, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->bytes = bytes;
-    metrics->sinks = (dtrain_metrics_sink *)(void *)(metrics + 1);
-    metrics->infos = (dtrain_metrics_sink_info *)(void *)(metrics->sinks + room);
-    char *names = (char *)(metrics->infos + room) + texts;
+    char *names = (char *)(metrics + 1) + texts;
     (void)dtrain__strings_keep(&resolved, names - texts);
     metrics->prometheus.next = names;
     if (resolved.prometheus_path) names += strlen(resolved.prometheus_path) + sizeof DTRAIN__NEXT;
@@ -169,12 +165,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     const dtrain_result result = dtrain__metrics_open(metrics);
     if (result == DTRAIN_OK) *out = metrics;
     if (result == DTRAIN_OK) return DTRAIN_OK;
-    while (metrics->opened && metrics->sinks[0].user == metrics) { /* no end of this run in files */
-        metrics->sinks++;
-        metrics->infos++;
-        metrics->opened--;
-        metrics->sink_count--;
-    }
+    while (metrics->sinks[metrics->failed].user == metrics) metrics->failed++;
     dtrain_metrics_destroy(metrics);
     return result;
 }

@@ -147,6 +147,8 @@ typedef struct dtrain_metrics_sample {
     const struct dtrain_metrics_desc *desc; /* the stream's, with its defaults */
 } dtrain_metrics_sample;
 
+#define DTRAIN_METRICS_SINKS 12 /* of the host, at most */
+
 /* A writer: a function that is called by the thread that calls the metrics. An error at
  * DTRAIN_METRICS_OPEN is dtrain_metrics_create's. Later ones are counted, the first is a warning
  * with the error's sentence (or the code's, where dtrain_last_error is empty), and the sink is

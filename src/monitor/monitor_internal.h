@@ -59,13 +59,14 @@ typedef struct dtrain__nvml {
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_comm *comm;               /* the ranks of the run: the trainer's, or all */
-    size_t bytes;                    /* of all this, with the sinks, infos and texts after it */
-    dtrain_metrics_desc desc;        /* resolved */
-    dtrain_metrics_sink *sinks;      /* (sink_count) */
-    dtrain_metrics_sink_info *infos; /* likewise */
+    dtrain_comm *comm;        /* the ranks of the run: the trainer's, or all */
+    size_t bytes;             /* of all this, with the texts after it */
+    dtrain_metrics_desc desc; /* resolved */
+    dtrain_metrics_sink sinks[DTRAIN__WRITERS + DTRAIN_METRICS_SINKS + 1];
+    dtrain_metrics_sink_info infos[DTRAIN__WRITERS + DTRAIN_METRICS_SINKS];
     size_t sink_count;
-    size_t opened; /* the first of them, which are to be finished */
+    size_t opened; /* the first of them, which are to be finished ... */
+    size_t failed; /* ... but for these: creation failed, and no file gets an end of this run */
     bool busy;     /* a sink is being called: it must not call back */
     bool finished;
     dtrain__text text; /* the record that a writer is making */
