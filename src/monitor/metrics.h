@@ -18,51 +18,41 @@
  *     step             from 1
  *     wall_time        seconds since 1970, with milliseconds
  *     loss             mean over micro-batches and ranks
- *     val_loss         of the steps in which the host has evaluated
- *     val_accuracy     likewise, where the host has set it: 0 to 1
+ *     val_loss, val_accuracy         in steps in which the host has set them; 0 to 1
  *     grad_norm, lr
  *     tokens           of all ranks since the start
  *     tokens_per_second
- *     step_ms          slowest rank
- *     comm_ms          an operation was in flight; mean over ranks
- *     exposed_comm_ms  of that, ranks waited; mean over ranks
- *     data_ms          in wait for batches; slowest rank
+ *     step_ms, data_ms               slowest rank; data: in wait for batches
+ *     comm_ms, exposed_comm_ms       an operation was in flight, and of that time ranks waited;
+ *                      means over ranks
  *     comm_bytes       that this rank sent, by the ring formula
  *     loss_scale, skipped_steps      with loss scaling, or where a step was skipped
  *     straggler_score, slowest_rank  of compute time; two ranks or more
  *     forward_ms, backward_ms, hidden_comm_ms, optimizer_ms, checkpoint_ms
  *                      means over ranks; the checkpoint is the one saved before this step
- *     PART_ms_min, PART_ms_mean, PART_ms_max, PART_ms_rank
- *                      over ranks, and which has the largest, for PART = step, data, forward,
- *                      backward, exposed_comm, hidden_comm, optimizer, checkpoint; two ranks or
- *                      more
- *     comm_bytes_min, comm_bytes_mean, comm_bytes_max, comm_bytes_rank
- *                      likewise
- *     tensor_bytes, tensor_exposed_ms  with a mesh whose tensor axis has several ranks: of
- *                      comm_bytes, what went over that axis (the rest: over the data axis), and of
- *                      exposed_comm_ms what ranks waited for it, mean over ranks
- *     pipeline_bytes, bubble_ms        with a mesh that has a pipeline axis: of comm_bytes, what
- *                      went over that axis, and of exposed_comm_ms what ranks waited for other
- *                      stages, mean over ranks
+ *     PART_min, PART_mean, PART_max, PART_rank
+ *                      over ranks, and the rank that has most; PART = comm_bytes, or step_ms,
+ *                      data_ms, exposed_comm_ms and the five above; two ranks or more
+ *     tensor_bytes, tensor_exposed_ms, pipeline_bytes, bubble_ms
+ *                      the tensor axis's share (where it has several ranks) and the pipeline
+ *                      axis's share of comm_bytes and exposed_comm_ms; the data axis has the rest
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
- *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
- *                      reduce, send, all_to_all; where a rank has sent any
+ *     KIND_bytes       share of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather,
+ *                      broadcast, reduce, send, all_to_all; where a rank has sent any
  *     flops_per_second of all ranks: operations that the tape launched, see dtrain_tape_info
  *     peak_share       of desc.peak_flops
- *     memory_bytes, memory_peak_bytes  of the rank's device: counted by the library where it
- *                      allocates, now and the most so far; the rank that holds most
- *     memory_activation_bytes          of it, the tape's: the largest pass so far; likewise
- *     gpu_utilization  0 to 1; this and what follows by NVML, mean over ranks' GPUs
- *     gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
- *     gpu_temperature_celsius          the hottest
+ *     memory_bytes, memory_peak_bytes, memory_activation_bytes
+ *                      of the device, as the library allocates: now, the most so far, and the
+ *                      tape's largest pass; of the rank that holds most
+ *     gpu_utilization, gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
+ *                      by NVML, as the rows below: 0 to 1; means over ranks' GPUs, most memory
+ *     gpu_temperature_celsius        the hottest
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps,
- * tokens, first_loss, last_loss, seconds, means of all steps: tokens_per_second (in the time of
- * steps), step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
- * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
- * dtrain_trainer_plan says:
+ * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, the fields
+ * of dtrain_summary but bubble_ms, and of desc.trainer what a rank holds and what
+ * dtrain_trainer_plan predicts:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,

@@ -134,7 +134,7 @@ typedef struct dtrain_spread {
     double own;             /* of this rank, exact; 0 where it has not measured it */
 } dtrain_spread;
 
-/* A figure of the program itself, which every sink of dtrain_metrics shows:
+/* A figure of the program itself, which dtrain_metrics writes to all files:
  *
  *     record.added[0].name = "perplexity", record.added[0].value = exp(record.val_loss);
  *
