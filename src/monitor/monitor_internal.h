@@ -41,14 +41,12 @@ typedef struct dtrain__records {
     const char *path;
 } dtrain__records;
 
-#define DTRAIN__GPU_FIGURES (DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION)
-
 typedef struct dtrain__nvml {
     void *library, *device;
     bool started;
     double ask_at;
-    float figures[DTRAIN__GPU_FIGURES]; /* NaN: no answer */
-    char reason[200];                   /* why there is nothing; "" */
+    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no answer */
+    char reason[200];                                                   /* why there is none; "" */
 } dtrain__nvml;
 
 #define DTRAIN__METRICS_MOST 120 /* metrics of a step: 105 that table.c has, and added ones */

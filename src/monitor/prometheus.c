@@ -80,7 +80,7 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     for (size_t i = 0; i < sample->count; i++) {
         const dtrain_metric *m = &sample->metrics[i];
         first = true;
-        if (strncmp(m->name, "val_", 4) == 0) continue; /* above */
+        if (strcmp(m->group, "loss") == 0 && strcmp(m->name, "loss") != 0) continue; /* above */
         dtrain__prometheus_add(metrics, "", m, m->value * m->base_scale, "", true);
         for (int r = 0; m->figure >= 0 && sample->figures && r < metrics->last.ranks; r++) {
             const size_t at = (size_t)r * sample->figure_stride + (size_t)m->figure;

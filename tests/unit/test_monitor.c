@@ -87,7 +87,7 @@ static dtrain_step_record random_record(int64_t step)
         all->max_rank = (int)draw(5) - 1;
         all->own = draw(2) ? draw(1u << 30) : 0;
     }
-    if (draw(2)) r.added[0].name = "perplexity", r.added[0].value = odd_number();
+    if (draw(2)) r.added[0].name = "val_perplexity", r.added[0].value = odd_number();
     if (draw(2)) r.added[2].name = "reward", r.added[2].value = odd_number();
     return r;
 }
@@ -515,6 +515,13 @@ static void test_random_records(void)
         CHECK(strstr(prom, "dtrain_finished{run=\"dtrain\"} 1\n") &&
               access(path_of("run.prom.next"), F_OK) != 0);
         CHECK(prom[bytes - 1] == '\n');
+        for (int i = 0; i < DTRAIN_ADDED_FIGURES; i++) {
+            const char *name = run.records[all - 1].added[i].name;
+            char line[80];
+            if (!name) continue;
+            snprintf(line, sizeof line, "\ndtrain_%s{run=\"dtrain\"} ", name);
+            CHECK_MSG(strstr(prom, line), "%s is not in the last file", name);
+        }
         free(prom);
     }
 }
