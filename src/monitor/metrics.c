@@ -291,7 +291,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
-    dtrain__free(&allocator, metrics->histograms, 1, metrics->histograms_bytes);
+    dtrain__histograms_destroy(metrics);
     dtrain__text_free(&metrics->text);
     dtrain__free(&allocator, metrics, 1, metrics->bytes);
 }

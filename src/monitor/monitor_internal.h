@@ -96,7 +96,6 @@ struct dtrain_metrics {
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
-    size_t histograms_bytes;
 
     double started; /* when the first step began */
     dtrain_step_record last;
@@ -139,6 +138,7 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
 /* monitor/histogram.c */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
 
 /* monitor/nvml.c */
 DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics);
