@@ -87,7 +87,7 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     } else { /* a row of y is cut as the axis of the weight is */
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
         *placement = DTRAIN_PLACEMENT_COLUMNS;
-        *part = dtrain__part_of(op, &weight.cut, weight.whole, groups->tensor_rank);
+        *part = dtrain__cut_part(op, &weight.cut, weight.whole, groups->tensor_rank);
     }
     return DTRAIN_OK;
 }
@@ -187,8 +187,8 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
  * Where d_x is a sum over the axis it comes first, because the sum then continues under the product
  * that makes d_weight; and nobody may multiply it by anything before it is complete. */
 
-/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. `gemm` says where they
- * go, and whether to add. */
+/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. `gemm` says where
+ * they go, and whether to add. */
 static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, dtrain_gemm_args *gemm,
                                                 const void *d_z, const void *x)
 {

@@ -167,7 +167,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
                               "the batch",
                               (long long)rows, groups->tensor_ranks);
     *placement = DTRAIN_PLACEMENT_ROWS;
-    *part = dtrain__part_of(op, NULL, rows, groups->tensor_rank);
+    *part = dtrain__cut_part(op, NULL, rows, groups->tensor_rank);
     return DTRAIN_OK;
 }
 

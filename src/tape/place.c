@@ -32,8 +32,8 @@
 
 /* ---- Sums, and rows ---------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain__share dtrain__part_of(const dtrain_op *op, const dtrain_cut *cut,
-                                              int64_t length, int rank)
+DTRAIN__PRIVATE dtrain__share dtrain__cut_part(const dtrain_op *op, const dtrain_cut *cut,
+                                               int64_t length, int rank)
 {
     const int64_t shape[4] = {length, 0, 0, 0};
     dtrain__share part;
@@ -50,7 +50,7 @@ DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dt
     dtrain_cut cut = dtrain__tensor_share(x)->cut;
     cut.components = 1;
     memset(cut.widths, 0, sizeof cut.widths);
-    return dtrain__part_of(op, &cut, width, op->tape->groups.tensor_rank);
+    return dtrain__cut_part(op, &cut, width, op->tape->groups.tensor_rank);
 }
 
 /* Leave a collective to the caller, or wait for it: without `work`, or where the strategy wants no
@@ -90,7 +90,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const voi
         DTRAIN__TRY(dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n),
                                       (dtrain_dtype)dtype, &started));
     for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__part_of(op, NULL, rows, r);
+        const dtrain__share of = dtrain__cut_part(op, NULL, rows, r);
         char *place = (char *)whole + (size_t)of.first[0] * row;
         if (r == groups->tensor_rank)
             DTRAIN__TRY(op->device->ops->copy(op->device, place, part, (size_t)of.count * row,
@@ -115,7 +115,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const vo
         DTRAIN__TRY(dtrain_reduce_scatter(comm, whole, part, (size_t)(rows / ranks * n),
                                           (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, &started));
     for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__part_of(op, NULL, rows, r);
+        const dtrain__share of = dtrain__cut_part(op, NULL, rows, r);
         DTRAIN__TRY(dtrain_reduce(comm, (const char *)whole + (size_t)of.first[0] * row, part,
                                   (size_t)(of.count * n), (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, r,
                                   &started));
@@ -160,7 +160,7 @@ static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, 
     const size_t element = dtrain_dtype_bytes(dtype), slot = (size_t)place->slot;
     const int64_t rows = place->rows;
     const int64_t count =
-        rows * dtrain__part_of(op, &place->cut, place->columns, groups->tensor_rank).count;
+        rows * dtrain__cut_part(op, &place->cut, place->columns, groups->tensor_rank).count;
     char *const blocks = scratch + slot * element;
     char *const turned = blocks + (size_t)groups->tensor_ranks * slot * element;
     dtrain_work *work = NULL;
@@ -172,7 +172,7 @@ static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, 
     DTRAIN__TRY(dtrain_all_gather(groups->tensor, x, blocks, slot, dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
     for (int r = 0; r < groups->tensor_ranks; r++) {
-        const dtrain__share part = dtrain__part_of(op, &place->cut, place->columns, r);
+        const dtrain__share part = dtrain__cut_part(op, &place->cut, place->columns, r);
         const char *run = blocks + (size_t)r * slot * element;
         for (uint32_t i = 0; i < part.runs; i++) {
             DTRAIN__TRY(dtrain__turn(op, run, rows, part.length[i], part.count,
@@ -188,7 +188,7 @@ static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whol
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
     const dtrain__share part =
-        dtrain__part_of(op, &place->cut, place->columns, op->tape->groups.tensor_rank);
+        dtrain__cut_part(op, &place->cut, place->columns, op->tape->groups.tensor_rank);
     const size_t element = dtrain_dtype_bytes((dtrain_dtype)op->inputs[0]->dtype);
     int64_t at = 0;
     for (uint32_t i = 0; i < part.runs; at += part.length[i++])
@@ -221,7 +221,7 @@ static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const
     }
     if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
     if (!groups->tensor) return DTRAIN_OK;
-    const dtrain__share rows = dtrain__part_of(op, NULL, place->rows, groups->tensor_rank);
+    const dtrain__share rows = dtrain__cut_part(op, NULL, place->rows, groups->tensor_rank);
     return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
                                  (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
@@ -241,7 +241,7 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     place->columns = x->placement == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
     place->rows = x->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
     const int64_t length = place->by_columns ? place->columns : place->rows;
-    const dtrain__share kept = dtrain__part_of(op, NULL, length, groups->tensor_rank);
+    const dtrain__share kept = dtrain__cut_part(op, NULL, length, groups->tensor_rank);
     if (!place->gathers && length < groups->tensor_ranks)
         return dtrain__refuse(op,
                               "%lld %s to share, and each of the %d ranks of the tensor axis "
@@ -252,13 +252,13 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
     place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
     const dtrain__share here =
-        dtrain__part_of(op, &place->cut, place->columns, groups->tensor_rank);
+        dtrain__cut_part(op, &place->cut, place->columns, groups->tensor_rank);
     if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
         return dtrain__refuse(op, "the columns of other ranks are not known; convert what input 1 "
                                   "was made of");
     for (int r = 0; r < groups->tensor_ranks; r++)
         place->slot = dtrain__max(
-            place->slot, place->rows * dtrain__part_of(op, &place->cut, place->columns, r).count);
+            place->slot, place->rows * dtrain__cut_part(op, &place->cut, place->columns, r).count);
 
     if (place->by_columns) {
         dtrain__output_like(op, x, place->gathers ? place->columns : kept.count,

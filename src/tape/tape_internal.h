@@ -296,8 +296,8 @@ DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, u
  * overlap; otherwise later work on the device comes after it. Sums are added up in fp32 in the
  * order of the ranks and rounded once. */
 /* Return which part of `length` rows or columns a rank has by a cut; NULL: an even one. */
-DTRAIN__PRIVATE dtrain__share dtrain__part_of(const dtrain_op *op, const dtrain_cut *cut,
-                                              int64_t length, int rank);
+DTRAIN__PRIVATE dtrain__share dtrain__cut_part(const dtrain_op *op, const dtrain_cut *cut,
+                                               int64_t length, int rank);
 /* Return this rank's part of a row of `width` columns, one component of those that x has. */
 DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dtrain_tensor *x,
                                                    int64_t width);

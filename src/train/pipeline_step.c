@@ -159,8 +159,8 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
 }
 
 /* Say where part i of a message is. Whether a micro-batch has data is known from its forward on, on
- * both sides of a gradient; what FORWARD makes is received before, so that it is sent as zeros where
- * there is none. */
+ * both sides of a gradient; what FORWARD makes is received before, so that it is sent as zeros
+ * where there is none. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {
