@@ -107,7 +107,7 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     wait->facts = sum;
     if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
     if (work) dtrain__engine_advance(comm);
-    /* A collective moves when all ranks have called it: what they wrote is over. */
+    /* Once a collective moves, all ranks have called it: facts about it are out of date. */
     if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
     for (int i = 0; i < size; i++)
         if (found[i] && (!work || dtrain__waits_for(comm, work, i)))

@@ -70,21 +70,19 @@ static const dtrain_call *dtrain__shown_by(const dtrain__engine *comm, const dtr
     return comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
-/* Compare what two ranks call. */
-static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first,
-                                     int second)
+/* Compare what two ranks call, and fail where they differ. */
+static void dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first, int second)
 {
     const dtrain_call *x = dtrain__shown_by(comm, work, first);
     const dtrain_call *y = dtrain__shown_by(comm, work, second);
     char a[80], b[80];
-    if (dtrain__same_call(x, y)) return DTRAIN_OK;
+    if (dtrain__same_call(x, y)) return;
     dtrain__describe(x, 0, a, sizeof a);
     dtrain__describe(y, 0, b, sizeof b);
-    return dtrain__engine_failf(&comm->base, DTRAIN_ERROR_MISMATCH,
-                                "collective #%llu differs: rank %d called %s, rank %d called %s",
-                                (unsigned long long)work->op.sequence,
-                                comm->base.world_ranks[first], a, comm->base.world_ranks[second],
-                                b);
+    (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_MISMATCH,
+                               "collective #%llu differs: rank %d called %s, rank %d called %s",
+                               (unsigned long long)work->op.sequence, comm->base.world_ranks[first],
+                               a, comm->base.world_ranks[second], b);
 }
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
@@ -110,7 +108,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
             if (!shown) return false;
             if (dtrain__same_call(shown, &work->op.call)) continue;
             /* The sentence names rank 0 and the first rank that calls something else. */
-            (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : rank);
+            dtrain__compare(comm, work, 0, work->heard ? work->heard : rank);
             return false;
         }
         /* After a failure other ranks may have freed their buffers; small inputs are copies. */
@@ -258,7 +256,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *comm, dtrain_resu
     return dtrain__engine_failf(comm, code, "%s", dtrain__bare(text));
 }
 
-/* Fail with the last error as the sentence if a result is an error; say whether it is none. */
+/* Fail the communicator with the last error unless `result` is DTRAIN_OK; say whether it is. */
 DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
 {
     if (result != DTRAIN_OK) (void)dtrain__engine_fail(comm, result, dtrain_last_error());
@@ -445,7 +443,7 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
         const bool left = dtrain__left_for(world, ranks[i], comm->transport->grace_ns);
         if (!dtrain__waits_for(comm, work, i)) {
             if (work->op.sequence && work->state == DTRAIN__SHOWN)
-                (void)dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i);
+                dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i);
             continue;
         }
         if (waits < 0 || (dtrain__waits(world, waits) >= 0 && dtrain__waits(world, ranks[i]) < 0))

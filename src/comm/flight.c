@@ -35,7 +35,7 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
     const dtrain__ring *ring = world->timeline.ring;
     const uint64_t now = dtrain__now_ns();
     uint64_t next = ring->count + 1, calls = 0;
-    bool first = true, listed = !world->comm;
+    bool first = !world->comm || world->comm->ops->transport;
     char host[256] = "";
     if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
     dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
@@ -71,13 +71,12 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
 
     /* The communicators of the engine, and the world's; others are not listed anywhere. */
     dtrain__writer_add(out, "],\n \"communicators\": [");
+    if (!first) dtrain__dump_communicator(out, world->comm, ring->code != 0, true);
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
         if (!comm->report) continue; /* half of one that is being made */
         dtrain__dump_communicator(out, &comm->base, comm->failed, first);
-        listed = listed || &comm->base == world->comm;
         first = false;
     }
-    if (!listed) dtrain__dump_communicator(out, world->comm, ring->code != 0, first);
 
     dtrain__writer_add(out, "],\n \"collectives\": [");
     while (calls < DTRAIN__FLIGHT_RECORDS && dtrain__event_at(world, next - 1))
