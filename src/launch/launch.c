@@ -326,22 +326,6 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
                        stopped, too, end->error[0] ? "; its last error: " : "", end->error);
 }
 
-/* Write the error where torchrun looks for the root cause of a failure. */
-static void dtrain__write_error_file(const char *text)
-{
-    const char *path = getenv("TORCHELASTIC_ERROR_FILE");
-    const int file = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
-    char room[2 * DTRAIN__WRITER_PIECE];
-    dtrain__writer out = {file, 0, 0, sizeof room, 0, room};
-    if (file < 0) return;
-    dtrain__writer_add(&out, "{\"message\": {");
-    dtrain__writer_string(&out, "message", text);
-    dtrain__writer_add(&out, ", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n",
-                       (long long)time(NULL));
-    dtrain__writer_flush(&out);
-    close(file);
-}
-
 /* Run one attempt: start all ranks, wait until they have ended, and make the result. */
 static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info *info)
 {
@@ -443,7 +427,19 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
         if (child_was_pending) kill(getpid(), SIGCHLD);
         pthread_sigmask(SIG_SETMASK, &launch.old_mask, NULL);
     }
-    if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
+    const char *path = result == DTRAIN_OK ? NULL : getenv("TORCHELASTIC_ERROR_FILE");
+    const int file = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
+    if (file < 0) return result;
+
+    /* torchrun looks there for the root cause of a failure. */
+    char room[2 * DTRAIN__WRITER_PIECE];
+    dtrain__writer out = {file, 0, 0, sizeof room, 0, room};
+    dtrain__writer_add(&out, "{\"message\": {");
+    dtrain__writer_string(&out, "message", dtrain_last_error());
+    dtrain__writer_add(&out, ", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n",
+                       (long long)time(NULL));
+    dtrain__writer_flush(&out);
+    close(file);
     return result;
 }
 

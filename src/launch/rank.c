@@ -54,21 +54,6 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__free(&allocator, world, 1, sizeof *world);
 }
 
-static dtrain_result dtrain__world_mark(dtrain_world *world)
-{
-    void *page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
-                           strerror(errno));
-    world->mine = (uint32_t *)page;
-    *world->mine = 1;
-#ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
-    madvise(page, dtrain__page_bytes(), MADV_WIPEONFORK);
-#endif
-    return DTRAIN_OK;
-}
-
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
@@ -98,7 +83,16 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->job = launch->job;
     world->catches = desc->catch_signals;
-    DTRAIN__TRY(dtrain__world_mark(world));
+    void *const mine = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mine == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
+                           strerror(errno));
+    world->mine = (uint32_t *)mine;
+    *world->mine = 1;
+#ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
+    madvise(mine, dtrain__page_bytes(), MADV_WIPEONFORK);
+#endif
     DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
     world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));

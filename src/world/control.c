@@ -191,13 +191,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
  * that was stopped inside of a wait no longer waits. A rank that gives up keeps its entry: others,
  * whose deadlines end a moment later, would otherwise take it for the one that is behind. */
 
-/* Note for which rank of the world this one waits; -1: for none. */
+/* Note for which rank of the world this one waits; -1: for none. Tell peers over the link after a
+ * quarter of the deadline, because what is told counts even when the wait has ended, and then every
+ * eighth. */
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
 {
     uint64_t *own = &world->control->waits[world->rank], entry = 0;
-    if (rank >= 0) entry = dtrain__now_ns() / 1000000u << 16 | (uint64_t)(rank + 1);
+    const uint64_t now = dtrain__now_ns();
+    const int32_t target = rank;
+    dtrain__link *link = world->link;
+    if (rank >= 0) entry = now / 1000000u << 16 | (uint64_t)(rank + 1);
     if (*own != entry) dtrain__store(own, entry);
-    if (world->link) dtrain__link_wait(world, rank);
+    if (!dtrain__is_remote(world)) return;
+    if (rank < 0 || !link->wait_ns) link->wait_ns = rank < 0 ? 0 : now + world->timeout_ns / 4;
+    if (rank < 0 || now < link->wait_ns || !dtrain__link_takes_waits(link)) return;
+    link->wait_ns = now + world->timeout_ns / 8;
+    dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
 }
 
 /* Return the rank for which another one waits; -1: it waits for none. */

@@ -135,25 +135,6 @@ DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
     return -1;
 }
 
-static bool dtrain__link_takes_waits(const dtrain__link *link)
-{
-    return link->out_bytes < (size_t)link->count << 10;
-}
-
-/* Tell peers for which rank this one waits (-1: none): first after a quarter of its deadline,
- * because what is told counts even when the wait has ended, then every eighth. */
-DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
-{
-    const int32_t target = rank;
-    if (!dtrain__is_remote(world)) return;
-    dtrain__link *link = world->link;
-    const uint64_t now = dtrain__now_ns();
-    if (rank < 0 || !link->wait_ns) link->wait_ns = rank < 0 ? 0 : now + world->timeout_ns / 4;
-    if (rank < 0 || now < link->wait_ns || !dtrain__link_takes_waits(link)) return;
-    link->wait_ns = now + world->timeout_ns / 8;
-    dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
-}
-
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
 /* Write a frame from rank `from` into the control page and, on rank 0, forward it; false when the

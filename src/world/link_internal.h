@@ -74,6 +74,12 @@ typedef struct dtrain__link {
     size_t bytes; /* of all this */
 } dtrain__link;
 
+/* False while the buffer is so full that frames of waits are dropped. */
+static inline bool dtrain__link_takes_waits(const dtrain__link *link)
+{
+    return link->out_bytes < (size_t)link->count << 10;
+}
+
 /* world/link.c */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
@@ -81,7 +87,6 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
 DTRAIN__PRIVATE bool dtrain__try_again(int error);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes);
-DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world);

@@ -146,9 +146,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)
 {
-    DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
-    world->control = world->page.control;
-    DTRAIN__TRY(dtrain__link_create(world));
     DTRAIN__TRY(dtrain__meet(world, place));
     DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));

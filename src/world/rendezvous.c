@@ -500,14 +500,17 @@ static void dtrain__join_world(dtrain__rendezvous *r)
     }
 }
 
-/* Connect all ranks of a world that another launcher has started: fill link->ends. Then gather
- * until all have come; rank 0 has the better sentence, so the others wait a little longer than it
- * does. An abort is the result of every rank, with its code and its sentence. */
+/* Connect all ranks of a world that another launcher has started: make this rank's control page and
+ * its link, with connections. Then gather until all have come; rank 0 has the better sentence, so
+ * the others wait a little longer than it does. An abort is the result of every rank, with its code
+ * and its sentence. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
-    const dtrain__abort_record *aborted = &world->control->aborted;
     const uint64_t timeout_ns = world->timeout_ns;
     dtrain__rendezvous r;
+    DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
+    world->control = world->page.control;
+    DTRAIN__TRY(dtrain__link_create(world));
     memset(&r, 0, sizeof r);
     r.world = world;
     r.place = place;
@@ -520,6 +523,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     dtrain_result result = dtrain_world_all_gather(world, NULL, 0, NULL);
     world->timeout_ns = timeout_ns;
     if (result == DTRAIN_OK) return DTRAIN_OK;
+    const dtrain__abort_record *aborted = &world->control->aborted;
     const bool failed = dtrain__meet_failed(&r);
     if (failed) result = (dtrain_result)aborted->code;
     return dtrain_fail(result,

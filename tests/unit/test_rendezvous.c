@@ -1079,17 +1079,12 @@ static void apart_rank(const apart *a, int rank)
     world->allocator = allocator;
     world->log.level = DTRAIN_LOG_ERROR;
     world->log.rank = rank;
-    if (CHECK(dtrain__world_mark(world) == DTRAIN_OK &&
-              dtrain__map_region(0, 0, NULL, -1, &world->page) == DTRAIN_OK)) {
-        world->control = world->page.control;
-        if (CHECK_MSG(dtrain__link_create(world) == DTRAIN_OK &&
-                          dtrain__meet(world, &place) == DTRAIN_OK,
-                      "%s", dtrain_last_error())) {
-            code = a->main(world, a->user);
-            dtrain__record_end(world->control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT, code,
-                               "");
-            dtrain__world_leave(world, 2000);
-        }
+    world->mine = (uint32_t *)dtrain__map_bytes(NULL, dtrain__page_bytes(), -1);
+    *world->mine = 1;
+    if (CHECK_MSG(dtrain__meet(world, &place) == DTRAIN_OK, "%s", dtrain_last_error())) {
+        code = a->main(world, a->user);
+        dtrain__record_end(world->control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT, code, "");
+        dtrain__world_leave(world, 2000);
     }
     dtrain__world_destroy(world);
     exit(code);
