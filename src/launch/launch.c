@@ -245,11 +245,12 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
     const dtrain__bound bounds[] = {
         /* (int): a program may have been given a negative number */
-        {most > DTRAIN_MAX_RANKS, "rank_count", (double)most, "at most 256 (DTRAIN_MAX_RANKS)"},
+        {most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
+         "at most 256 (DTRAIN_MAX_RANKS)"},
         {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
          "0 (processes) or 1 (threads)"},
         {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
-        {desc->threads_per_rank > 4096, "threads_per_rank", (double)desc->threads_per_rank,
+        {desc->threads_per_rank > 4096, "threads_per_rank", (double)(int)desc->threads_per_rank,
          "0 to 4096"},
         {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
          "at most 1023 bytes"}};
