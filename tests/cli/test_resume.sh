@@ -50,7 +50,7 @@ changed=$tmp/changed
 $base --steps 4 --checkpoint "$changed" >/dev/null 2>&1
 cp "$tmp/data" "$tmp/data2"
 $base --steps 8 --resume "$changed" >"$tmp/out" 2>&1
-grep -q -x '        --steps was 4 and is 8' "$tmp/out"; result "more steps" $? "$tmp/out"
+grep -q -x '        of other settings: --steps was 4 and is 8' "$tmp/out"; result "more steps" $? "$tmp/out"
 $base --steps 4 --resume "$changed" >"$tmp/out" 2>&1
 ! grep -q ' was .* and is ' "$tmp/out"; result "nothing has changed, and nothing is said" $? "$tmp/out"
 for changes in "--seed 2|--seed was 1337 and is 2" "--data $tmp/data2|--data was $tmp/data and is $tmp/data2" \
@@ -59,14 +59,14 @@ for changes in "--seed 2|--seed was 1337 and is 2" "--data $tmp/data2|--data was
     good "${changes%%|*}" "${changes#*|}" $base --steps 6 --resume "$changed" ${changes%%|*}
 done
 good "an old seed stays" 'the order of data and dropout stay with the old --seed' $base --steps 6 --resume "$changed" --seed 2
-bad "AdamW's moments are not Lion's" 'does not fit this run \(.*--optimizer was adamw and is lion.*missing in it: lion' $base --steps 6 --resume "$changed" --optimizer lion
+bad "AdamW's moments are not Lion's" 'does not fit this run: missing in it: lion.*of other settings: .*--optimizer was adamw and is lion' $base --steps 6 --resume "$changed" --optimizer lion
 ! grep -q '`' "$tmp/err"; result "and no advice that the program cannot take" $? "$tmp/err"
-bad "other heads" 'is of another model: --heads was 2 and is 4' $base --steps 6 --resume "$changed" --heads 4
-bad "another vocabulary under the same padding" 'is of another model: --vocab was 257 and is 300' \
+bad "other heads" 'of another model: --heads was 2 and is 4' $base --steps 6 --resume "$changed" --heads 4
+bad "another vocabulary under the same padding" 'of another model: --vocab was 257 and is 300' \
     sh -c "$gpt --vocab 257 --steps 2 --checkpoint '$tmp/padded' >/dev/null 2>&1; exec $gpt --vocab 300 --steps 4 --resume '$tmp/padded'"
 write="$build/train_gpt --threads 1 --layers 1 --channels 16 --seq 16 --resume $changed --generate 4"
 good "text from a checkpoint" 'generated' $write --heads 2
-bad "with other heads" 'is of another model: --heads was 2 and is 1' $write --heads 1
+bad "with other heads" 'of another model: --heads was 2 and is 1' $write --heads 1
 bad "with another activation and epsilon" '--activation was gelu_new and is relu, --norm-epsilon was 1e-05 and is 0.01' $write --heads 2 --activation relu --norm-epsilon 0.01
 
 # ---- the same of ResNet, whose running averages are no parameters of the optimizer ----
