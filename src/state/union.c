@@ -27,7 +27,7 @@
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
 
-#define DTRAIN__PIECE_HEADER 256 /* bytes of the header of a file that a piece takes, about */
+#define DTRAIN__PIECE_ABOUT 256 /* bytes of the header of a file that a piece takes, about */
 
 /* Gather all lists: entries and names, each padded to those of the longest list. */
 static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
@@ -180,7 +180,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
             if (!counts) continue;
             load[held[least].rank] +=
                 (uint64_t)piece->count * dtrain__state_bytes(held[k].tensor.dtype) +
-                DTRAIN__PIECE_HEADER;
+                DTRAIN__PIECE_ABOUT;
             held[stay++] = held[least];
         }
         DTRAIN__TRY(dtrain__pieces_check(call, &held[first], stay - first));
