@@ -91,6 +91,7 @@ struct dtrain_metrics {
     dtrain_metrics_sample sample; /* the last step, as sinks see it */
     dtrain_metric metrics[DTRAIN__METRICS_MOST];
     double flops, peak_share;          /* of the last step: a second of all ranks, of their peak */
+    double throttle, ecc;              /* of all ranks' GPUs */
     dtrain_memory held, planned;       /* of this rank; planned: without no_plan */
     uint64_t planned_passes;           /* activations and their gradients */
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */

@@ -1,8 +1,7 @@
 /* The metrics of a step
  *
  * One table has all metrics there are: how each is shown, and which number of the stream is its
- * value. What was not measured is NaN, and is not listed, so that no sink has to ask what is
- * known. */
+ * value. A metric that was not measured is not listed, so that no sink has to ask what is known. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -44,15 +43,17 @@ typedef struct dtrain__metric_row {
 #define DTRAIN__MS(part) part "_ms", part "_seconds", 1e-3
 #define DTRAIN__AT(member) offsetof(dtrain_metrics, member)
 #define DTRAIN__FIGURE(of, take) DTRAIN__AT(last.figures[DTRAIN_FIGURE_##of].take)
-/* A number of the record, one that each rank has, a mean time, bytes. */
+/* A number of the stream; one of which each rank has a share; a figure; times. */
 #define DTRAIN__NUMBER(names, group, flags, type, rule, member, help) \
     {{names, group, flags, -1, 0, help}, DTRAIN__##type, DTRAIN__##rule, DTRAIN__AT(member)}
+#define DTRAIN__SHARED(names, group, flags, of, type, rule, member, help) \
+    {{names, group, flags, DTRAIN_FIGURE_##of, 0, help}, DTRAIN__##type, DTRAIN__##rule, \
+     DTRAIN__AT(member)}
 #define DTRAIN__EACH(names, group, flags, of, take, help) \
     {{names, group, flags, DTRAIN_FIGURE_##of, 0, help}, DTRAIN__REAL, DTRAIN__MEASURED, \
      DTRAIN__FIGURE(of, take)}
 #define DTRAIN__TIME(part, of, member, help) \
-    {{DTRAIN__MS(part), "time", 0, DTRAIN_FIGURE_##of, 0, help}, DTRAIN__REAL, DTRAIN__ALWAYS, \
-     DTRAIN__AT(member)}
+    DTRAIN__SHARED(DTRAIN__MS(part), "time", 0, of, REAL, ALWAYS, member, help)
 #define DTRAIN__MEAN(part, of, help) \
     {{DTRAIN__MS(part), "time", 0, DTRAIN_FIGURE_##of, 0, help ", mean of ranks."}, \
      DTRAIN__SECONDS, DTRAIN__MEASURED, DTRAIN__FIGURE(of, mean)}
@@ -107,9 +108,8 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
     DTRAIN__TIME("exposed_comm", EXPOSED_COMM, last.exposed_comm_ms,
                  "Time that ranks waited in communication, mean."),
     DTRAIN__TIME("data", DATA, last.data_ms, "Time in wait for batches, slowest rank."),
-    {{DTRAIN__BASE("comm_bytes"), "sent", DTRAIN__I, DTRAIN_FIGURE_COMM_BYTES, 0,
-      "Bytes that rank 0 sent in the step."}, DTRAIN__COUNT, DTRAIN__ALWAYS,
-     DTRAIN__AT(last.comm_bytes)},
+    DTRAIN__SHARED(DTRAIN__BASE("comm_bytes"), "sent", DTRAIN__I, COMM_BYTES, COUNT, ALWAYS,
+                   last.comm_bytes, "Bytes that rank 0 sent in the step."),
     DTRAIN__NUMBER(DTRAIN__BASE("loss_scale"), "optimizer", 0, REAL, POSITIVE, last.loss_scale,
                    "Loss scale of the step."),
     DTRAIN__NUMBER(DTRAIN__NAMES("skipped_steps", "skipped_steps_total"), "optimizer", DTRAIN__SUM,
@@ -168,10 +168,11 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
                  "Power, mean of ranks."),
     DTRAIN__EACH(DTRAIN__BASE("gpu_temperature_celsius"), "nvml", 0, GPU_TEMPERATURE, max,
                  "Temperature, hottest GPU."),
-    DTRAIN__EACH(DTRAIN__NAMES("gpu_throttle", "gpu_throttle_reasons"), "nvml", DTRAIN__I,
-                 GPU_THROTTLE, max, "NVML's bits of why clocks are low, of any rank."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_ecc_errors"), "nvml", DTRAIN__I, GPU_ECC, max,
-                 "Uncorrected ECC errors of all ranks' GPUs."),
+    DTRAIN__SHARED(DTRAIN__NAMES("gpu_throttle", "gpu_throttle_reasons"), "nvml", DTRAIN__I,
+                   GPU_THROTTLE, REAL, MEASURED, throttle,
+                   "NVML's bits of why clocks are low, of any rank."),
+    DTRAIN__SHARED(DTRAIN__BASE("gpu_ecc_errors"), "nvml", DTRAIN__I, GPU_ECC, REAL, MEASURED,
+                   ecc, "Uncorrected ECC errors of all ranks' GPUs."),
     DTRAIN__MEMORIES("memory_", DTRAIN__HELD, held, "held"),
     DTRAIN__MEMORIES("predicted_", DTRAIN__PLANNED, planned, "predicted"),
     DTRAIN__MEMORY("predicted_activation", DTRAIN__PLANNED, planned_passes,
@@ -182,17 +183,17 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
 
 /* ---- The values -------------------------------------------------------------------------------*/
 
-/* Make the record's copy ready: a figure that no rank has measured, as all in a record without
- * figures, is NaN. Without a trainer, which would exchange them, the figures of this rank's GPU are
- * all there are. Where each rank's are known, throttle reasons are the union of their bits, and ECC
- * errors the sum: figures are fp32, which is exact below 2^24, and the bits end at 2^9. */
+/* Complete the stream's copy of the record: figures that no rank has measured are NaN, as all are
+ * in a record without figures, and without a trainer, which would exchange them, the figures of
+ * this rank's GPU are all there are. Then compute the numbers that are no figures. Throttle reasons
+ * are the union of all ranks' bits, ECC errors the sum. Figures are fp32, which is exact below
+ * 2^24; NVML's reasons are bits up to 2^9. */
 static void dtrain__metrics_prepare(dtrain_metrics *metrics)
 {
     const dtrain_spread unknown = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1, 0};
     const dtrain_metrics_sample *sample = &metrics->sample;
     dtrain_step_record *r = &metrics->last;
-    dtrain_spread *figures = r->figures, *throttle = &figures[DTRAIN_FIGURE_GPU_THROTTLE];
-    dtrain_spread *ecc = &figures[DTRAIN_FIGURE_GPU_ECC];
+    dtrain_spread *figures = r->figures;
     uint64_t bits = 0;
     double errors = 0;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
@@ -209,8 +210,8 @@ static void dtrain__metrics_prepare(dtrain_metrics *metrics)
         if (dtrain__is_finite(reasons) && reasons >= 0) bits |= (uint64_t)reasons;
         if (dtrain__is_finite(lost)) errors += (double)lost;
     }
-    if (sample->figures && throttle->max_rank >= 0) throttle->max = (double)bits;
-    if (sample->figures && ecc->max_rank >= 0) ecc->max = errors;
+    metrics->throttle = sample->figures ? (double)bits : figures[DTRAIN_FIGURE_GPU_THROTTLE].max;
+    metrics->ecc = sample->figures ? errors : figures[DTRAIN_FIGURE_GPU_ECC].max;
     const double seconds = figures[DTRAIN_FIGURE_STEP].max;
     const double flops = figures[DTRAIN_FIGURE_FLOPS].mean;
     metrics->flops = flops > 0 && seconds > 0 ? flops * r->ranks / seconds : DTRAIN__NAN;

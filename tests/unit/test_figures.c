@@ -24,7 +24,7 @@ typedef struct training {
     dtrain_step_record records[8];         /* of each, last step */
     double span[8]; /* by each, before step 2: no less than the time of its span there */
     dtrain_step_record last;
-    double flops, predicted, held, gpu;
+    double flops, predicted, held, gpu, throttle, ecc;
     char no_gpu[200];
     uint64_t seen; /* histograms */
 } training;
@@ -189,6 +189,8 @@ static int train_rank(dtrain_world *world, void *user)
         CHECK(isfinite(t->predicted = last_value(metrics, "predicted_optimizer_bytes")));
         CHECK(isfinite(t->held = last_value(metrics, "memory_optimizer_bytes")));
         t->gpu = last_value(metrics, "gpu_utilization");
+        t->throttle = last_value(metrics, "gpu_throttle");
+        t->ecc = last_value(metrics, "gpu_ecc_errors");
         CHECK(isnan(last_value(metrics, "peak_share"))); /* desc says no peak */
         snprintf(t->no_gpu, sizeof t->no_gpu, "%s", info.no_gpu);
         CHECK(info.no_plan[0] == 0);
@@ -390,6 +392,7 @@ static void test_gpus(void)
     }
     CHECK(t->no_gpu[0] == 0);
     CHECK_CLOSE(t->gpu, 0.51, 1e-6);
+    CHECK(t->throttle == (1 | 2 | 4) && t->ecc == 3 + 4 + 5); /* the union of bits, and the sum */
     CHECK(with_ranks(2, DTRAIN_LAUNCH_THREADS, NULL, own_gpu_rank, NULL) == DTRAIN_OK);
     /* what a GPU cannot tell is unknown, the rest is there */
     gpus("utilization=3,ecc=3,reasons=4", stub[0], t, 1);
