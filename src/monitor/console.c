@@ -103,8 +103,8 @@ static void dtrain__console_draw(dtrain_metrics *metrics, dtrain__text *line)
 
 /* Show a step. On a terminal an evaluation is a line that stays, with the live line below it; the
  * end draws the last step, which may have come too soon after another one. A table has rows of the
- * first step, every progress_every-th, evaluated ones and the last; each of its columns is one word,
- * so that awk and sort can read it as well. */
+ * first step, every progress_every-th, evaluated ones and the last; each of its columns is one
+ * word, so that awk and sort can read it as well. */
 DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;

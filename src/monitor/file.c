@@ -49,8 +49,8 @@ DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool 
     dtrain__text_append(text, number, bytes);
 }
 
-/* Write all bytes, or *written of them. A signal that a failed write causes is blocked and accepted,
- * unless one was pending before. */
+/* Write all bytes, or *written of them. A signal that a failed write causes is blocked and
+ * accepted, unless one was pending before. */
 static bool dtrain__records_write(const dtrain__records *file, const void *data, size_t bytes,
                                   size_t *written)
 {

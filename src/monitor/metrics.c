@@ -1,9 +1,9 @@
 /* The stream of metrics
  *
  * A record becomes a list of metrics (table.c), which every sink gets in turn, and is added to the
- * summary. Only creation can fail: nothing later stops a training. What a sink loses is counted, the
- * first loss is a warning, and dtrain_metrics_finish says how much was lost. The library's writers
- * are sinks like the host's. */
+ * summary. Only creation can fail: nothing later stops a training. What a sink loses is counted,
+ * the first loss is a warning, and dtrain_metrics_finish says how much was lost. The library's
+ * writers are sinks like the host's. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -51,8 +51,8 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Copy the texts of desc into memory, one after the other; NULL: count their bytes. An empty text is
- * none. */
+/* Copy the texts of desc into memory, one after the other; NULL: count their bytes. An empty text
+ * is none. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
     const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,

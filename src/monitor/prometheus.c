@@ -25,8 +25,8 @@
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
-/* Add a sample of dtrain_PREFIXNAME, with labels besides that of the run, whose name is escaped. The
- * first of a metric comes with its help and its type. */
+/* Add a sample of dtrain_PREFIXNAME, with labels besides that of the run, whose name is escaped.
+ * The first of a metric comes with its help and its type. */
 static void dtrain__prometheus_add(dtrain_metrics *metrics, const char *prefix,
                                    const dtrain_metric *m, double value, const char *labels,
                                    bool first)
