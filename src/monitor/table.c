@@ -22,7 +22,7 @@ enum { DTRAIN__REAL, DTRAIN__SECONDS, DTRAIN__COUNT, DTRAIN__INT };
 enum {
     DTRAIN__ALWAYS,
     DTRAIN__MEASURED, /* the value, or its figure by any rank */
-    DTRAIN__SENT,     /* some rank's figure is above 0 */
+    DTRAIN__USED,     /* some rank's figure is above 0 */
     DTRAIN__POSITIVE, /* above 0 */
     DTRAIN__SCALED,   /* with loss scaling, or where a step was skipped */
     DTRAIN__RANKS,    /* in a record of two ranks or more */
@@ -46,14 +46,14 @@ typedef struct dtrain__metric_row {
 /* A number of the stream; one of which each rank has a share; a figure; times. */
 #define DTRAIN__NUMBER(names, group, flags, type, rule, member, help) \
     {{names, group, flags, -1, 0, help}, DTRAIN__##type, DTRAIN__##rule, DTRAIN__AT(member)}
-#define DTRAIN__SHARED(names, group, flags, of, type, rule, member, help) \
+#define DTRAIN__EACH_AT(names, group, flags, of, type, rule, member, help) \
     {{names, group, flags, DTRAIN_FIGURE_##of, 0, help}, DTRAIN__##type, DTRAIN__##rule, \
      DTRAIN__AT(member)}
 #define DTRAIN__EACH(names, group, flags, of, take, help) \
     {{names, group, flags, DTRAIN_FIGURE_##of, 0, help}, DTRAIN__REAL, DTRAIN__MEASURED, \
      DTRAIN__FIGURE(of, take)}
 #define DTRAIN__TIME(part, of, member, help) \
-    DTRAIN__SHARED(DTRAIN__MS(part), "time", 0, of, REAL, ALWAYS, member, help)
+    DTRAIN__EACH_AT(DTRAIN__MS(part), "time", 0, of, REAL, ALWAYS, member, help)
 #define DTRAIN__MEAN(part, of, help) \
     {{DTRAIN__MS(part), "time", 0, DTRAIN_FIGURE_##of, 0, help ", mean of ranks."}, \
      DTRAIN__SECONDS, DTRAIN__MEASURED, DTRAIN__FIGURE(of, mean)}
@@ -72,7 +72,7 @@ typedef struct dtrain__metric_row {
 #define DTRAIN__KIND(kind, of) \
     {{DTRAIN__BASE(kind "_bytes"), "sent", DTRAIN__I, \
       DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##of, 0, \
-      "Bytes that rank 0 sent in the step by " kind "."}, DTRAIN__REAL, DTRAIN__SENT, \
+      "Bytes that rank 0 sent in the step by " kind "."}, DTRAIN__REAL, DTRAIN__USED, \
      DTRAIN__AT(last.figures[DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##of].own)}
 #define DTRAIN__MEMORY(name, rule, member, what) \
     {{DTRAIN__BASE(name "_bytes"), "memory", DTRAIN__I | DTRAIN_METRIC_FIXED, -1, 0, \
@@ -108,7 +108,7 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
     DTRAIN__TIME("exposed_comm", EXPOSED_COMM, last.exposed_comm_ms,
                  "Time that ranks waited in communication, mean."),
     DTRAIN__TIME("data", DATA, last.data_ms, "Time in wait for batches, slowest rank."),
-    DTRAIN__SHARED(DTRAIN__BASE("comm_bytes"), "sent", DTRAIN__I, COMM_BYTES, COUNT, ALWAYS,
+    DTRAIN__EACH_AT(DTRAIN__BASE("comm_bytes"), "sent", DTRAIN__I, COMM_BYTES, COUNT, ALWAYS,
                    last.comm_bytes, "Bytes that rank 0 sent in the step."),
     DTRAIN__NUMBER(DTRAIN__BASE("loss_scale"), "optimizer", 0, REAL, POSITIVE, last.loss_scale,
                    "Loss scale of the step."),
@@ -123,8 +123,6 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
     DTRAIN__MEAN("hidden_comm", HIDDEN_COMM, "Communication that compute hides"),
     DTRAIN__MEAN("optimizer", OPTIMIZER, "Time in norm and update"),
     DTRAIN__MEAN("checkpoint", CHECKPOINT, "Time in saving before the step"),
-    DTRAIN__MEAN("tensor_exposed", TENSOR_EXPOSED, "Exposed communication of the tensor axis"),
-    DTRAIN__MEAN("bubble", BUBBLE, "Wait for other stages of the pipeline"),
     DTRAIN__SPREAD_MS("step", STEP, "a step"),
     DTRAIN__SPREAD_MS("data", DATA, "wait for batches"),
     DTRAIN__SPREAD_MS("forward", FORWARD, "the forward pass"),
@@ -137,8 +135,10 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
                    "Bytes sent in the step"),
     DTRAIN__EACH(DTRAIN__BASE("tensor_bytes"), "sent", DTRAIN__I, TENSOR_BYTES, own,
                  "Bytes that rank 0 sent in the step over the tensor axis."),
+    DTRAIN__MEAN("tensor_exposed", TENSOR_EXPOSED, "Exposed communication of the tensor axis"),
     DTRAIN__EACH(DTRAIN__BASE("pipeline_bytes"), "sent", DTRAIN__I, PIPELINE_BYTES, own,
                  "Bytes that rank 0 sent in the step over the pipeline axis."),
+    DTRAIN__MEAN("bubble", BUBBLE, "Wait for other stages of the pipeline"),
     DTRAIN__EACH(DTRAIN__BASE("bus_bytes_per_second"), "sent", 0, BUS, mean,
                  "Bus bandwidth as nccl-tests have it, mean of ranks."),
     DTRAIN__KIND("all_reduce", ALL_REDUCE),
@@ -168,10 +168,10 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
                  "Power, mean of ranks."),
     DTRAIN__EACH(DTRAIN__BASE("gpu_temperature_celsius"), "nvml", 0, GPU_TEMPERATURE, max,
                  "Temperature, hottest GPU."),
-    DTRAIN__SHARED(DTRAIN__NAMES("gpu_throttle", "gpu_throttle_reasons"), "nvml", DTRAIN__I,
+    DTRAIN__EACH_AT(DTRAIN__NAMES("gpu_throttle", "gpu_throttle_reasons"), "nvml", DTRAIN__I,
                    GPU_THROTTLE, REAL, MEASURED, throttle,
                    "NVML's bits of why clocks are low, of any rank."),
-    DTRAIN__SHARED(DTRAIN__BASE("gpu_ecc_errors"), "nvml", DTRAIN__I, GPU_ECC, REAL, MEASURED,
+    DTRAIN__EACH_AT(DTRAIN__BASE("gpu_ecc_errors"), "nvml", DTRAIN__I, GPU_ECC, REAL, MEASURED,
                    ecc, "Uncorrected ECC errors of all ranks' GPUs."),
     DTRAIN__MEMORIES("memory_", DTRAIN__HELD, held, "held"),
     DTRAIN__MEMORIES("predicted_", DTRAIN__PLANNED, planned, "predicted"),
@@ -245,7 +245,7 @@ DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics)
         double value = DTRAIN__NAN;
         if (!holds[row->rule]) continue;
         if (row->rule == DTRAIN__MEASURED && figure && figure->max_rank < 0) continue;
-        if (row->rule == DTRAIN__SENT && !(figure->max > 0)) continue;
+        if (row->rule == DTRAIN__USED && !(figure->max > 0)) continue;
         if (row->type == DTRAIN__COUNT) value = (double)*(const uint64_t *)at;
         else if (row->type != DTRAIN__INT) value = *(const double *)at;
         else if (*(const int *)at >= 0) value = *(const int *)at;
