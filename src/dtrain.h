@@ -149,7 +149,6 @@ DTRAIN__COLD
 #include "optim/scaler.c"
 #include "optim/optimizer.c"
 #include "optim/groups.c"
-#include "optim/muon.c"
 #include "optim/schedule.c"
 
 /* Structures of a ring that other rings read, also if that ring is left out. */
@@ -187,6 +186,7 @@ DTRAIN__COLD
 
 #if DTRAIN__MODELS
 #include "strategy/samples.c"
+#include "optim/muon.c"
 #include "parallel/schedule.c"
 #include "parallel/runner.c"
 #include "tape/tape.c"
@@ -233,14 +233,14 @@ DTRAIN__COLD
 #include "monitor/trace.c"
 #endif
 
-/* ---- The device and its kernels; kernels of layers belong to ring 3 --------------------------*/
+/* ---- The device and its kernels; products and kernels of layers belong to ring 3 -------------*/
 
 #include "device/device.c"
 #include "device/plan.c"
 #include "device/cpu/cpu.c"
 #include "device/cpu/launch.c"
-#include "device/cpu/launch_gemm.c"
 #if DTRAIN__MODELS
+#include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_layers.c"
 #include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_convolution.c"
@@ -249,7 +249,9 @@ DTRAIN__COLD
 DTRAIN__HOT
 #include "device/cpu/launch_sparse.c"
 #include "device/cpu/pool.c"
+#if DTRAIN__MODELS
 #include "device/cpu/gemm.c"
+#endif
 #include "device/cpu/kernels.c"
 
 /* Restore how the host rounds a * b + c, see core/platform_internal.h. */

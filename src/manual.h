@@ -173,13 +173,14 @@
 
    dtrain.h is four rings. A program without a ring compiles faster; the header still declares the
    functions of that ring, and the linker names those that the program calls:
-       1 core      world, launch, communicator, mesh, strategies, optimizers and their CPU kernels:
-                   for programs with their own arrays and backward
+       1 core      world, launch, communicator, mesh, strategies, optimizers but Muon, and their CPU
+                   kernels: for programs with their own arrays and backward
        2 state     what must survive a run, checkpoints, import and export
-       3 models    tape, operations and their CPU kernels, pipelines' runner, data, trainer
+       3 models    tape, operations and their CPU kernels (products of matrices among them), Muon,
+                   pipelines' runner, data, trainer
        4 monitor   metrics for terminal, JSON, TensorBoard, Prometheus; traces
-   A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So does a rank without
-   ring 4 whose launch asks for a trace.
+   A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So do an optimizer with
+   Muon without ring 3, and a rank without ring 4 whose launch asks for a trace.
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of

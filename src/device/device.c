@@ -51,25 +51,6 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
            !device->ops->is_device_memory(device, memory);
 }
 
-/* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps, and op
- * transposes a or b if the flags, those of dtrain_gemm_args, say so. */
-DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m,
-                                              int64_t n, int64_t k, float alpha, const float *a,
-                                              const float *b, float beta, float *c)
-{
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = m, args.n = n, args.k = k;
-    args.alpha = alpha, args.beta = beta;
-    args.a = a, args.b = b, args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    args.ldc = n;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
-    return device->ops->gemm(device, &args);
-}
-
 DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info)
 {
     if (!device || !info)

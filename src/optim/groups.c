@@ -150,6 +150,13 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
                            "%s: kind %u is not a dtrain_optimizer_kind; start from "
                            "dtrain_optimizer_defaults()",
                            call, (unsigned)desc->kind);
+    if (muon && !DTRAIN__MODELS)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: Muon multiplies matrices, which belongs to models, and this program "
+            "leaves them out: compile dtrain.h without DTRAIN_OMIT_MODELS and "
+            "DTRAIN_CORE, or take AdamW",
+            call);
     return dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]);
 }
 

@@ -21,7 +21,9 @@
  *     gram (k, k) = x x^T      square = c gram gram + b gram     y = square x + a x     k = smaller
  *
  * It costs 5 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch: beside a
- * backward over few tokens that is much, and sharing it among the owners of ZERO3 pays. */
+ * backward over few tokens that is much, and sharing it among the owners of ZERO3 pays.
+ *
+ * Products of matrices belong to ring 3, models, and so does this file. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -33,7 +35,6 @@
 #include "optim/optimizer.h"
 #include "device/backend.h"
 #include "device/device.h"
-#include "device/device_internal.h"
 
 #define DTRAIN__MUON_ITERATIONS 5
 
@@ -63,6 +64,25 @@ DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, fl
     return (size_t)(sum + 2 * square + 2 * most);
 }
 
+/* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps, and op
+ * transposes a or b if the flags, those of dtrain_gemm_args, say so. */
+static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t m,
+                                          int64_t n, int64_t k, float alpha, const float *a,
+                                          const float *b, float beta, float *c)
+{
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = m, args.n = n, args.k = k;
+    args.alpha = alpha, args.beta = beta;
+    args.a = a, args.b = b, args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    args.ldc = n;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    return device->ops->gemm(device, &args);
+}
+
 /* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
  * and they change places. */
 static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
@@ -75,13 +95,13 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
     const uint32_t flags = wide ? DTRAIN_GEMM_TRANS_B : DTRAIN_GEMM_TRANS_A;
     for (int i = 0; i < DTRAIN__MUON_ITERATIONS; i++) {
         float *x = muon->x, *y = muon->y, *gram = muon->gram, *square = muon->square;
-        DTRAIN__TRY(dtrain__product(device, flags, k, k, other, 1, x, x, 0, gram));
+        DTRAIN__TRY(dtrain__muon_product(device, flags, k, k, other, 1, x, x, 0, gram));
         DTRAIN__TRY(device->ops->copy(device, square, gram, (size_t)(k * k) * sizeof(float),
                                       DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain__product(device, 0, k, k, k, c, gram, gram, b, square));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, k, k, k, c, gram, gram, b, square));
         DTRAIN__TRY(device->ops->copy(device, y, x, bytes, DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain__product(device, 0, rows, columns, k, 1, wide ? square : x,
-                                    wide ? x : square, a, y));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, rows, columns, k, 1, wide ? square : x,
+                                         wide ? x : square, a, y));
         muon->x = y;
         muon->y = x;
     }

@@ -12,7 +12,7 @@
  *             w = w - lr (nesterov ? g + momentum b : b)
  *     Lion    w = w (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g)
  *             m = beta2 m + (1 - beta2) g
- *     Muon    optim/muon.c
+ *     Muon    optim/muon.c, of ring 3: models
  *
  * One fused kernel a group reads gradient and state once and writes value and state once. State is
  * for this rank's shards only, one block, made at creation, group by group (optim/groups.c):
@@ -87,6 +87,28 @@ static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *de
     scalars.correction2 = (float)(1 - pow((double)desc->beta2, (double)seen));
     return scalars;
 }
+
+#if !DTRAIN__MODELS /* no optimizer comes to them: dtrain__check_group refuses Muon */
+DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
+                                           dtrain__muon *muon)
+{
+    (void)optimizer;
+    (void)memory;
+    (void)muon;
+    return 0;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
+                                                const dtrain_shard *const *sources,
+                                                const dtrain_optimizer_args *step)
+{
+    (void)device;
+    (void)muon;
+    (void)sources;
+    (void)step;
+    return DTRAIN_ERROR_UNSUPPORTED;
+}
+#endif
 
 /* Update `count` tensors of a group from number `at` on, all of which have had the same number of
  * updates; with `piece`, which stands for a part of tensor `at`, update that part on the CPU. */

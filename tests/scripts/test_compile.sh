@@ -127,6 +127,36 @@ int main(void)
     return 0;
 }
 END
+cat >"$build/muon.c" <<'END'
+#include "dtrain.h"
+#include <stdio.h>
+#include <string.h>
+static int rank_main(dtrain_world *world, void *user)
+{
+    dtrain_param param;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    const dtrain_optimizer_desc muon = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
+    (void)user;
+    memset(&param, 0, sizeof param);
+    param.name = "matrix";
+    param.shape[0] = param.shape[1] = 2;
+    if (dtrain_strategy_create(world, &param, 1, NULL, &strategy) != DTRAIN_OK) return 1;
+    const dtrain_result result = dtrain_optimizer_create(world, strategy, &muon, &optimizer);
+    if (result != DTRAIN_OK) puts(dtrain_last_error());
+    else if (dtrain_optimizer_step(optimizer, 0.1f, 1) == DTRAIN_OK) puts("a step of Muon");
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return result == DTRAIN_OK || result == DTRAIN_ERROR_UNSUPPORTED ? 0 : 1;
+}
+int main(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 1;
+    return dtrain_launch(&desc, rank_main, NULL, NULL) == DTRAIN_OK ? 0 : 1;
+}
+END
 cat >"$build/record.c" <<'END'
 /* A loop without a trainer reports the record that it fills. */
 #include "dtrain.h"
@@ -175,6 +205,11 @@ for rings in $combinations; do
         result "$rings, a launch says that there are no traces" $? "$tmp/log"
         ;;
     esac
+    muon='dtrain_optimizer_create: group 0: Muon multiplies matrices, which belongs to models.*without DTRAIN_OMIT_MODELS'
+    case $rings in *models*) muon='^a step of Muon$' ;; esac
+    try "$rings, Muon" $cc -std=c99 -I. "$build/muon.c" "$object" -o "$build/muon" $libs
+    "$build/muon" >"$tmp/log" 2>&1 && grep -q "$muon" "$tmp/log"
+    result "$rings, Muon steps or is refused by name" $? "$tmp/log"
     case $rings in *models*) continue ;; esac
     try "$rings, a kernel of layers" $cc -std=c99 -I. "$build/kernel.c" "$object" -o "$build/kernel" $libs
     "$build/kernel" >"$tmp/log" 2>&1 && grep -q "cpu device: the kernel layernorm belongs to models.*without DTRAIN_OMIT_MODELS" "$tmp/log"

@@ -188,7 +188,7 @@ static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info
 #ifdef DTRAIN_USE_CBLAS
     const char *name = "cblas";
 #else
-    const char *name = cpu->isa->name;
+    const char *name = cpu->kernels->name;
 #endif
     snprintf(info->name, sizeof info->name, "CPU (%s)", name);
     snprintf(info->kernels, sizeof info->kernels, "%s", name);

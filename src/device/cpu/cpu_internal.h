@@ -46,10 +46,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain_
                                                   dtrain_dtype dtype);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device);
 DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b);
-DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
-                                                  const void *x, dtrain_dtype dtype,
-                                                  bool accumulate, float *sums);
-
 DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
                                         int64_t i, int64_t count, uint32_t *words);
 
@@ -57,12 +53,17 @@ DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, 
 /* device/cpu/launch_layers.c */
 DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
                                       double sum, float wanted, double logits_sum);
-#endif
+
+/* device/cpu/launch_gemm.c */
+DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
+                                                  const void *x, dtrain_dtype dtype,
+                                                  bool accumulate, float *sums);
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
 DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product);
 DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
+#endif
 
 /* device/cpu/launch*.c: checks, cuts the work and runs it */
 #define DTRAIN__CPU_LAUNCHER(op)                                          \

@@ -26,18 +26,18 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
-/* Every kernel that works on ranges. L: of layers, which belong to ring 3, models. M: the layers
+/* Every kernel that works on ranges. L: of layers and Muon, which belong to ring 3, models. M: the layers
  * that gain by AVX-512: products, and batch normalisation (without it ResNet-20 is 3 % slower, in
  * bf16 8 %). P: by patches, which scalars lack. AVX-512 has M and P and takes the others from AVX2:
  * with its own, a training step of a small GPT was no faster on Zen 4. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
-    X(activate) X(activation_backward) X(add) X(axpby) X(dropout) X(sum) X(convert)  \
-    X(adamw) X(sgd) X(lion) X(muon) X(topk)                                          \
-    L(layernorm) L(layernorm_backward) L(layernorm_params) L(embedding)              \
-    L(embedding_backward) L(cross_entropy) L(cross_entropy_backward) L(pointwise)    \
-    L(pointwise_backward) L(softmax) L(softmax_backward) L(rotary) L(permute)        \
-    L(conv_weight) L(conv_weight_sum) L(pool2d) L(pool2d_backward)                   \
+    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
+    L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
+    L(layernorm_params) L(embedding) L(embedding_backward) L(cross_entropy)          \
+    L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
+    L(softmax_backward) L(rotary) L(permute) L(conv_weight) L(conv_weight_sum)       \
+    L(pool2d) L(pool2d_backward)                                                     \
     M(attention) M(attention_backward)                                               \
     M(batchnorm_moments) M(batchnorm) M(batchnorm_sums) M(batchnorm_backward)        \
     P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
@@ -51,8 +51,8 @@ typedef struct dtrain__conv_tiles {
 
 typedef struct dtrain__kernels {
     const char *name;
-    const dtrain__isa *gemm;
-    const dtrain__conv_tiles *convolutions;
+    const dtrain__isa *gemm;                /* NULL without models */
+    const dtrain__conv_tiles *convolutions; /* likewise */
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
     DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)

@@ -36,35 +36,6 @@ DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b)
     return a > b ? a : b;
 }
 
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args)
-{
-    dtrain_activation_backward_args all = *args;
-    if (!args->d_bias) { /* no column sums: one long row */
-        all.n = args->rows * args->n;
-        all.rows = 1;
-    }
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
-                              DTRAIN__LINE, args->rows * args->n, args->dtype);
-}
-
-/* Set sums (n) to the column sums of x (rows, n), or add them. */
-DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
-                                                  const void *x, dtrain_dtype dtype,
-                                                  bool accumulate, float *sums)
-{
-    dtrain_activation_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.accumulate = accumulate;
-    args.rows = rows;
-    args.n = n;
-    args.d_out = x;
-    args.d_in = (void *)(uintptr_t)x; /* the same: only d_bias is made */
-    args.d_bias = sums;
-    args.dtype = dtype;
-    return dtrain__cpu_activation_backward(device, &args);
-}
-
 /* ---- fp64: plain loops ------------------------------------------------------------------------*/
 
 static void dtrain__add_f64(dtrain__job *job, int64_t begin, int64_t end, int index)
@@ -234,22 +205,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
-                                        size_t tensor_count, const dtrain_optimizer_tensor *tensors,
-                                        const dtrain_step_scalars *scalars, float lr_scale,
-                                        dtrain__range_fn range)
-{
-    if (scalars) {
-        update->now = *scalars;
-        update->now.lr *= lr_scale;
-    }
-    for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
-        update->tensor = &tensors[i];
-        DTRAIN__TRY(dtrain__elementwise(device, range, update, tensors[i].count, DTRAIN_DTYPE_F32));
-    }
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__cpu_optimizer(dtrain_device *device, const dtrain_optimizer_args *args,
                                            dtrain__range_fn range)
 {
@@ -260,8 +215,16 @@ static dtrain_result dtrain__cpu_optimizer(dtrain_device *device, const dtrain_o
     update.now.correction1 = args->correction1;
     update.now.correction2 = args->correction2;
     update.now.grad_scale = args->grad_scale;
-    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              args->lr_scale, range);
+    if (args->scalars) {
+        update.now = *args->scalars;
+        update.now.lr *= args->lr_scale;
+    }
+    for (size_t i = 0; i < args->tensor_count && !update.now.skip; i++) {
+        update.tensor = &args->tensors[i];
+        DTRAIN__TRY(
+            dtrain__elementwise(device, range, &update, args->tensors[i].count, DTRAIN_DTYPE_F32));
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
@@ -280,17 +243,4 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)
 {
     return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->lion);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
-{
-    dtrain__update update;
-    memset(&update, 0, sizeof update);
-    update.muon = args;
-    update.now.lr = args->lr;
-    update.now.grad_scale = args->grad_scale;
-    if (args->stage == DTRAIN_MUON_NORMALIZE)
-        update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
-    return dtrain__cpu_update(device, &update, 1, args->tensor, args->scalars, args->lr_scale,
-                              dtrain__cpu_kernels(device)->muon);
 }

@@ -1,4 +1,4 @@
-/* Launchers of matrix products. */
+/* Launchers of matrix products, of what follows them, and of Muon, which is made of them. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -9,6 +9,35 @@
 #include "device/cpu/gemm_internal.h"
 #include "device/cpu/kernels_internal.h"
 #include "device/device.h"
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args)
+{
+    dtrain_activation_backward_args all = *args;
+    if (!args->d_bias) { /* no column sums: one long row */
+        all.n = args->rows * args->n;
+        all.rows = 1;
+    }
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
+                              DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
+/* Set sums (n) to the column sums of x (rows, n), or add them. */
+DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
+                                                  const void *x, dtrain_dtype dtype,
+                                                  bool accumulate, float *sums)
+{
+    dtrain_activation_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.accumulate = accumulate;
+    args.rows = rows;
+    args.n = n;
+    args.d_out = x;
+    args.d_in = (void *)(uintptr_t)x; /* the same: only d_bias is made */
+    args.d_bias = sums;
+    args.dtype = dtype;
+    return dtrain__cpu_activation_backward(device, &args);
+}
 
 /* Multiply. A BLAS library, where the program is linked with one, takes products of fp32; bias, aux
  * and activation follow in a second pass over C. */
@@ -111,4 +140,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtra
     after.aux = args->aux;
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, &after, args->rows, 1,
                               args->rows * args->n, args->dtype);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.muon = args;
+    update.tensor = args->tensor;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    if (args->scalars) {
+        update.now = *args->scalars;
+        update.now.lr *= args->lr_scale;
+    }
+    if (args->stage == DTRAIN_MUON_NORMALIZE)
+        update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
+    if (update.now.skip) return DTRAIN_OK;
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->muon, &update,
+                               args->tensor->count, DTRAIN_DTYPE_F32);
 }

@@ -1,20 +1,21 @@
 /* The text compiled once per instruction set. */
 
 #include "device/cpu/kernels/vectors.h"
+#if DTRAIN__MODELS
 #include "device/cpu/kernels/activation.h"
 #include "device/cpu/kernels/gemm.h"
 #include "device/cpu/kernels/pairs.h"
-#include "device/cpu/kernels/mix.h"
-#if DTRAIN__MODELS
 #include "device/cpu/kernels/convolution.h"
 #include "device/cpu/kernels/winograd.h"
 #include "device/cpu/kernels/attention.h"
 #include "device/cpu/kernels/batchnorm.h"
 #endif
 #if DTRAIN__ISA != 3 /* AVX-512 takes these kernels from AVX2 */
+#include "device/cpu/kernels/mix.h"
 #include "device/cpu/kernels/elementwise.h"
 #include "device/cpu/kernels/sparse.h"
 #if DTRAIN__MODELS
+#include "device/cpu/kernels/muon.h"
 #include "device/cpu/kernels/layernorm.h"
 #include "device/cpu/kernels/pointwise.h"
 #include "device/cpu/kernels/tokens.h"
