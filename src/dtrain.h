@@ -206,7 +206,6 @@ DTRAIN__COLD
 #include "tape/recompute.c"
 #include "tape/stage.c"
 #include "tape/costs.c"
-#include "tape/view.c"
 #include "tape/arena.c"
 #include "train/files.c"
 #include "train/dataset.c"
@@ -215,6 +214,7 @@ DTRAIN__COLD
 #include "train/queued_step.c"
 #include "train/pipeline_step.c"
 #include "train/plan.c"
+#include "train/create.c"
 #include "train/trainer.c"
 #endif
 

@@ -11,8 +11,8 @@ typedef struct dtrain__data_file {
     char *path; /* a copy: errors name it long after open */
     int file;   /* -1: opened for every read */
     struct stat opened;
-    int64_t header_bytes;
-    int64_t first_item, item_count; /* in the numbering of the dataset */
+    int64_t header_bytes, record_bytes; /* of an item with its label */
+    int64_t first_item, item_count;     /* in the numbering of the dataset */
 } dtrain__data_file;
 
 typedef struct dtrain__data_files {
@@ -26,7 +26,7 @@ typedef struct dtrain__format {
     int64_t vocab_count;
     uint32_t record_bytes; /* of an item with its labels, where the format fixes it */
     uint32_t label_bytes;  /* at the beginning of a record */
-    /* Check the beginning and the size of a file; set its header_bytes and item_count. */
+    /* Check the beginning of a file; set its header_bytes, record_bytes and item_count. */
     dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
     dtrain_read_fn read; /* user: the dataset; first and count lie inside */
 } dtrain__format;
@@ -37,7 +37,6 @@ struct dtrain_dataset {
     dtrain_read_fn read;
     void *user;
     dtrain_dataset_info info;
-    uint32_t token_bytes; /* of a token in files: 1, 2, 4 */
     dtrain__data_files data, labels;
     char name[512]; /* for error sentences: the first file, and how many more */
 };

@@ -84,59 +84,46 @@ static size_t dtrain__magic_of(const dtrain__data_file *file)
     return i;
 }
 
-/* Bytes of a sample of a file, by their place in a group of four. */
-typedef struct dtrain__byte_counts {
-    int64_t all, control;                   /* control: bytes that no text has */
-    int64_t zero[4], printable[4], high[4]; /* high: above 0xc4, the high byte of 50256 */
-} dtrain__byte_counts;
-
-/* Tell integers of 2, 4 or 8 bytes, little endian, from bytes: their high bytes are zero, or of
- * GPT-2's tokens never above 0xc4 where low bytes are. In programs, pictures, sound and compressed
- * data no place in a group of bytes is so unlike its neighbour, and text has no control characters.
- * NULL: bytes, or too few to tell. */
-static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t size)
-{
-    const int64_t n = c->all / 4, even = c->zero[0] + c->zero[2], odd = c->zero[1] + c->zero[3];
-    const int64_t letters[2] = {c->printable[0] + c->printable[2],
-                                c->printable[1] + c->printable[3]};
-    if (n < 32 || c->control * 50 < c->all) return NULL;
-    if (size % 4 == 0 && c->zero[3] >= n && 2 * c->zero[2] >= n && 10 * c->zero[0] < 9 * n)
-        return 2 * c->zero[0] < n ? "uint32 tokens" : "integers of 64 bits, which no format has";
-    if (size % 2) return NULL;
-    if ((10 * odd > 18 * n && 10 * letters[0] > 18 * n) ||
-        (10 * even > 18 * n && 10 * letters[1] > 18 * n))
-        return DTRAIN__UTF16;
-    const bool low = odd >= 2 * n && even < n;
-    const bool words = c->high[1] + c->high[3] == 0 && 10 * (c->high[0] + c->high[2]) > n;
-    return low || words ? "uint16 tokens, as nanoGPT's .bin" : NULL;
-}
-
 /* Refuse a file that was taken for bytes because desc names no format, and that is something else:
- * by its first bytes, or by how the bytes of four pages of it are distributed. */
+ * by its first bytes, or by how the bytes of four pages of it are distributed over the places of a
+ * group of four. The high bytes of integers of 2, 4 or 8 bytes, little endian, are zero, or of
+ * GPT-2's tokens never above 0xc4, the high byte of 50256, where low bytes are. In programs,
+ * pictures, sound and compressed data no place is so unlike its neighbour, and text has no control
+ * characters. */
 static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                                            const dtrain__data_file *file)
 {
     const int64_t size = (int64_t)file->opened.st_size;
-    unsigned char page[4096];
     const size_t magic = dtrain__magic_of(file);
     const char *what = magic < DTRAIN__MAGICS ? dtrain__magics[magic].what : NULL;
+    int64_t all = 0, control = 0, zero[4] = {0}, printable[4] = {0}, high[4] = {0};
+    unsigned char page[4096];
     bool text = true;
-    dtrain__byte_counts c;
-    memset(&c, 0, sizeof c);
     for (int64_t part = 0; part < 4 && !what; part++) {
         const int64_t at = size / 4 * part / 4 * 4;
         const int64_t bytes = dtrain__min(size - at, (int64_t)sizeof page);
         DTRAIN__TRY(dtrain__data_file_read(file, at, page, (size_t)bytes));
         for (int64_t i = 0; i < bytes; i++) {
-            c.control += page[i] < 9 || (page[i] > 13 && page[i] < 27);
-            c.zero[i % 4] += page[i] == 0;
-            c.printable[i % 4] += page[i] >= 32 ? page[i] < 127 : page[i] >= 9 && page[i] <= 13;
-            c.high[i % 4] += page[i] > 0xc4;
+            control += page[i] < 9 || (page[i] > 13 && page[i] < 27);
+            zero[i % 4] += page[i] == 0;
+            printable[i % 4] += page[i] >= 32 ? page[i] < 127 : page[i] >= 9 && page[i] <= 13;
+            high[i % 4] += page[i] > 0xc4;
         }
-        c.all += bytes;
-        if (part == 0) text = c.control == 0 || dataset->info.vocab_count <= 256;
+        all += bytes;
+        if (part == 0) text = control == 0 || dataset->info.vocab_count <= 256;
     }
-    if (!what) what = dtrain__wide_tokens(&c, size);
+    const int64_t n = all / 4, even = zero[0] + zero[2], odd = zero[1] + zero[3];
+    if (!what && n >= 32 && control * 50 >= all) { /* enough to tell, and no text */
+        if (size % 4 == 0 && zero[3] >= n && 2 * zero[2] >= n && 10 * zero[0] < 9 * n)
+            what = 2 * zero[0] < n ? "uint32 tokens" : "integers of 64 bits, which no format has";
+        else if (size % 2 == 0 &&
+                 ((10 * odd > 18 * n && 10 * (printable[0] + printable[2]) > 18 * n) ||
+                  (10 * even > 18 * n && 10 * (printable[1] + printable[3]) > 18 * n)))
+            what = DTRAIN__UTF16;
+        else if (size % 2 == 0 && ((odd >= 2 * n && even < n) ||
+                                   (high[1] + high[3] == 0 && 10 * (high[0] + high[2]) > n)))
+            what = "uint16 tokens, as nanoGPT's .bin";
+    }
     if (!what && !text) what = "no text, and the vocabulary is larger than 256";
     if (!what) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -146,13 +133,27 @@ static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                        file->path, what);
 }
 
-/* Require that the count in the header is exactly the number of tokens, as llm.c does: a longer
- * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
+/* Require that header and items are exactly the file: a longer one is as suspect as a shorter one
+ * (two files glued together, a count that overflowed). */
+static dtrain_result dtrain__data_file_fits(const dtrain__data_file *file, const char *format)
+{
+    const int64_t size = (int64_t)file->opened.st_size, left = size - file->header_bytes;
+    if (file->item_count > 0 && file->record_bytes > 0 && left % file->record_bytes == 0 &&
+        left / file->record_bytes == file->item_count)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s has %lld bytes; as %s it would have a header of "
+                       "%lld and %lld items of %lld: is it cut off, or of another format?",
+                       file->path, (long long)size, format, (long long)file->header_bytes,
+                       (long long)file->item_count, (long long)file->record_bytes);
+}
+
 static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     unsigned char head[DTRAIN__BIN_HEADER] = {0};
     const int64_t size = (int64_t)file->opened.st_size;
     const int64_t have = dtrain__min(size, DTRAIN__BIN_HEADER);
+    (void)dataset;
     DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
     const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
     const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
@@ -165,22 +166,10 @@ static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_fil
                            "`format` DTRAIN_DATA_U16, and text is DTRAIN_DATA_BYTES",
                            file->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
                            DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
-    const uint32_t token_bytes = narrow ? 2 : 4;
-    if (dataset->token_bytes && dataset->token_bytes != token_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has tokens of %u bytes and %s of %u: files of "
-                           "one dataset have one size of token",
-                           file->path, token_bytes, dataset->data.files->path,
-                           dataset->token_bytes);
-    dataset->token_bytes = token_bytes;
     file->header_bytes = DTRAIN__BIN_HEADER;
+    file->record_bytes = narrow ? 2 : 4;
     file->item_count = dtrain__le(head + 8, 4);
-    const int64_t bytes = DTRAIN__BIN_HEADER + file->item_count * token_bytes;
-    if (file->item_count > 0 && bytes == size) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
-                       "has %lld: is it cut off?",
-                       file->path, (long long)file->item_count, (long long)bytes, (long long)size);
+    return DTRAIN_OK;
 }
 
 /* Take a file of records without a header, tokens or images with labels; its format says how many
@@ -188,25 +177,19 @@ static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_fil
 static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const dtrain__format *format = dataset->format;
-    const int64_t size = (int64_t)file->opened.st_size;
     if (format->label_bytes) {
         static const int64_t shape[3] = {3, 32, 32};
         dataset->info.item_bytes = DTRAIN__CIFAR_PIXELS;
         memcpy(dataset->info.shape, shape, sizeof shape);
-    } else dataset->token_bytes = format->record_bytes;
-    file->item_count = size / format->record_bytes;
-    if (format->record_bytes == 1) return DTRAIN_OK;
-    const size_t magic = dtrain__magic_of(file);
-    if (magic < DTRAIN__MAGICS_HEADERS)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s begins with a header, and %s have none: it is "
-                           "%s",
-                           file->path, format->name, dtrain__magics[magic].what);
-    if (size % format->record_bytes == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
-                       "cut off, or another format?",
-                       file->path, (long long)size, format->name);
+    }
+    file->record_bytes = format->record_bytes;
+    file->item_count = (int64_t)file->opened.st_size / file->record_bytes;
+    const size_t magic = file->record_bytes > 1 ? dtrain__magic_of(file) : DTRAIN__MAGICS;
+    if (magic >= DTRAIN__MAGICS_HEADERS) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_DATA,
+        "dtrain_dataset_open: %s begins with a header, and files of %s have none: it is %s",
+        file->path, format->name, dtrain__magics[magic].what);
 }
 
 /* Read tokens of 1, 2 or 4 bytes through a small buffer, file after file. */
@@ -214,16 +197,16 @@ static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t coun
                                          int32_t *labels)
 {
     const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const uint32_t width = dataset->token_bytes;
+    const int64_t width = dataset->data.files->record_bytes;
     unsigned char raw[DTRAIN__TOKEN_BYTES];
     (void)labels; /* tokens have none */
     for (int64_t done = 0; done < count;) {
         const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);
         const int64_t at = first + done - file->first_item;
         const int64_t some = dtrain__min(dtrain__min(count - done, file->item_count - at),
-                                         (int64_t)(sizeof raw / width));
+                                         (int64_t)sizeof raw / width);
         DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * width, raw,
-                                           (size_t)some * width));
+                                           (size_t)(some * width)));
         int32_t *to = (int32_t *)items + done;
         if (width == 1)
             for (int64_t k = 0; k < some; k++) to[k] = raw[k];
@@ -238,8 +221,7 @@ static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t coun
 
 /* ---- Images -----------------------------------------------------------------------------------*/
 
-/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
- * lengths must be exactly the bytes that follow. */
+/* Learn the header of an IDX file of bytes with `least` to `most` axes. */
 static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
                                         int64_t lengths[DTRAIN__IDX_AXES])
 {
@@ -257,21 +239,17 @@ static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least,
                            most > least ? " to 4" : "", head[0], head[1], head[2], head[3],
                            (long long)size,
                            head[0] == 0x1f && head[1] == 0x8b ? ": gunzip it first" : "");
-    int64_t bytes = 1; /* of the data: no more than size, which bounds every product below */
-    bool fits = true;
+    file->header_bytes = 4 + 4 * (int64_t)axes;
+    file->record_bytes = 1;
     for (uint32_t i = 0; i < axes; i++) {
         const unsigned char *big = head + 4 + 4 * i;
         lengths[i] = (int64_t)big[0] << 24 | big[1] << 16 | big[2] << 8 | big[3];
-        fits = fits && lengths[i] > 0 && lengths[i] <= size / bytes;
-        if (fits) bytes *= lengths[i];
+        if (i && lengths[i] > size / file->record_bytes) lengths[i] = 0; /* no product overflows */
+        if (i) file->record_bytes *= lengths[i];
+        if (file->record_bytes == 0) break;
     }
-    file->header_bytes = 4 + 4 * (int64_t)axes;
     file->item_count = lengths[0];
-    if (fits && file->header_bytes + bytes == size) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld items in %u axes, which does not "
-                       "make its %lld bytes: is it cut off?",
-                       file->path, (long long)lengths[0], axes, (long long)size);
+    return dtrain__data_file_fits(file, "IDX");
 }
 
 /* Learn a file of images, and the file of labels with the same number in the other list. Axes are
@@ -309,8 +287,8 @@ static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_fil
     return DTRAIN_OK;
 }
 
-/* Read images one by one. A label is the last byte before the pixels of its record, CIFAR-100's fine
- * one, or in the file beside. */
+/* Read images one by one. A label is the last byte before the pixels of its record (the fine one of
+ * CIFAR-100), or it is in the file beside. */
 static dtrain_result dtrain__images_read(void *user, int64_t first, int64_t count, void *items,
                                          int32_t *labels)
 {
@@ -341,46 +319,13 @@ static const dtrain__format dtrain__formats[] = {
     {"bytes", 256, 1, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
     {"uint16 tokens", 50257, 2, 0, dtrain__raw_learn, dtrain__tokens_read},
-    {"records of 3073 bytes, the binary version of CIFAR-10", 10, 1 + DTRAIN__CIFAR_PIXELS, 1,
-     dtrain__raw_learn, dtrain__images_read},
-    {"records of 3074 bytes, the binary version of CIFAR-100", 100, 2 + DTRAIN__CIFAR_PIXELS, 2,
-     dtrain__raw_learn, dtrain__images_read},
+    {"the binary version of CIFAR-10", 10, 1 + DTRAIN__CIFAR_PIXELS, 1, dtrain__raw_learn,
+     dtrain__images_read},
+    {"the binary version of CIFAR-100", 100, 2 + DTRAIN__CIFAR_PIXELS, 2, dtrain__raw_learn,
+     dtrain__images_read},
     {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__images_read},
     {"uint32 tokens", 50257, 4, 0, dtrain__raw_learn, dtrain__tokens_read},
 };
-
-/* Refuse fields that are out of range or contradict each other. */
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
-{
-    const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
-    const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
-    const dtrain__bound bounds[] = {
-        {desc->format > last, "format", (double)desc->format, "a dtrain_data_format"},
-        {desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS, "vocab_count",
-         (double)desc->vocab_count, "0 to 2^31"},
-        {desc->read && desc->item_count < 1, "item_count", (double)desc->item_count,
-         "at least 1 item of a source of the host's own"},
-        {desc->item_bytes > SIZE_MAX / 2, "item_bytes", (double)desc->item_bytes,
-         "the bytes of a sample"}};
-    const char *const wrong =
-        own && !desc->read   ? "a path, or read and item_count for a source of the host's own, is "
-                               "expected, found neither"
-        : !own && desc->read ? "path is for files and read for a source of the host's own; found "
-                               "both"
-        : !own && !*desc->path ? "path is empty"
-        : !own && (desc->item_count || desc->item_bytes || desc->user)
-            ? "item_count, item_bytes and user are for a source of the host's own; files say what "
-              "is in them"
-        : own && desc->format ? "a source of the host's own has no format"
-        : desc->labels && !idx
-            ? "labels is for DTRAIN_DATA_IDX: other formats have no files of labels"
-        : idx && !desc->labels
-            ? "DTRAIN_DATA_IDX needs labels, the files with labels of the images in path"
-            : NULL;
-    DTRAIN__TRY(
-        dtrain__check_bounds("dtrain_dataset_open", bounds, sizeof bounds / sizeof bounds[0]));
-    return wrong ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: %s", wrong) : DTRAIN_OK;
-}
 
 /* Add files to the sizes and the hash by which ranks compare what they read: of each the size and
  * 16 pieces from its beginning to its end; of more than 16 files, the beginning. */
@@ -428,6 +373,13 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
         if (format == DTRAIN_DATA_BYTES && desc->format == DTRAIN_DATA_AUTO)
             DTRAIN__TRY(dtrain__bytes_guessed(dataset, file));
         DTRAIN__TRY(dataset->format->learn(dataset, file));
+        DTRAIN__TRY(dtrain__data_file_fits(file, dataset->format->name));
+        if (file->record_bytes != dataset->data.files->record_bytes)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s has items of %lld bytes and %s of %lld: "
+                               "files of one dataset have one size of item",
+                               file->path, (long long)file->record_bytes, dataset->data.files->path,
+                               (long long)dataset->data.files->record_bytes);
         dataset->info.item_count += file->item_count;
     }
     dataset->info.file_count = dataset->data.count;
@@ -443,10 +395,37 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
+    const char *const call = "dtrain_dataset_open";
     if (out) *out = NULL;
-    DTRAIN__GIVEN("dtrain_dataset_open", desc);
-    DTRAIN__GIVEN("dtrain_dataset_open", out);
-    DTRAIN__TRY(dtrain__dataset_check(desc));
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, out);
+    const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
+    const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
+    const dtrain__bound bounds[] = {
+        {desc->format > last, "format", (double)desc->format, "a dtrain_data_format"},
+        {desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS, "vocab_count",
+         (double)desc->vocab_count, "0 to 2^31"},
+        {desc->read && desc->item_count < 1, "item_count", (double)desc->item_count,
+         "at least 1 item of a source of the host's own"},
+        {desc->item_bytes > SIZE_MAX / 2, "item_bytes", (double)desc->item_bytes,
+         "the bytes of a sample"}};
+    const char *const wrong =
+        own && !desc->read   ? "a path, or read and item_count for a source of the host's own, is "
+                               "expected, found neither"
+        : !own && desc->read ? "path is for files and read for a source of the host's own; found "
+                               "both"
+        : !own && !*desc->path ? "path is empty"
+        : !own && (desc->item_count || desc->item_bytes || desc->user)
+            ? "item_count, item_bytes and user are for a source of the host's own; files say what "
+              "is in them"
+        : own && desc->format ? "a source of the host's own has no format"
+        : desc->labels && !idx
+            ? "labels is for DTRAIN_DATA_IDX: other formats have no files of labels"
+        : idx && !desc->labels
+            ? "DTRAIN_DATA_IDX needs labels, the files with labels of the images in path"
+            : NULL;
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
+    if (wrong) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s", call, wrong);
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_dataset *dataset =
         (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
@@ -463,8 +442,8 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
         snprintf(dataset->name, sizeof dataset->name, "the host's own source");
         if (!desc->vocab_count) dataset->info.vocab_count = DTRAIN__MOST_IDS;
     }
-    if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
-        dataset->info.vocab_count > 256)
+    if (result == DTRAIN_OK && world && desc->path && !desc->format &&
+        dataset->data.files->record_bytes == 1 && dataset->info.vocab_count > 256)
         dtrain_log(world, DTRAIN_LOG_INFO,
                    "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
                    (long long)dataset->info.vocab_count);

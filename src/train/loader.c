@@ -391,33 +391,6 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Refuse fields that are out of range or contradict each other. */
-static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
-{
-    const char *const call = "dtrain_loader_create";
-    DTRAIN__GIVEN(call, desc->dataset);
-    const bool tokens = desc->dataset->info.item_bytes == 0;
-    const dtrain__bound bounds[] = {
-        {desc->batch == 0, "batch", 0, "at least 1"},
-        {tokens && desc->sequence < 1, "sequence", (double)desc->sequence, "at least 1"},
-        {!tokens && desc->sequence, "sequence", (double)desc->sequence,
-         "0, as the dataset holds samples, which are not cut"},
-        {desc->sample_limit < DTRAIN_ONE_EPOCH, "sample_limit", (double)desc->sample_limit,
-         "DTRAIN_ONE_EPOCH, 0 or more"},
-        {desc->workers > DTRAIN__MOST_WORKERS, "workers", (double)desc->workers, "at most 64"},
-        {desc->prefetch > (desc->workers ? DTRAIN__MOST_PREFETCH : 0), "prefetch",
-         (double)desc->prefetch, "at most 65536, and 0 without workers"}};
-    const char *const wrong = desc->transform && tokens ? "transform is for samples, not for tokens"
-                              : desc->transform && !desc->output_bytes
-                                  ? "transform needs output_bytes"
-                              : !desc->transform && (desc->output_bytes || desc->user)
-                                  ? "output_bytes and user are for a transform"
-                              : desc->mesh && desc->comm ? "mesh and comm are both given"
-                                                         : NULL;
-    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
-    return wrong ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s", call, wrong) : DTRAIN_OK;
-}
-
 /* Resolve item_count, and count the windows of an epoch and the shifts to choose from, by the rule
  * at the top. Written with subtractions only: nothing overflows. */
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
@@ -542,10 +515,31 @@ static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
-    DTRAIN__GIVEN("dtrain_loader_create", desc);
-    DTRAIN__GIVEN("dtrain_loader_create", out);
+    const char *const call = "dtrain_loader_create";
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, out);
     *out = NULL;
-    DTRAIN__TRY(dtrain__loader_check(desc));
+    DTRAIN__GIVEN(call, desc->dataset);
+    const bool tokens = desc->dataset->info.item_bytes == 0;
+    const dtrain__bound bounds[] = {
+        {desc->batch == 0, "batch", 0, "at least 1"},
+        {tokens && desc->sequence < 1, "sequence", (double)desc->sequence, "at least 1"},
+        {!tokens && desc->sequence, "sequence", (double)desc->sequence,
+         "0, as the dataset holds samples, which are not cut"},
+        {desc->sample_limit < DTRAIN_ONE_EPOCH, "sample_limit", (double)desc->sample_limit,
+         "DTRAIN_ONE_EPOCH, 0 or more"},
+        {desc->workers > DTRAIN__MOST_WORKERS, "workers", (double)desc->workers, "at most 64"},
+        {desc->prefetch > (desc->workers ? DTRAIN__MOST_PREFETCH : 0), "prefetch",
+         (double)desc->prefetch, "at most 65536, and 0 without workers"}};
+    const char *const wrong = desc->transform && tokens ? "transform is for samples, not for tokens"
+                              : desc->transform && !desc->output_bytes
+                                  ? "transform needs output_bytes"
+                              : !desc->transform && (desc->output_bytes || desc->user)
+                                  ? "output_bytes and user are for a transform"
+                              : desc->mesh && desc->comm ? "mesh and comm are both given"
+                                                         : NULL;
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
+    if (wrong) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s", call, wrong);
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");

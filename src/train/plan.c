@@ -27,7 +27,6 @@
 #include "tape/tape.h"
 #include "tape/view_internal.h"
 #include "optim/optim_internal.h"
-#include "optim/optimizer.h"
 #include "parallel/mesh_internal.h"
 #include "parallel/pipeline.h"
 #include "train/trainer.h"

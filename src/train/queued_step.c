@@ -194,7 +194,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     device->ops->synchronize(device);
     if (queue->graph) device->ops->graph_destroy(device, queue->graph);
     for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
-        dtrain__feed_free(trainer->tape, &queue->feeds[m]);
+        dtrain__feed_free(device, &queue->feeds[m]);
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
     dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);

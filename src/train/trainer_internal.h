@@ -1,12 +1,11 @@
 /* The trainer's structure
  *
- * Its files call in one direction: trainer.c calls plan.c, pipeline_step.c and queued_step.c, and
- * these three call micro_batch.c. */
+ * Its files call in one direction: trainer.c (steps, evaluations) and create.c call plan.c,
+ * pipeline_step.c and queued_step.c, and these three call micro_batch.c. */
 
 #pragma once
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world_internal.h"
@@ -20,7 +19,6 @@
 #include "train/trainer.h"
 #include "train/view_internal.h"
 #include "device/backend.h"
-#include "device/device.h"
 
 /* The words that a rank sends the others each step: its figures, and behind them */
 enum {
@@ -44,6 +42,7 @@ enum {
     DTRAIN__ROUND_STOP,   /* 1: it was asked to stop */
     DTRAIN__ROUND_COUNT
 };
+#define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
 #define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
 #define DTRAIN__SLOW_STEPS 10  /* ... in this many steps in a row */
@@ -153,6 +152,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
                                                         const dtrain__stage_map *map,
                                                         const dtrain_pipeline_desc *desc);
+
+/* train/create.c */
+/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const char *call,
+                                                    dtrain_batch_fn next_batch);
+/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on.
+ * Once. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer);
 
 /* train/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,

@@ -160,7 +160,7 @@ good "mlp, the test file is held out" "epoch +10 .* test accuracy   0.0 %" "$bui
 bad "mlp, a missing folder" "$tmp/none/data_batch_1.bin cannot be opened: No such file" "$build/mlp" "$tmp/none"
 bad "mlp, unknown flag" "usage: mlp" "$build/mlp" --epochs 3
 bytes 1 7 >>"$tmp/shifted/test_batch.bin"
-bad "mlp, a file with a byte too many" "test_batch.bin has 1536501 bytes, no whole number of records of 3073" "$build/mlp" "$tmp/shifted"
+bad "mlp, a file with a byte too many" "test_batch.bin has 1536501 bytes; as the binary version of CIFAR-10" "$build/mlp" "$tmp/shifted"
 cp "$cifar/test_batch.bin" "$tmp/shifted/"
 image 12 0 >"$tmp/shifted/data_batch_4.bin"
 bad "mlp, a label above 9" "data_batch_4.bin: sample 0 has label 10" "$build/mlp" "$tmp/shifted"
@@ -179,7 +179,7 @@ $resnet --batch 4 --steps 3 2>&1 | awk '/%/ { print $4, $5 }' >"$tmp/base"
 $resnet --batch 4 --steps 3 --strategy full_shard 2>&1 | awk '/%/ { print $4, $5 }' >"$tmp/other"
 [ -s "$tmp/base" ] && cmp -s "$tmp/base" "$tmp/other"
 result "resnet_cifar, full_shard has the losses of ddp" $? "$tmp/other"
-bad "resnet_cifar, a file that is cut off" "data_batch_2.bin has 100 bytes, no whole number of records of 3073" \
+bad "resnet_cifar, a file that is cut off" "data_batch_2.bin has 100 bytes; as the binary version of CIFAR-10" \
     sh -c "mkdir $tmp/cut; cp $cifar/* $tmp/cut; head -c 100 $cifar/data_batch_2.bin >$tmp/cut/data_batch_2.bin; $build/resnet_cifar --data $tmp/cut"
 bad "resnet_cifar, unknown strategy" "strategy is \"zero9\"; it takes one of: ddp" $resnet --strategy zero9
 bad "resnet_cifar, too large a batch" "with drop_last nothing is left" $resnet --ranks 2 --batch 400

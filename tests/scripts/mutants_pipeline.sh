@@ -67,7 +67,7 @@ mutant "step: a weight is that of later micro-batches too" train/pipeline_step.c
 mutant "step: accumulate is the program's" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));.*//'
 mutant "step: the last trainer says how many micro-batches" train/pipeline_step.c 's/    dtrain__expect_schedule(strategy, .*//;s/^    return dtrain__stages_create(/    if (trainer->desc.strategy) dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);\n&/'
 mutant "step: every stage gives its weight" strategy/counts.c 's/if (strategy->groups.pipeline_rank)/if (false)/'
-mutant "settings: trainers differ" train/trainer.c 's/    if (trainer->compared) return DTRAIN_OK;/    if (true) return DTRAIN_OK;/'
+mutant "settings: trainers differ" train/create.c 's/    if (trainer->compared) return DTRAIN_OK;/    if (true) return DTRAIN_OK;/'
 mutant "refused: Muon where it has a matrix alone" strategy/query.c 's/!strategy->layout.entries\[i\].whole/dtrain__shard_bucket(\&strategy->layout, i)/'
 mutant "refused: an evaluation without next_batch" train/trainer.c 's/    DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));//'
 

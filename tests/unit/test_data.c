@@ -302,7 +302,7 @@ static void test_dataset_magics(void)
     write_file("magic", "\x93NUMPY\x01 ", 8);
     check_refused("magic", DTRAIN_DATA_U16, DTRAIN_ERROR_DATA,
                   "have none: it is a .npy file: array.tofile(PATH)");
-    check_refused("magic", DTRAIN_DATA_U32, DTRAIN_ERROR_DATA, "and uint32 tokens have none");
+    check_refused("magic", DTRAIN_DATA_U32, DTRAIN_ERROR_DATA, "and files of uint32 tokens have none");
     write_file("u32", tokens, sizeof tokens);
     CHECK(open_file(path_of("u32"), DTRAIN_DATA_U32, 128256, &dataset) == DTRAIN_OK);
     CHECK(dtrain__dataset_read(dataset, 0, 3, got, NULL) == DTRAIN_OK);
@@ -310,7 +310,7 @@ static void test_dataset_magics(void)
     dtrain_dataset_close(dataset);
     write_file("u32", tokens, 10);
     check_refused("u32", DTRAIN_DATA_U32, DTRAIN_ERROR_DATA,
-                  "10 bytes, no whole number of uint32 tokens");
+                  "10 bytes; as uint32 tokens it would have a header of 0 and 2 items of 4");
 }
 
 static void test_dataset_bad_files(void)
@@ -344,11 +344,11 @@ static void test_dataset_bad_files(void)
     check_refused("version", 0, DTRAIN_ERROR_DATA, "1024 bytes, 20240520 and 2;");
     check_refused("version 1", 0, DTRAIN_ERROR_DATA, "1024 bytes, 20240801 and 1;");
     check_refused("cut", 0, DTRAIN_ERROR_DATA,
-                  "announces 6 tokens, which makes 1036 bytes, but has 1034");
-    check_refused("longer", 0, DTRAIN_ERROR_DATA, "announces 4 tokens");
-    check_refused("huge", 0, DTRAIN_ERROR_DATA, "announces 2147483647 tokens");
-    check_refused("too_many", 0, DTRAIN_ERROR_DATA, "announces 4294967291 tokens");
-    check_refused("none", 0, DTRAIN_ERROR_DATA, "announces 0 tokens");
+                  "has 1034 bytes; as llm.c's .bin it would have a header of 1024 and 6 items of 2");
+    check_refused("longer", 0, DTRAIN_ERROR_DATA, "and 4 items of 2");
+    check_refused("huge", 0, DTRAIN_ERROR_DATA, "and 2147483647 items of 2");
+    check_refused("too_many", 0, DTRAIN_ERROR_DATA, "and 4294967291 items");
+    check_refused("none", 0, DTRAIN_ERROR_DATA, "and 0 items");
 }
 
 static void test_dataset_arguments(void)
@@ -861,12 +861,12 @@ static void test_many_files_at_fault(void)
         uint32_t format;
         const char *words;
     } cases[] = {
-        {"1,2", 0, "mixed_2 has tokens of 4 bytes and"},
+        {"1,2", 0, "mixed_2 has items of 4 bytes and"},
         {"1,3", 0, "mixed_1 is llm.c's .bin and"},
         {"3,1", 0, "mixed_1 is llm.c's .bin and"},
         {"3,1", DTRAIN_DATA_BIN, "mixed_3 is no llm.c token file"},
         {"3,1", DTRAIN_DATA_U16, "mixed_1 begins with a header"},
-        {"3,4", DTRAIN_DATA_U16, "mixed_4 has 3 bytes, no whole number of uint16"},
+        {"3,4", DTRAIN_DATA_U16, "mixed_4 has 3 bytes; as uint16 tokens"},
         {"3,,1", 0, "a path in"},
         {"3,", 0, "is empty"},
         {",3", 0, "is empty"},
