@@ -161,8 +161,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
 }
 
 /* Leave MPI after the last communicator, and finalize it if dtrain has started it: only when all
- * ranks have ended without an error. Unless all have come this far, memory that MPI may still access stays mapped, and so does that of a thread
- * that never returns from MPI, until the process ends. */
+ * ranks have ended without an error. Unless all have come this far, memory that MPI may still
+ * access stays mapped, and so does that of a thread that never returns from MPI, until the process
+ * ends. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__mpi_thread *thread = hub->thread;

@@ -198,10 +198,10 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
 
 /* ---- Rendezvous ---------------------------------------------------------------------------------
  *
- * Errors that can be known in advance are found before the ranks call NCCL together: each rank tells
- * the others its version and whether it can go on at all, and the first one the id that it has made.
- * All ranks check the same records and so come to the same result. (That no two ranks of a node sit
- * on one device is known before: the world would not have chosen NCCL.) */
+ * Errors that can be known in advance are found before the ranks call NCCL together: each rank
+ * tells the others its version and whether it can continue; the first one also sends the id that it
+ * has made. All ranks check the same records and so come to the same result. (The world has checked
+ * that no two ranks of a node sit on one device: it would not have chosen NCCL.) */
 
 #define DTRAIN_NCCL_HELLO 0x64744e32u /* "dtN2": changes with the struct below */
 

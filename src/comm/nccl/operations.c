@@ -9,7 +9,7 @@
 
 #include "comm/nccl/nccl_internal.h"
 
-/* Return the bytes that this rank's send buffer gives or, if `received`, its receive buffer gets. */
+/* Return the bytes that this rank sends or, if `received`, receives. */
 static size_t dtrain_nccl__bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what,
                                  bool received)
 {
