@@ -42,11 +42,7 @@
 #else
 #define DTRAIN__SUFFIX scalar
 #define DTRAIN__W 1
-#if defined(__clang__)
 #define DTRAIN__ON
-#else /* for correctness alone: half the compiler's work */
-#define DTRAIN__ON __attribute__((optimize("O1")))
-#endif
 #endif
 #define DTRAIN__FAST (DTRAIN__ISA > 0) /* whether instances for single types pay */
 
