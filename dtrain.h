@@ -144,7 +144,6 @@
        src/optim/optim_internal.h           The optimizer's structure
        src/optim/optimizer.c                Optimizers: AdamW, SGD, Lion
        src/optim/groups.c                   Parameter groups: defaults, membership, checks
-       src/optim/muon.c                     Muon
        src/optim/schedule.c                 Learning rates
        src/state/source_internal.h          The part of a trainer and of a loader that a state saves; a state knows no more of them
        src/train/view_internal.h            The part of a trainer that a monitor reads
@@ -173,6 +172,7 @@
        src/state/storage.c                  Storage: the table of the file system, and whole reads and writes over any table
        src/strategy/samples.c               Samples: the weight of a loss
        src/strategy/samples_internal.h      The weights of losses, which tape and trainer give to a strategy: strategy/samples.c
+       src/optim/muon.c                     Muon
        src/parallel/schedule.c              Making a schedule
        src/parallel/schedule_internal.h     Functions of a schedule that the runner and the tape use
        src/parallel/runner.c                Running a schedule
@@ -201,15 +201,17 @@
        src/train/dataset.c                  Datasets
        src/train/loader.c                   Loaders
        src/train/micro_batch.c              Micro-batches: a forward and a backward each, one after the other
+       src/tape/view_internal.h             A tape as a trainer sees it
        src/train/trainer_internal.h         The trainer's structure
        src/train/queued_step.c              A step without the host: recorded and replayed
        src/train/pipeline_step.c            The micro-batches of a step over a pipeline
        src/train/plan.c                     Planning: memory of a step, largest batch
+       src/train/create.c                   Creation of a trainer, and its settings
        src/train/trainer.c                  Trainer
        src/monitor/metrics.c                The stream of metrics
        src/monitor/monitor_internal.h       The stream of metrics and its writers
-       src/monitor/table.c                  The values of a step
-       src/monitor/file.c                   Text, and files that cannot stop a training
+       src/monitor/table.c                  The metrics of a step
+       src/monitor/file.c                   Numbers, and files that cannot stop a training
        src/monitor/console.c                Progress for people
        src/monitor/lines.c                  A JSON line a step: monitor/metrics.h has its keys
        src/monitor/prometheus.c             A text file for Prometheus
@@ -225,7 +227,7 @@
        src/device/cpu/pool_internal.h       A pool of threads
        src/device/cpu/cpu.c                 The CPU device: state, memory, table
        src/device/cpu/launch.c              Launchers of kernels that every program has: element-wise ones, sums, optimizers
-       src/device/cpu/launch_gemm.c         Launchers of matrix products
+       src/device/cpu/launch_gemm.c         Launchers of matrix products, of what follows them, and of Muon, which is made of them
        src/device/cpu/launch_layers.c       Launchers of the kernels of layers
        src/device/cpu/launch_batchnorm.c    Launchers of batch normalisation
        src/device/cpu/launch_convolution.c  Launchers of convolution and pooling
@@ -240,13 +242,14 @@
        src/device/cpu/kernels/activation.h  Activations, and what follows a product: bias, activation, and their gradients
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
        src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
-       src/device/cpu/kernels/mix.h         Sums over ranks
        src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
+       src/device/cpu/kernels/mix.h         Sums over ranks
        src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
+       src/device/cpu/kernels/muon.h        Muon: the element-wise stages of a step, see optim/muon.c
        src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
        src/device/cpu/kernels/pointwise.h   Functions of two elements: gated products, losses
        src/device/cpu/kernels/tokens.h      Embedding, cross-entropy
@@ -392,13 +395,14 @@
 
    dtrain.h is four rings. A program without a ring compiles faster; the header still declares the
    functions of that ring, and the linker names those that the program calls:
-       1 core      world, launch, communicator, mesh, strategies, optimizers and their CPU kernels:
-                   for programs with their own arrays and backward
+       1 core      world, launch, communicator, mesh, strategies, optimizers but Muon, and their CPU
+                   kernels: for programs with their own arrays and backward
        2 state     what must survive a run, checkpoints, import and export
-       3 models    tape, operations and their CPU kernels, pipelines' runner, data, trainer
+       3 models    tape, operations and their CPU kernels (products of matrices among them), Muon,
+                   pipelines' runner, data, trainer
        4 monitor   metrics for terminal, JSON, TensorBoard, Prometheus; traces
-   A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So does a rank without
-   ring 4 whose launch asks for a trace.
+   A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So do an optimizer with
+   Muon without ring 3, and a rank without ring 4 whose launch asks for a trace.
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
@@ -645,7 +649,7 @@ DTRAIN_API float dtrain_half_to_f32(dtrain_dtype dtype, uint16_t bits);
  * counter-based (Philox4x32-10): a pure function of the three arguments, so any rank can draw any
  * element of a tensor and gets the same bits. */
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
-/* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made with arithmetic and sqrt alone, so
+/* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made only with arithmetic and sqrt, so
  * that the bits do not depend on a libm. */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);
 
@@ -753,18 +757,18 @@ typedef struct dtrain_comm_ops dtrain_comm_ops;
 #define DTRAIN_MAX_RANKS 256
 
 /* A trace: what every rank does when, in the Trace Event Format, for ui.perfetto.dev or
- * chrome://tracing. Rank r writes a file of its own, with ".rank<r>" before the extension of path:
+ * chrome://tracing. Rank r writes its own file, with ".rank<r>" before the extension of path:
  * passes, units and operations by name, waits, the update, checkpoints, and every collective with
  * its bytes and the bucket that asked for it. build/trace brings the files of all ranks together.
  * What is seen of a device that queues its work, a GPU, is when the host queued it.
  *
  * Memory is taken at the start and files are written between steps; a file that cannot be created
- * is an error of the rank, and one that later cannot be written a warning: training goes on. */
+ * is an error of the rank, and one that later cannot be written a warning: training continues. */
 typedef struct dtrain_trace_desc {
     const char *path;     /* NULL = no trace */
     uint64_t first_step;  /* first step of a trainer to trace, from 1; 0 = from the start */
     uint64_t step_count;  /* how many steps to trace; 0 = all */
-    uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
+    uint64_t file_bytes;  /* size at which a rank's file ends; 0 = 256 MiB */
     uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
 } dtrain_trace_desc;
 
@@ -792,8 +796,8 @@ typedef struct dtrain_world_info {
                                launch/launch.h */
 } dtrain_world_info;
 
-/* Fill info with where this rank stands; with zeros when world is NULL. Local and cheap enough for
- * every step. */
+/* Fill info with this rank's place and settings; with zeros when world is NULL. Local and cheap
+ * enough for every step. */
 DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
@@ -809,19 +813,19 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
 
 /* End the waits of all ranks, this one included, with DTRAIN_ERROR_PEER and this text: for a
  * failure that the others cannot see, such as a lost device or a library's error. The first abort
- * of a run stands, later ones are dropped. Never blocks. */
+ * of a run counts, later ones are dropped. Never blocks. */
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
 
 /* Check, without blocking, whether a rank has died, left or aborted: DTRAIN_OK, or
  * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
- * counts as gone two seconds later: an operation that it took part in may still be finishing
- * here. */
+ * counts as gone two seconds later: an operation that it took part in may still be finishing on
+ * this rank. */
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 
-/* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
- * are not counted with those before: checkpoints call it when one is published. A run whose steps
+/* Tell the launcher that a later attempt can continue after this step, so that failures from now on
+ * are not counted with earlier ones: checkpoints call it when one is published. A run whose steps
  * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
- * rank may call it, from any of its threads, and the highest step stands. dtrain-run hears of it
+ * rank may call it, from any of its threads, and the highest step counts. dtrain-run hears of it
  * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
  * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
@@ -838,7 +842,7 @@ dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
 /* Timeline
  *
  * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
- * and closes spans where it works, and a program those of its own. Each is of a kind, and the time
+ * and closes spans where it works, and a program can add its own. Each is of a kind, and the time
  * of a kind is what was spent in spans of that kind and not in one inside of them:
  *
  *     step         |---------------------------------------------------------|
@@ -863,8 +867,8 @@ typedef enum dtrain_span_kind {
     DTRAIN_SPAN_KINDS = 7
 } dtrain_span_kind;
 
-/* Open a span of the program's own, inside of the one that is open now: for a forward or backward
- * of its own, or for a phase that should have a name in a trace. `name` must live until the span is
+/* Open a span of the program inside of the one that is open now: for its own forward or backward,
+ * or for a phase that should have a name in a trace. `name` must live until the span is
  * closed. Only the thread that runs rank_main may call it. */
 DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
 /* Close the innermost span that is open; with none, do nothing. */
@@ -893,11 +897,11 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world);
  * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
  * join_ms.
  *
- * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
- * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
- * own; a stranger that says nothing holds up nobody. The key itself is not sent, only hashes made
- * with it; but the traffic is not encrypted, and who can read or change it must be kept away by the
- * network.
+ * Rank 0 listens at all addresses of its host, and only at the loopback when its address is one.
+ * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run continues to wait for
+ * its own ranks; a stranger that says nothing holds up nobody. The key itself is not sent, only
+ * hashes made with it; but the traffic is not encrypted, and who can read or change it must be kept
+ * away by the network.
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
@@ -909,15 +913,15 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world);
  * monotonic clock), and for every rank that shares memory the last call and when it was last inside
  * the library. build/flight DIRECTORY reads the files of all ranks and says who is behind, or who
  * called what. A rank fails when a collective or dtrain_world_poll does (a deadline, a mismatch,
- * another rank), or when rank_main returns another value than 0; the first failure's dump stands. A
- * restarted rank replaces it at its next failure; give each run a directory of its own. With
- * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run goes on: for a
- * run that seems to hang. With a trace, the collectives are those among its last events.
+ * another rank), or when rank_main returns another value than 0; the first failure's dump is kept.
+ * A restarted rank replaces it at its next failure; give each run its own directory. With
+ * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run continues: for
+ * a run that seems to hang. With a trace, the collectives are those among its last events.
  *
  * Signals: with catch_signals, handlers in the ranks note SIGTERM, SIGINT, SIGHUP and SIGUSR1, and
- * waits and collectives go on. dtrain_world_info.stop_requested tells a rank of the signal, which
- * may have come to this rank alone, or to each between other steps. So ranks may act on it only
- * when they agree: a trainer exchanges it in each step's record, a loop of one's own by
+ * waits and collectives continue. dtrain_world_info.stop_requested tells a rank of the signal,
+ * which may have come only to this rank, or to each between other steps. So ranks may act on it
+ * only when they agree: a trainer exchanges it in each step's record, your own loop by
  * dtrain_world_all_gather. A run whose ranks then return 0 has succeeded, and info.signal has the
  * number; a run that fails is not restarted. A second signal but SIGUSR1, more than a second after
  * the first (until then it may be the same one, sent to the process group and forwarded), ends the
@@ -2124,7 +2128,7 @@ typedef struct dtrain_state_tensor {
     dtrain_piece piece; /* this rank's; the tensor is listed once for each piece of it */
     void *memory; /* (piece.count) the host's or the device's: dtrain_device_copy reaches both */
     void *mirror; /* a second place that must have the same values, or NULL */
-    bool own;     /* every rank has a tensor of its own by this name */
+    bool own;     /* every rank has its private tensor by this name */
 } dtrain_state_tensor;
 
 /* An array of the program's own, in host or device memory, which must stay where it is: a random
@@ -2150,7 +2154,7 @@ typedef struct dtrain_state_desc {
     struct dtrain_trainer *trainer;
     dtrain_loss_scaler *scaler;   /* of a loop without trainer */
     struct dtrain_loader *loader; /* of the training data */
-    /* The program's own arrays (item_count), read by create alone; NULL = none. */
+    /* The program's own arrays (item_count), read only by create; NULL = none. */
     const dtrain_state_item *items;
     size_t item_count;
     /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none.
@@ -2160,7 +2164,7 @@ typedef struct dtrain_state_desc {
     const char *const *model;
     const char *const *settings;
     /* The ranks that save and load together; NULL = the strategy's. Where each stage of a pipeline
-     * has a strategy of its own: the ranks of all stages. */
+     * has its own strategy: the ranks of all stages. */
     dtrain_comm *comm;
 } dtrain_state_desc;
 
@@ -2221,7 +2225,7 @@ typedef struct dtrain_storage {
 
 /* Checkpoints
  *
- * A checkpoint is a directory of its own inside the one that a run saves to:
+ * Each checkpoint is a directory inside the one that a run saves to:
  *
  *     runs/gpt/latest                               the name of the newest, for people and scripts
  *     runs/gpt/lock                                 held (flock) by the run that saves to the
@@ -2236,7 +2240,7 @@ typedef struct dtrain_storage {
  * Each rank writes what it keeps; of what several ranks keep, one writes it. The files are
  * safetensors (https://github.com/huggingface/safetensors): a tensor that one rank has whole is
  * there by its name, a box of it as "name[first:end,first:end]", and a run of the elements of
- * either, flattened, with "[first:end]" behind that.
+ * either, flattened, with "[first:end]" after that.
  *
  * All of it is written to step-N.tmp and brought to the disk, every rank's success is agreed on,
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
@@ -2283,11 +2287,11 @@ typedef struct dtrain_checkpoint_desc {
  * removed.
  *
  * A directory has one history: one run, from its first checkpoint to the newest. A state that was
- * loaded from one of its checkpoints goes on with it; those of later steps, if it was not the
+ * loaded from one of its checkpoints continues it; checkpoints of later steps, if it was not the
  * newest, are moved to a directory aside-N, out of which nothing is removed and nothing is loaded
  * unless it is named. A save does the same, if an older checkpoint has been loaded since. A
  * directory with checkpoints of another run is DTRAIN_ERROR_DATA: load the newest of them before
- * and go on, save elsewhere, or set them aside. */
+ * and continue, save elsewhere, or set them aside. */
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
@@ -2307,11 +2311,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint);
 DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint);
 
 typedef struct dtrain_checkpoint_info {
-    int64_t last_step;       /* of the newest checkpoint saved by this object, -1: none yet */
-    uint64_t saved, failed;  /* saves */
-    uint64_t bytes;          /* that this rank wrote in the last save */
-    double stall_seconds;    /* of the last save: how long dtrain_checkpoint_save took here */
-    double write_seconds;    /* of the last save: until this rank's files were on the disk */
+    int64_t last_step;      /* of the newest checkpoint saved by this object, -1: none yet */
+    uint64_t saved, failed; /* saves */
+    uint64_t bytes;         /* that this rank wrote in the last save */
+    double stall_seconds; /* of the last save: how long dtrain_checkpoint_save took on this rank */
+    double write_seconds; /* of the last save: until this rank's files were on the disk */
     uint64_t snapshot_bytes; /* host memory held for saves in the background */
 } dtrain_checkpoint_info;
 /* Tell what has been saved; zeros for NULL. Local. */
@@ -2363,7 +2367,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
  *
  * The model as other programs know it: a safetensors file with the whole value of every parameter
  * and nothing else, whatever the number of ranks and the strategy. PyTorch and transformers read
- * it, and what they write can be read here.
+ * it, and import reads what they write.
  *
  *     dtrain_export_desc how = {0};
  *     how.names = names;                 as Hugging Face calls them; NULL: as they are called here
@@ -2377,7 +2381,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
 
 /* The name and layout of a parameter in a file. Every zero is the default. */
 typedef struct dtrain_export_name {
-    int64_t rows;     /* the file has the first rows alone, as of a padded vocabulary, and import
+    int64_t rows;     /* the file has only the first rows, as of a padded vocabulary, and import
                          sets the others to zero; 0 = all. Elements of a 1-D parameter */
     const char *name; /* NULL = the parameter's own; "" = it is not in the file */
     bool transpose;   /* 2-D: (rows, columns) here is (columns, rows) there, as in GPT-2's Conv1D */
@@ -3045,8 +3049,8 @@ typedef enum dtrain_figure {
     DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
     DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
     DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
-    /* Bytes that the rank sent: comm_bytes of its record, to 24 bits, as all figures. At
-     * DTRAIN_FIGURE_COMM_BYTES + kind are those that went by that dtrain_collective_kind. */
+    /* Bytes that the rank sent, comm_bytes of its record; ranks exchange figures in 24 bits. At
+     * DTRAIN_FIGURE_COMM_BYTES + kind are the bytes that went by that dtrain_collective_kind. */
     DTRAIN_FIGURE_COMM_BYTES = 13,
     /* Of them, over the tensor axis of a mesh; NaN without one, or with one rank along it. */
     DTRAIN_FIGURE_TENSOR_BYTES = 13 + DTRAIN_COLLECTIVE_KINDS,
@@ -3069,7 +3073,20 @@ typedef enum dtrain_figure {
 typedef struct dtrain_spread {
     double min, mean, max;
     int min_rank, max_rank; /* in the world; the lowest of equal ones */
+    double own;             /* of this rank, exact; 0 where it has not measured it */
 } dtrain_spread;
+
+/* A figure of the program itself, which dtrain_metrics writes to all files:
+ *
+ *     record.added[0].name = "perplexity", record.added[0].value = exp(record.val_loss);
+ *
+ * The name has lower-case letters, digits and '_', and stays valid as long as the metrics. */
+typedef struct dtrain_added_figure {
+    const char *name; /* NULL = none */
+    double value;
+} dtrain_added_figure;
+
+#define DTRAIN_ADDED_FIGURES 8
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
@@ -3092,10 +3109,8 @@ typedef struct dtrain_step_record {
     uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
     int slowest_rank;
     int ranks; /* that the figures come from; 0: a record without figures */
-    dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
-    uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
-    uint64_t tensor_bytes;                        /* of comm_bytes, over the tensor axis ... */
-    uint64_t pipeline_bytes; /* ... and the pipeline axis; the rest went over the data axis */
+    dtrain_spread figures[DTRAIN_FIGURE_COUNT]; /* by dtrain_figure */
+    dtrain_added_figure added[DTRAIN_ADDED_FIGURES];
     bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
@@ -3215,65 +3230,55 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines,
  * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
  *
- * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key,
- * and Prometheus has dtrain_ and the name in base units. TensorBoard's tag is
- * group/name: it opens the first two groups in the order of their names, and the loss has the
- * first. What was not measured is left out, and what is measured and not finite is null in JSON,
- * nan or inf elsewhere.
+ * A step becomes one list of metrics, which all writers walk; a figure that a program adds to a
+ * record (dtrain_added_figure) is one more of them. The name is the JSON key, and Prometheus has
+ * dtrain_ and the name in base units. TensorBoard's tag is group/name: it opens the first two
+ * groups in the order of their names, and the loss has the first. A metric that was not measured is
+ * not in the list. One that was measured and is not finite is null in JSON, nan or inf elsewhere.
  *
  * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
  * unless desc has one), ranks, nodes, threads, and of desc.trainer, else 0 or "": shard_ranks,
  * replicas, parameters; run (desc.run_name), host, device, strategy and config. A run that appends
- * writes another one: steps behind it replace earlier lines of the same step. The keys of a step:
+ * writes another one: steps after it replace earlier lines of the same step. The keys of a step:
  *
  *     step             from 1
  *     wall_time        seconds since 1970, with milliseconds
  *     loss             mean over micro-batches and ranks
- *     val_loss         of the steps in which the host has evaluated
- *     val_accuracy     likewise, where the host has set it: 0 to 1
+ *     val_loss, val_accuracy         in steps in which the host has set them; 0 to 1
  *     grad_norm, lr
  *     tokens           of all ranks since the start
  *     tokens_per_second
- *     step_ms          slowest rank
- *     comm_ms          an operation was in flight; mean over ranks
- *     exposed_comm_ms  of that, ranks waited; mean over ranks
- *     data_ms          in wait for batches; slowest rank
+ *     step_ms, data_ms               slowest rank; data: in wait for batches
+ *     comm_ms, exposed_comm_ms       an operation was in flight, and of that time ranks waited;
+ *                      means over ranks
  *     comm_bytes       that this rank sent, by the ring formula
  *     loss_scale, skipped_steps      with loss scaling, or where a step was skipped
  *     straggler_score, slowest_rank  of compute time; two ranks or more
  *     forward_ms, backward_ms, hidden_comm_ms, optimizer_ms, checkpoint_ms
  *                      means over ranks; the checkpoint is the one saved before this step
- *     PART_ms_min, PART_ms_mean, PART_ms_max, PART_ms_rank
- *                      over ranks, and which has the largest, for PART = step, data, forward,
- *                      backward, exposed_comm, hidden_comm, optimizer, checkpoint; two ranks or
- *                      more
- *     comm_bytes_min, comm_bytes_mean, comm_bytes_max, comm_bytes_rank
- *                      likewise
- *     tensor_bytes, tensor_exposed_ms  with a mesh whose tensor axis has several ranks: of
- *                      comm_bytes, what went over that axis (the rest: over the data axis), and of
- *                      exposed_comm_ms what ranks waited for it, mean over ranks
- *     pipeline_bytes, bubble_ms        with a mesh that has a pipeline axis: of comm_bytes, what
- *                      went over that axis, and of exposed_comm_ms what ranks waited for other
- *                      stages, mean over ranks
+ *     PART_min, PART_mean, PART_max, PART_rank
+ *                      over ranks, and the rank that has most; PART = comm_bytes, or step_ms,
+ *                      data_ms, exposed_comm_ms and the five above; two ranks or more
+ *     tensor_bytes, tensor_exposed_ms, pipeline_bytes, bubble_ms
+ *                      the tensor axis's share (where it has several ranks) and the pipeline
+ *                      axis's share of comm_bytes and exposed_comm_ms; the data axis has the rest
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
- *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
- *                      reduce, send, all_to_all; where a rank has sent any
+ *     KIND_bytes       share of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather,
+ *                      broadcast, reduce, send, all_to_all; where a rank has sent any
  *     flops_per_second of all ranks: operations that the tape launched, see dtrain_tape_info
  *     peak_share       of desc.peak_flops
- *     memory_bytes, memory_peak_bytes  of the rank's device: counted by the library where it
- *                      allocates, now and the most so far; the rank that holds most
- *     memory_activation_bytes          of it, the tape's: the largest pass so far; likewise
- *     gpu_utilization  0 to 1; this and what follows by NVML, mean over ranks' GPUs
- *     gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
- *     gpu_temperature_celsius          the hottest
+ *     memory_bytes, memory_peak_bytes, memory_activation_bytes
+ *                      of the device, as the library allocates: now, the most so far, and the
+ *                      tape's largest pass; of the rank that holds most
+ *     gpu_utilization, gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
+ *                      by NVML, as the rows below: 0 to 1; means over ranks' GPUs, most memory
+ *     gpu_temperature_celsius        the hottest
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps,
- * tokens, first_loss, last_loss, seconds, means of all steps: tokens_per_second (in the time of
- * steps), step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
- * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
- * dtrain_trainer_plan says:
+ * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, the fields
+ * of dtrain_summary but bubble_ms, and of desc.trainer what a rank holds and what
+ * dtrain_trainer_plan predicts:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -3299,30 +3304,18 @@ typedef struct dtrain_summary {
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
 #define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
 #define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
-#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own, which Prometheus gets as well */
 
-/* A row of the table of metrics. */
+/* A number that was measured in a step. */
 typedef struct dtrain_metric {
-    uint32_t flags;
-    const char *name, *group, *help;
-    const char *base;  /* the name in base units, "step_seconds" for "step_ms" */
+    const char *name;  /* "step_ms" */
+    const char *base;  /* the name in base units: "step_seconds" */
     double base_scale; /* value * base_scale is in base units */
+    const char *group;
+    uint32_t flags;
+    int figure; /* the dtrain_figure that is each rank's share, in base units; -1 = none */
+    double value;
+    const char *help;
 } dtrain_metric;
-
-/* The metrics of a step. The arrays are the stream's, and change with the next step. */
-typedef struct dtrain_metrics_sample {
-    int64_t step;
-    double wall_time; /* seconds since 1970 */
-    size_t count;
-    const dtrain_metric *metrics; /* (count): the table, the same in all steps */
-    const double *values;         /* (count) */
-    const bool *known;            /* (count): false: not measured in this step */
-    const dtrain_step_record *record;
-    /* Each rank's figures: figures[r * figure_stride + f] is dtrain_figure f of rank r of the run,
-     * as fp32, NaN where it was not measured. NULL without desc.trainer. */
-    const float *figures;
-    size_t figure_stride;
-} dtrain_metrics_sample;
 
 /* The distribution of a tensor. Bucket i holds values from limits[i-1] (included; -inf before the
  * first) to limits[i] (excluded). Values that are not finite are counted apart. */
@@ -3336,22 +3329,44 @@ typedef struct dtrain_histogram {
     const double *limits, *buckets; /* (bucket_count) */
 } dtrain_histogram;
 
+/* The moment at which a sink is called. */
+typedef enum dtrain_metrics_moment {
+    DTRAIN_METRICS_OPEN = 0, /* before the first step, by dtrain_metrics_create */
+    DTRAIN_METRICS_STEP = 1,
+    DTRAIN_METRICS_HISTOGRAM = 2, /* after the step that it belongs to */
+    DTRAIN_METRICS_FINISH = 3     /* once, if the sink was opened */
+} dtrain_metrics_moment;
+
 struct dtrain_metrics_desc;
 
-/* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
- * order open, then step and histogram, then finish, once, if open succeeded; what they are given is
- * valid during the call. An error of open is dtrain_metrics_create's. Later ones are counted, the
- * first is a warning with the error's sentence (or the code's, where dtrain_last_error is empty),
- * and the sink is called again in the next step: training goes on whatever a sink does. */
+/* What a sink is given. It is valid during the call. */
+typedef struct dtrain_metrics_sample {
+    uint32_t moment; /* dtrain_metrics_moment */
+    int64_t step;
+    double wall_time; /* seconds since 1970 */
+    size_t count;
+    const dtrain_metric *metrics; /* (count): what was measured, and figures that were added */
+    const dtrain_step_record *record;
+    /* Each rank's figures: figures[r * figure_stride + f] is dtrain_figure f of rank r of the run,
+     * as fp32, NaN where it was not measured. NULL without desc.trainer. */
+    const float *figures;
+    size_t figure_stride;
+    const dtrain_histogram *histogram;      /* NULL at other moments */
+    const dtrain_summary *summary;          /* of all steps, at the end; NULL at other moments */
+    const struct dtrain_metrics_desc *desc; /* the stream's, with its defaults */
+} dtrain_metrics_sample;
+
+#define DTRAIN_METRICS_SINKS 12 /* of the host, at most */
+
+/* A writer: a function that is called by the thread that calls the metrics. An error at
+ * DTRAIN_METRICS_OPEN is dtrain_metrics_create's. Later ones are counted, the first is a warning
+ * with the error's sentence (or the code's, where dtrain_last_error is empty), and the sink is
+ * called again in the next step: training continues whatever a sink does. */
 typedef struct dtrain_metrics_sink {
-    bool every_rank; /* false: rank 0 alone */
+    bool every_rank; /* false: only rank 0 */
+    bool histograms; /* it is called with histograms, too */
     const char *name;
-    /* desc: the stream's, with its defaults; sample: the table of metrics, no step yet */
-    dtrain_result (*open)(void *user, const struct dtrain_metrics_desc *desc,
-                          const dtrain_metrics_sample *sample);
-    dtrain_result (*step)(void *user, const dtrain_metrics_sample *sample);
-    dtrain_result (*histogram)(void *user, const dtrain_histogram *histogram);
-    dtrain_result (*finish)(void *user, const dtrain_summary *summary);
+    dtrain_result (*take)(void *user, const dtrain_metrics_sample *sample);
     void *user;
 } dtrain_metrics_sink;
 
@@ -3368,7 +3383,7 @@ typedef struct dtrain_metrics_desc {
                                      collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
-                                     TensorBoard and sinks with histogram; needs trainer, and the
+                                     TensorBoard and sinks with `histograms`; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
     uint32_t gpu_every_ms;   /* between two questions to NVML, libnvidia-ml.so.1 or DTRAIN_NVML of
@@ -3407,7 +3422,7 @@ typedef struct dtrain_metrics_sink_info {
 
 typedef struct dtrain_metrics_info {
     dtrain_summary summary;     /* of the steps so far */
-    dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED is known */
+    dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED */
     size_t sink_count;
     const dtrain_metrics_sink_info *sinks; /* (sink_count) */
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
@@ -4559,20 +4574,27 @@ DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_c
 #endif
 
 /* Rooms that compute nothing themselves (all but communicator and device) are compiled in dtrain.h
- * with -O1, and without the passes of it that take long and gain nothing there: with both gcc
- * -O2 takes four fifths of the time for all of dtrain.h, and makes 5 % less text. */
+ * with -Os, and without the passes of it that take long and gain little there: gcc -O2 takes four
+ * fifths of the time for all of dtrain.h, and makes a seventh less text. One pragma has all of the
+ * list: the next one would bring back the passes of -Os. */
 #if defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__) && !defined(__clang__)
 /* clang-format off */
+#define DTRAIN__PRAGMA(...) _Pragma(#__VA_ARGS__)
 #define DTRAIN__COLD \
-    _Pragma("GCC push_options") \
-    _Pragma("GCC optimize(\"O1\")") \
-    _Pragma("GCC optimize(\"no-tree-ccp,no-tree-dominator-opts,no-tree-fre,no-tree-sra\")") \
-    _Pragma("GCC optimize(\"no-tree-dse,no-tree-pta,no-tree-ch,no-tree-sink,no-dce,no-dse\")") \
-    _Pragma("GCC optimize(\"no-tree-forwprop,no-tree-copy-prop,no-tree-phiprop,no-tree-slsr\")") \
-    _Pragma("GCC optimize(\"no-tree-loop-optimize,no-tree-loop-im,no-move-loop-invariants\")") \
-    _Pragma("GCC optimize(\"no-if-conversion,no-if-conversion2,no-ssa-phiopt,no-shrink-wrap\")") \
-    _Pragma("GCC optimize(\"no-cprop-registers,no-compare-elim,no-combine-stack-adjustments\")") \
-    _Pragma("GCC optimize(\"no-reorder-blocks,no-guess-branch-probability\")")
+    DTRAIN__PRAGMA(GCC push_options) \
+    DTRAIN__PRAGMA(GCC optimize("Os", \
+        "no-tree-ccp,no-tree-dominator-opts,no-tree-fre,no-tree-sra,no-tree-dse,no-tree-pta", \
+        "no-tree-ch,no-tree-sink,no-dce,no-dse,no-tree-forwprop,no-tree-copy-prop", \
+        "no-tree-phiprop,no-tree-slsr,no-tree-loop-optimize,no-tree-loop-im,no-tree-pre", \
+        "no-move-loop-invariants,no-if-conversion,no-if-conversion2,no-ssa-phiopt,no-ivopts", \
+        "no-shrink-wrap,no-cprop-registers,no-compare-elim,no-combine-stack-adjustments", \
+        "no-reorder-blocks,no-guess-branch-probability,no-expensive-optimizations,no-gcse", \
+        "no-tree-vrp,no-schedule-insns2,no-code-hoisting,no-store-merging,no-caller-saves", \
+        "no-rerun-cse-after-loop,no-tree-switch-conversion,no-tree-tail-merge,no-ssa-backprop", \
+        "no-tree-bit-ccp,no-tree-reassoc,no-tree-cselim,no-optimize-strlen,no-devirtualize", \
+        "no-isolate-erroneous-paths-dereference,no-hoist-adjacent-loads,no-lra-remat,no-ree", \
+        "no-tree-builtin-call-dce,no-tree-slp-vectorize,no-tree-loop-vectorize", \
+        "no-tree-loop-distribute-patterns,no-tree-scev-cprop,no-partial-inlining"))
 /* clang-format on */
 #define DTRAIN__HOT _Pragma("GCC pop_options")
 #else
@@ -4760,7 +4782,7 @@ DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns();
 
 /* Move a new descriptor away from 0, 1 and 2: where the host has closed those, the next open gets
  * one of them, and what somebody prints would go into a checkpoint or to another rank. Every call
- * in src/ that makes a descriptor goes through here. */
+ * in src/ that makes a descriptor goes through this function. */
 DTRAIN__PRIVATE int dtrain__above_stdio(int file)
 {
     if (file < 0 || file > 2) return file;
@@ -5084,7 +5106,7 @@ DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memor
     if (memory) allocator->free(allocator->user, memory, (count ? count : 1) * item_bytes);
 }
 
-/* Make room for one more item behind the count items of an array, which doubles when it is full;
+/* Make room for one more item after the count items of an array, which doubles when it is full;
  * false: no memory, and the array is as it was. */
 DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **array, size_t count,
                                   size_t *room, size_t item_bytes, const char *what)
@@ -5435,7 +5457,7 @@ DTRAIN__COLD
  *                                                 |
  *                                                 +--> PEER, with a sentence; TIMEOUT; or OK
  *
- * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
+ * After the page come the arenas, one per rank, from which shared memory is handed out. */
 
 /* ==== src/world/timeline_internal.h =========================================================== */
 
@@ -5652,8 +5674,8 @@ typedef struct dtrain__long_wait {
     char text[176];    /* the call, for error sentences */
 } dtrain__long_wait;
 
-/* The control page, at the start of the shared region. Where ranks share no memory, each has a copy
- * of its own, which the link updates. */
+/* The control page, at the start of the shared region. Where ranks share no memory, each has its
+ * own copy, which the link updates. */
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
     uint32_t ended_count;  /* atomic: exit records written */
@@ -5672,7 +5694,7 @@ typedef struct dtrain__control {
     uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
 } dtrain__control;
 
-/* A control page, with or without arenas behind it, as it was mapped. */
+/* A control page, with or without arenas after it, as it was mapped. */
 typedef struct dtrain__region {
     dtrain__control *control;
     size_t bytes;
@@ -5698,8 +5720,8 @@ struct dtrain_world {
     uint64_t moves; /* steps of this rank's collectives so far: a new one makes naps short again */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
-    uint32_t naps; /* so many of the next waiting turns sleep: another program wants the core */
-    bool catches;  /* SIGTERM and the like are noted as requests to stop, see signals.c */
+    uint32_t naps;       /* of the next waiting turns that sleep: another program wants the core */
+    bool catches;        /* SIGTERM and the like are noted as requests to stop, see signals.c */
     uint32_t restart_count;
     uint64_t job;        /* a number that all attempts of this run have, and no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
@@ -5747,6 +5769,13 @@ typedef struct dtrain__wait {
     uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
+/* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last
+ * dtrain__world_gather. */
+static inline const void *dtrain__gathered(const dtrain_world *world, int rank)
+{
+    return world->control->slots[rank].data[world->gather_count % 2];
+}
+
 /* world/control.c */
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number);
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
@@ -5769,6 +5798,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__world_gather(dtrain_world *world, const void *mine,
+                                                   size_t bytes);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_result code,
                                                  const char *format, ...);
@@ -5842,8 +5873,8 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  *     calls: collectives, messages -----+--> ring of events -+--> a trace file      monitor/trace.c
  *     spans of other threads -----------+                    +--> a dump            comm/flight.c
  *
- * Each place that does something worth knowing records it by one call here, and all that is shown
- * is read from the same record. A ring in private memory is made with the world; recording takes no
+ * Each place that does something worth knowing records it by one call, and all that is shown is
+ * read from the same record. A ring in private memory is made with the world; recording takes no
  * lock, allocates nothing and makes no system call. Only the thread of rank_main records: threads
  * that write checkpoints and read data ahead note their times where they leave their results.
  *
@@ -6312,6 +6343,12 @@ typedef struct dtrain__link {
     size_t bytes; /* of all this */
 } dtrain__link;
 
+/* False while the buffer is so full that frames of waits are dropped. */
+static inline bool dtrain__link_takes_waits(const dtrain__link *link)
+{
+    return link->out_bytes < (size_t)link->count << 10;
+}
+
 /* world/link.c */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
@@ -6319,7 +6356,6 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
 DTRAIN__PRIVATE bool dtrain__try_again(int error);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes);
-DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world);
@@ -6340,7 +6376,6 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     case SIGHUP: return "SIGHUP";
     case SIGINT: return "SIGINT";
     case SIGQUIT: return "SIGQUIT";
-    case SIGILL: return "SIGILL, an illegal instruction";
     case SIGABRT: return "SIGABRT, abort() or a failed assert";
     case SIGBUS: return "SIGBUS, memory or a mapped file that is not there";
     case SIGFPE: return "SIGFPE, an integer division by zero";
@@ -6348,16 +6383,9 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     case SIGSEGV: return "SIGSEGV, an invalid memory access";
     case SIGPIPE: return "SIGPIPE, its output was closed";
     case SIGTERM: return "SIGTERM";
-    case SIGTRAP: return "SIGTRAP";
     case SIGUSR1: return "SIGUSR1";
     case SIGUSR2: return "SIGUSR2";
-    case SIGALRM: return "SIGALRM, a timer of the program";
-    case SIGVTALRM: return "SIGVTALRM, a timer of the program";
-    case SIGPROF: return "SIGPROF, a timer of the program";
-    case SIGXCPU: return "SIGXCPU, its limit of processor time";
-    case SIGXFSZ: return "SIGXFSZ, its limit on the size of files";
-    case SIGSYS: return "SIGSYS, a system call that is forbidden here";
-    default: return "see kill -l";
+    default: return strsignal(number);
     }
 }
 
@@ -6464,7 +6492,7 @@ DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
  *     dtrain__wait wait = dtrain__wait_begin();
  *     while (!ready()) DTRAIN__TRY(dtrain__wait_turn(world, &wait));
  *
- * A turn is a pause while every thread has a core of its own, and a yield otherwise: the rank
+ * A turn is a pause while every thread has its own core, and a yield otherwise: the rank
  * waited for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
  * sched_yield, 67 us with 2000 pauses first, 100 us and more with futexes). After some 20 us waits
  * yield everywhere: on a machine that also does other work the peer may be waiting for a core. The
@@ -6522,13 +6550,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
  * that was stopped inside of a wait no longer waits. A rank that gives up keeps its entry: others,
  * whose deadlines end a moment later, would otherwise take it for the one that is behind. */
 
-/* Note for which rank of the world this one waits; -1: for none. */
+/* Note for which rank of the world this one waits; -1: for none. Tell peers over the link after a
+ * quarter of the deadline, because what is told counts even when the wait has ended, and then every
+ * eighth. */
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
 {
     uint64_t *own = &world->control->waits[world->rank], entry = 0;
-    if (rank >= 0) entry = dtrain__now_ns() / 1000000u << 16 | (uint64_t)(rank + 1);
+    const uint64_t now = dtrain__now_ns();
+    const int32_t target = rank;
+    dtrain__link *link = world->link;
+    if (rank >= 0) entry = now / 1000000u << 16 | (uint64_t)(rank + 1);
     if (*own != entry) dtrain__store(own, entry);
-    if (world->link) dtrain__link_wait(world, rank);
+    if (!dtrain__is_remote(world)) return;
+    if (rank < 0 || !link->wait_ns) link->wait_ns = rank < 0 ? 0 : now + world->timeout_ns / 4;
+    if (rank < 0 || now < link->wait_ns || !dtrain__link_takes_waits(link)) return;
+    link->wait_ns = now + world->timeout_ns / 8;
+    dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
 }
 
 /* Return the rank for which another one waits; -1: it waits for none. */
@@ -6616,8 +6653,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
                       sizeof world->control->aborted);
 }
 
-/* Say whether this rank has seen for `grace_ns` that another one left. Its own clock counts: that
- * of a rank on the same page, in another time namespace, may differ. */
+/* True once this rank has known for `grace_ns` that `rank` left. Its own clock counts: the clock of
+ * a rank on the same page, in another time namespace, may differ. */
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns)
 {
     if (dtrain__load(&world->control->exits[rank].how) != DTRAIN__LEFT) return false;
@@ -6668,8 +6705,7 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
  * before reading its slot for the last time: a record that it wrote before it left counts. Where
  * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the slow
  * one, whichever record is missing. */
-static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
-                                        void *all)
+static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes)
 {
     dtrain__wait wait = dtrain__wait_begin();
     const uint64_t sequence = ++world->gather_count;
@@ -6713,11 +6749,27 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", rank,
                 (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
-        if (bytes) memcpy((char *)all + (size_t)rank * bytes, slots[rank].data[half], bytes);
     }
     dtrain__set_waits(world, -1);
     if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
+}
+
+/* Gather records, which stay where dtrain__gathered finds them until this rank gathers again. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_gather(dtrain_world *world, const void *mine,
+                                                   size_t bytes)
+{
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
+    DTRAIN__TRY(dtrain__trouble(world));
+    const dtrain__comm_call call = {
+        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0, NULL};
+    (void)dtrain__enter(world, call.kind);
+    const uint64_t event = dtrain__call_queued(world, &call);
+    dtrain__call_started(world, event);
+    const dtrain_result result = dtrain__gather_all(world, mine, bytes);
+    if (result == DTRAIN_OK) dtrain__call_done(world, event);
+    (void)dtrain__leave(world, result);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
@@ -6728,17 +6780,10 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            "dtrain_world_all_gather: world or a buffer is NULL, or %zu bytes are "
                            "more than %d",
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
-    DTRAIN__TRY(dtrain__trouble(world));
-    const dtrain__comm_call call = {
-        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0, NULL};
-    (void)dtrain__enter(world, call.kind);
-    const uint64_t event = dtrain__call_queued(world, &call);
-    dtrain__call_started(world, event);
-    const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
-    if (result == DTRAIN_OK) dtrain__call_done(world, event);
-    (void)dtrain__leave(world, result);
-    return result;
+    DTRAIN__TRY(dtrain__world_gather(world, mine, bytes));
+    for (int i = 0; i < world->size && bytes; i++)
+        memcpy((char *)all + (size_t)i * bytes, dtrain__gathered(world, i), bytes);
+    return DTRAIN_OK;
 }
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
@@ -6788,7 +6833,7 @@ DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return memory;
 }
 
-/* Map a control page and, behind it, the arenas of so many ranks; 0: no memory is shared. This
+/* Map a control page and after it the arenas of `ranks` ranks; 0: no memory is shared. This
  * reserves address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
  * Where that fails (ulimit -v, strict overcommit, valgrind) the default halves, down to 64 MiB; an
  * explicit size does not. */
@@ -6930,7 +6975,7 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
  * so waits, polls and all-gathers read the page and know nothing of the link. When a socket closes
  * and no exit has come, its rank is lost; keepalive closes the socket of a host that is gone.
  *
- * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
+ * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing
  * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
  * far as no memory can be damaged: lengths, rank numbers and the order of records are checked, and
  * a rank that breaks them is cut off.
@@ -7043,25 +7088,6 @@ DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
     for (int i = 0; link && i < link->count; i++)
         if (link->ends[i].sent < link->out_bytes) return i;
     return -1;
-}
-
-static bool dtrain__link_takes_waits(const dtrain__link *link)
-{
-    return link->out_bytes < (size_t)link->count << 10;
-}
-
-/* Tell peers for which rank this one waits (-1: none): first after a quarter of its deadline, because
- * what is told counts even when the wait has ended, then every eighth. */
-DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
-{
-    const int32_t target = rank;
-    if (!dtrain__is_remote(world)) return;
-    dtrain__link *link = world->link;
-    const uint64_t now = dtrain__now_ns();
-    if (rank < 0 || !link->wait_ns) link->wait_ns = rank < 0 ? 0 : now + world->timeout_ns / 4;
-    if (rank < 0 || now < link->wait_ns || !dtrain__link_takes_waits(link)) return;
-    link->wait_ns = now + world->timeout_ns / 8;
-    dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
 }
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
@@ -7214,7 +7240,7 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
  *
  * This is defended against:
  * - Strangers: a port scanner, a web browser, a rank of another run, a user who does not know the
- *   key. They are turned away, and rank 0 goes on waiting: a stranger must not end the run.
+ *   key. They are turned away, and rank 0 continues to wait: a stranger must not end the run.
  * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending ones at
  *   a time, and a further one replaces the oldest.
  * - Another job at the port, where neither has a key: its ranks have another desc.job, and are
@@ -7308,6 +7334,16 @@ static bool dtrain__meet_failed(const dtrain__rendezvous *r)
     return dtrain__load(&r->world->control->aborted.state) == 2;
 }
 
+/* Log every 10 s what is missing, or abort with it when it is too late. */
+static void dtrain__meet_missing(dtrain__rendezvous *r, dtrain_result late, const char *text)
+{
+    if (late != DTRAIN_OK) dtrain_world_abort(r->world, late, text);
+    else if (dtrain__now_ns() - r->logged_ns >= 10000000000u) {
+        r->logged_ns = dtrain__now_ns();
+        dtrain_log(r->world, DTRAIN_LOG_WARNING, "%s", text);
+    }
+}
+
 /* Set the options of a socket: small frames are sent at once, and a lost host is noticed within
  * 30 s, by keepalive (10 s of silence, then 4 probes 5 s apart) or by data that nobody
  * acknowledges. */
@@ -7342,8 +7378,8 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
 /* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
- * rank 0's address is a loopback address, which only this host can reach, listen at that one
- * alone. */
+ * rank 0's address is a loopback address, which only this host can reach, listen only at
+ * that one. */
 static bool dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
@@ -7454,24 +7490,21 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     const dtrain__hello own = dtrain__hello_make(r);
     const int rank = hello->rank;
     dtrain__connection *end = rank >= 0 && rank < own.size ? &r->world->link->ends[rank] : NULL;
+    char who[128], wrong[320] = "";
+    snprintf(who, sizeof who, "rank %d (%s, pid %d)", rank, hello->host, hello->pid);
     if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
-        (void)dtrain__abort_with(
-            r->world, DTRAIN_ERROR_MISMATCH,
-            "rank %d (%s, pid %d) was built with another dtrain, version %s; rank 0 "
-            "has %s: start the same program on all ranks",
-            rank, hello->host, hello->pid, hello->version, own.version);
+        snprintf(wrong, sizeof wrong,
+                 "%s was built with another dtrain, version %s; rank 0 has %s: start the same "
+                 "program on all ranks",
+                 who, hello->version, own.version);
     else if (hello->size != own.size)
-        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
-                                 rank, hello->host, hello->pid, hello->size, own.size);
-    else if (!end)
-        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
-                                 "a rank %d joins (%s, pid %d) in a world of %d", rank, hello->host,
-                                 hello->pid, own.size);
+        snprintf(wrong, sizeof wrong, "%s has world size %d, rank 0 has world size %d", who,
+                 hello->size, own.size);
+    else if (!end) snprintf(wrong, sizeof wrong, "%s joins a world of %d ranks", who, own.size);
     else if (!rank || end->socket >= 0)
-        (void)dtrain__abort_with(r->world, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d was started twice: as %s and as %s, pid %d", rank,
-                                 rank ? end->name : "this rank 0", hello->host, hello->pid);
+        snprintf(wrong, sizeof wrong, "rank %d was started twice: as %s and as %s, pid %d", rank,
+                 rank ? end->name : "this rank 0", hello->host, hello->pid);
+    if (wrong[0]) dtrain_world_abort(r->world, DTRAIN_ERROR_MISMATCH, wrong);
     const bool failed = dtrain__meet_failed(r);
     const dtrain__abort_record *why = &r->world->control->aborted;
     const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, failed ? why->code : 0,
@@ -7533,24 +7566,20 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         pending->socket = socket;
         pending->got = 0;
     }
-    const uint64_t now = dtrain__now_ns();
-    const bool late = now >= r->deadline_ns;
     char missing[160] = "", text[DTRAIN__ERROR_BYTES];
     size_t used = 0;
     if (dtrain__meet_failed(r) || r->came == r->world->size - 1) return;
-    if (!late && now - r->logged_ns < 10000000000u) return;
-    r->logged_ns = now;
     for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
         if (ends[i].socket < 0)
             used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
                                      used ? ", " : "", i);
+    const uint64_t now = dtrain__now_ns();
     snprintf(text, sizeof text,
              "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
              1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
              r->world->size - 1 - r->came, r->world->size, missing,
              r->problem[0] ? "; the last trouble: " : "", r->problem);
-    if (late) (void)dtrain__abort_with(r->world, DTRAIN_ERROR_TIMEOUT, "%s", text);
-    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
+    dtrain__meet_missing(r, now >= r->deadline_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK, text);
 }
 
 /* Wait for all ranks. Abort after a failure, and until the shortened deadline reply it to ranks
@@ -7600,25 +7629,6 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
     return false;
 }
 
-/* Wait for a reply until `until_ns`; false: it has not come. */
-static bool dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
-{
-    size_t got = 0;
-    while (got < sizeof *reply) {
-        const uint64_t now = dtrain__now_ns();
-        struct pollfd one;
-        one.fd = socket;
-        one.events = POLLIN;
-        if (now >= until_ns) return false;
-        if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
-        const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
-        if (more == 0 || (more < 0 && !dtrain__try_again(errno))) return false;
-        if (more > 0) got += (size_t)more;
-    }
-    reply->why[sizeof reply->why - 1] = 0;
-    return true;
-}
-
 /* Connect to rank 0 at one of its addresses, send the hello, and wait for the reply. False when
  * another call may succeed. */
 static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
@@ -7629,6 +7639,7 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     const uint64_t until_ns = most < r->deadline_ns ? most : r->deadline_ns;
     const uint64_t left_us = (until_ns - (now < until_ns ? now : until_ns)) / 1000u + 1;
     dtrain__reply reply;
+    size_t got = 0;
     struct timeval left; /* connect keeps the deadline of a send */
     left.tv_sec = (time_t)(left_us / 1000000u);
     left.tv_usec = (suseconds_t)(left_us % 1000000u);
@@ -7637,13 +7648,20 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     end->socket = dtrain__above_stdio(socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
     setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
+    setsockopt(end->socket, SOL_SOCKET, SO_RCVTIMEO, &left, sizeof left);
     if (connect(end->socket, at->ai_addr, at->ai_addrlen) != 0)
         return dtrain__try_failed(r, "%s: %s", end->name,
                                   strerror(errno == EINPROGRESS ? ETIMEDOUT : errno));
-    dtrain__socket_tune(end->socket);
     if (!dtrain__send_whole(end->socket, &hello, sizeof hello))
         return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
-    if (!dtrain__await_reply(end->socket, until_ns, &reply))
+    for (ssize_t more = 1; got < sizeof reply && more && dtrain__now_ns() < until_ns;) {
+        more = recv(end->socket, (char *)&reply + got, sizeof reply - got, 0);
+        if (more > 0) got += (size_t)more;
+        else if (more < 0 && !dtrain__try_again(errno)) break;
+    }
+    dtrain__socket_tune(end->socket);
+    reply.why[sizeof reply.why - 1] = 0;
+    if (got < sizeof reply)
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
                                   end->name, r->place->port);
     const bool known = reply.proof == dtrain__proof(r, hello.proof, &reply, sizeof reply);
@@ -7669,12 +7687,12 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 static void dtrain__join_world(dtrain__rendezvous *r)
 {
     struct addrinfo wanted;
-    char port[16];
+    char port[16], text[DTRAIN__ERROR_BYTES];
     snprintf(port, sizeof port, "%u", r->place->port);
     memset(&wanted, 0, sizeof wanted);
     wanted.ai_socktype = SOCK_STREAM;
     wanted.ai_flags = AI_NUMERICSERV;
-    for (uint64_t now = 0;; (void)poll(NULL, 0, 50)) {
+    for (;; (void)poll(NULL, 0, 50)) {
         struct addrinfo *found = NULL;
         bool settled = false;
         const int error = getaddrinfo(r->place->address, port, &wanted, &found);
@@ -7682,37 +7700,33 @@ static void dtrain__join_world(dtrain__rendezvous *r)
             dtrain__try_failed(r, "the name cannot be resolved: %s%s",
                                error == EAI_SYSTEM ? strerror(errno) : gai_strerror(error),
                                strchr(r->place->address, ':') ? "; the port goes into DTRAIN_PORT "
-                                                                "or MASTER_PORT, not behind it"
+                                                                "or MASTER_PORT, not after it"
                                                               : "");
         for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
             settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
         if (settled) return;
-        now = dtrain__now_ns();
-        if (now - r->logged_ns >= 10000000000u) {
-            r->logged_ns = now;
-            dtrain_log(r->world, DTRAIN_LOG_WARNING,
-                       "rank %d has looked for rank 0 at %s port %u for %.0f s: %s", r->world->rank,
-                       r->place->address, r->place->port, 1e-9 * (double)(now - r->start_ns),
-                       r->problem);
-        }
-        if (now < r->deadline_ns && (!r->stranger || now < r->until_ns)) continue;
-        (void)dtrain__abort_with(
-            r->world, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-            "rank 0 was not found at %s port %u for %.1f s: %s", r->place->address, r->place->port,
-            1e-9 * (double)(now - r->start_ns), r->problem);
-        return;
+        const uint64_t now = dtrain__now_ns();
+        const bool late = now >= r->deadline_ns || (r->stranger && now >= r->until_ns);
+        const dtrain_result why = r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT;
+        snprintf(text, sizeof text, "rank 0 was not found at %s port %u for %.1f s: %s",
+                 r->place->address, r->place->port, 1e-9 * (double)(now - r->start_ns), r->problem);
+        dtrain__meet_missing(r, late ? why : DTRAIN_OK, text);
+        if (late) return;
     }
 }
 
-/* Connect all ranks of a world that another launcher has started: fill link->ends. Then gather until
- * all have come; rank 0 has the better sentence, so the others wait a little longer than it does. An
- * abort is the result of every rank, with its code and its sentence. */
+/* Connect all ranks of a world that another launcher has started: make this rank's control page and
+ * its link, with connections. Then gather until all have come; rank 0 has the better sentence, so
+ * the others wait a little longer than it does. An abort is the result of every rank, with its code
+ * and its sentence. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
-    const dtrain__abort_record *aborted = &world->control->aborted;
     const uint64_t timeout_ns = world->timeout_ns;
     dtrain__rendezvous r;
+    DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
+    world->control = world->page.control;
+    DTRAIN__TRY(dtrain__link_create(world));
     memset(&r, 0, sizeof r);
     r.world = world;
     r.place = place;
@@ -7725,6 +7739,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     dtrain_result result = dtrain_world_all_gather(world, NULL, 0, NULL);
     world->timeout_ns = timeout_ns;
     if (result == DTRAIN_OK) return DTRAIN_OK;
+    const dtrain__abort_record *aborted = &world->control->aborted;
     const bool failed = dtrain__meet_failed(&r);
     if (failed) result = (dtrain_result)aborted->code;
     return dtrain_fail(result,
@@ -7742,10 +7757,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * /proc/<pid>/fd and map it at the same address, or all ranks try another address. The kernel frees
  * the file when the last rank has ended, however it ended. */
 
-/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. A
- * host is a hash of what is equal for ranks that can see each other's processes and memory: host
- * name, boot, and the namespaces of a container. A part that /proc hides is hidden from all ranks
- * of the host; only want of descriptors or memory is this rank's own failure. */
+/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept.
+ * Ranks that can see each other's processes and memory have the same host name, boot and namespaces
+ * of a container: a hash of these is the host. /proc hides a part from all ranks of a host or from
+ * none; only want of descriptors or memory is this rank's own failure. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -7786,8 +7801,6 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-#define DTRAIN__WHY sizeof((dtrain_world *)NULL)->no_region
-
 /* Rank 0's region; bytes = 0: it could not make one. */
 typedef struct dtrain__offer {
     uint64_t address, bytes, inode;
@@ -7815,8 +7828,8 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes);
     if (memory != wanted)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,
-                           wanted, strerror(error));
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free: %s", bytes, wanted,
+                           strerror(error));
     region->control = (dtrain__control *)memory;
     region->bytes = bytes;
     return DTRAIN_OK;
@@ -7827,14 +7840,13 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
 static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
 
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the all-gather itself. Scratch: DTRAIN__WHY
- * bytes for each rank, too many for a small stack. */
+ * went wrong, "" for nothing. An error is a failure of the gathering itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
-                                        dtrain__region *region, char *scratch)
+                                        dtrain__region *region)
 {
-    dtrain__offer offer, *const offers = (dtrain__offer *)(void *)scratch;
+    dtrain__offer offer;
     struct stat status;
-    char why[DTRAIN__WHY] = "";
+    char why[sizeof world->no_region] = "";
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
     offer.file = -1;
@@ -7854,18 +7866,19 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             offer.pid = (int32_t)getpid();
         }
     }
-    dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
+    dtrain_result gathered = dtrain__world_gather(world, &offer, sizeof offer);
     if (gathered == DTRAIN_OK) {
-        if (world->rank && offers[0].bytes) result = dtrain__accept_region(&offers[0], region);
+        const dtrain__offer *first = (const dtrain__offer *)dtrain__gathered(world, 0);
+        if (world->rank && first->bytes) result = dtrain__accept_region(first, region);
         if (result != DTRAIN_OK)
             snprintf(why, sizeof why, "rank %d: %.160s", world->rank,
                      dtrain__bare(dtrain_last_error()));
-        gathered = dtrain_world_all_gather(world, why, sizeof why, scratch);
+        gathered = dtrain__world_gather(world, why, sizeof why);
     }
     if (offer.file >= 0) close(offer.file);
     world->no_region[0] = 0;
     for (int i = 0; i < world->size && gathered == DTRAIN_OK && !world->no_region[0]; i++)
-        memcpy(world->no_region, scratch + (size_t)i * sizeof why, sizeof why);
+        memcpy(world->no_region, dtrain__gathered(world, i), sizeof why);
     if ((gathered == DTRAIN_OK && !world->no_region[0]) || !region->control) return gathered;
     munmap(region->control, region->bytes);
     return gathered;
@@ -7873,28 +7886,19 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
 
 /* Make a joined rank a rank like any other: meet the others, find the ranks of this host, and where
  * all are on one host move from this rank's own control page to a shared one. Where no address is
- * free in every rank, ranks go on without shared memory, as on several hosts. */
+ * free in every rank, ranks continue without shared memory, as on several hosts. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)
 {
-    DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
-    world->control = world->page.control;
-    DTRAIN__TRY(dtrain__link_create(world));
     DTRAIN__TRY(dtrain__meet(world, place));
     DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
-    const size_t ranks = (size_t)world->size;
-    char *const scratch =
-        (char *)dtrain__alloc(&world->allocator, ranks, DTRAIN__WHY, "the meeting of ranks");
-    if (!scratch) return dtrain__abort_with(world, DTRAIN_ERROR_MEMORY, "%s", dtrain_last_error());
-    dtrain_result result = DTRAIN_OK;
     for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
          attempt++) {
         dtrain__region region;
         memset(&region, 0, sizeof region);
-        result = dtrain__try_region(world, reserve_bytes, attempt, &region, scratch);
-        if (result != DTRAIN_OK) break;
+        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region));
         if (world->no_region[0]) continue;
         munmap(world->page.control, world->page.bytes);
         world->page = region;
@@ -7902,8 +7906,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
         world->gather_count = 0;
         world->link->shared = true;
     }
-    dtrain__free(&world->allocator, scratch, ranks, DTRAIN__WHY);
-    return result;
+    return DTRAIN_OK;
 }
 
 /* ==== src/world/signals.c ===================================================================== */
@@ -8822,7 +8825,7 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
     const dtrain__ring *ring = world->timeline.ring;
     const uint64_t now = dtrain__now_ns();
     uint64_t next = ring->count + 1, calls = 0;
-    bool first = true, listed = !world->comm;
+    bool first = !world->comm || world->comm->ops->transport;
     char host[256] = "";
     if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
     dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
@@ -8858,13 +8861,12 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
 
     /* The communicators of the engine, and the world's; others are not listed anywhere. */
     dtrain__writer_add(out, "],\n \"communicators\": [");
+    if (!first) dtrain__dump_communicator(out, world->comm, ring->code != 0, true);
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
         if (!comm->report) continue; /* half of one that is being made */
         dtrain__dump_communicator(out, &comm->base, comm->failed, first);
-        listed = listed || &comm->base == world->comm;
         first = false;
     }
-    if (!listed) dtrain__dump_communicator(out, world->comm, ring->code != 0, first);
 
     dtrain__writer_add(out, "],\n \"collectives\": [");
     while (calls < DTRAIN__FLIGHT_RECORDS && dtrain__event_at(world, next - 1))
@@ -8937,18 +8939,15 @@ DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
 
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m,
-                                              int64_t n, int64_t k, float alpha, const float *a,
-                                              const float *b, float beta, float *c);
 
-/* The kernels in the order of dtrain_device_ops. L: of layers, which belong to ring 3, models. */
+/* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
-    X(gemm) X(activation_backward) X(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
+    L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
     L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
     L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
     L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
-    X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)                \
+    X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
     L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
     L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
 /* clang-format on */
@@ -9158,21 +9157,19 @@ static const dtrain_call *dtrain__shown_by(const dtrain__engine *comm, const dtr
     return comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
-/* Compare what two ranks call. */
-static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first,
-                                     int second)
+/* Compare what two ranks call, and fail where they differ. */
+static void dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first, int second)
 {
     const dtrain_call *x = dtrain__shown_by(comm, work, first);
     const dtrain_call *y = dtrain__shown_by(comm, work, second);
     char a[80], b[80];
-    if (dtrain__same_call(x, y)) return DTRAIN_OK;
+    if (dtrain__same_call(x, y)) return;
     dtrain__describe(x, 0, a, sizeof a);
     dtrain__describe(y, 0, b, sizeof b);
-    return dtrain__engine_failf(&comm->base, DTRAIN_ERROR_MISMATCH,
-                                "collective #%llu differs: rank %d called %s, rank %d called %s",
-                                (unsigned long long)work->op.sequence,
-                                comm->base.world_ranks[first], a, comm->base.world_ranks[second],
-                                b);
+    (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_MISMATCH,
+                               "collective #%llu differs: rank %d called %s, rank %d called %s",
+                               (unsigned long long)work->op.sequence, comm->base.world_ranks[first],
+                               a, comm->base.world_ranks[second], b);
 }
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
@@ -9198,7 +9195,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
             if (!shown) return false;
             if (dtrain__same_call(shown, &work->op.call)) continue;
             /* The sentence names rank 0 and the first rank that calls something else. */
-            (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : rank);
+            dtrain__compare(comm, work, 0, work->heard ? work->heard : rank);
             return false;
         }
         /* After a failure other ranks may have freed their buffers; small inputs are copies. */
@@ -9346,7 +9343,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *comm, dtrain_resu
     return dtrain__engine_failf(comm, code, "%s", dtrain__bare(text));
 }
 
-/* Fail with the last error as the sentence if a result is an error; say whether it is none. */
+/* Fail the communicator with the last error unless `result` is DTRAIN_OK; say whether it is. */
 DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
 {
     if (result != DTRAIN_OK) (void)dtrain__engine_fail(comm, result, dtrain_last_error());
@@ -9533,7 +9530,7 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
         const bool left = dtrain__left_for(world, ranks[i], comm->transport->grace_ns);
         if (!dtrain__waits_for(comm, work, i)) {
             if (work->op.sequence && work->state == DTRAIN__SHOWN)
-                (void)dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i);
+                dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i);
             continue;
         }
         if (waits < 0 || (dtrain__waits(world, waits) >= 0 && dtrain__waits(world, ranks[i]) < 0))
@@ -9932,16 +9929,14 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 
 static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t sequence, int rank)
 {
-    if (!sequence) {
-        const dtrain__channel *channel =
-            dtrain__load(&dtrain__part_at(comm, rank)->channels[comm->rank]);
-        const uint64_t tail = channel ? dtrain__load(&channel->tail) : 0;
-        return channel && dtrain__load(&channel->head) > tail
-                   ? &channel->cells[tail % DTRAIN__CELLS].shown
+    const dtrain__channel *channel =
+        dtrain__load(&dtrain__part_at(comm, rank)->channels[comm->rank]);
+    if (sequence)
+        return dtrain__reached(comm, sequence, 1, rank)
+                   ? &dtrain__slot_of(comm, rank, sequence)->shown
                    : NULL;
-    }
-    return dtrain__reached(comm, sequence, 1, rank) ? &dtrain__slot_of(comm, rank, sequence)->shown
-                                                    : NULL;
+    if (!channel || dtrain__load(&channel->head) == channel->tail) return NULL;
+    return &channel->cells[channel->tail % DTRAIN__CELLS].shown;
 }
 
 /* ---- The paths --------------------------------------------------------------------------------*/
@@ -10411,7 +10406,7 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     wait->facts = sum;
     if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
     if (work) dtrain__engine_advance(comm);
-    /* A collective moves when all ranks have called it: what they wrote is over. */
+    /* Once a collective moves, all ranks have called it: facts about it are out of date. */
     if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
     for (int i = 0; i < size; i++)
         if (found[i] && (!work || dtrain__waits_for(comm, work, i)))
@@ -10704,6 +10699,13 @@ typedef struct dtrain__mpi_token {
     int rank;
 } dtrain__mpi_token;
 
+/* What a rank shows, as it is sent from `call` on. */
+typedef struct dtrain__mpi_record {
+    uint64_t heard; /* sequence number of the newest one received; 1: of a message */
+    dtrain_call call;
+    char data[DTRAIN_SMALL_BYTES]; /* less where there are many ranks */
+} dtrain__mpi_record;
+
 typedef struct dtrain__mpi_comm {
     dtrain_comm base;
     dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
@@ -10712,8 +10714,7 @@ typedef struct dtrain__mpi_comm {
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
-    uint64_t *heard; /* (window + 1, size) sequence number of the newest record received */
-    char *records;   /* see dtrain__mpi_record */
+    char *records;   /* (window + 1, 2 size) see dtrain__mpi_record_of */
     char *temporary; /* (size, chunk_bytes) */
     size_t record_bytes, chunk_bytes;
     char *memory; /* holds all arrays above */
@@ -10739,10 +10740,7 @@ static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *ca
     dtrain_result turn = DTRAIN_OK;
     while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
         turn = dtrain__wait_turn(comm->base.world, &wait);
-    if (turn == DTRAIN_ERROR_PEER) {
-        (void)dtrain__engine_fail(&comm->base, turn, dtrain_last_error());
-        return;
-    }
+    if (turn == DTRAIN_ERROR_PEER && !dtrain__engine_ok(&comm->base, turn)) return;
     MPI_Error_string(code, text, &length);
     (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
 }
@@ -10770,15 +10768,23 @@ static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtr
     comm->active++;
 }
 
-/* Return the line of records that belongs to a collective, or to sends and receives (0). */
-static uint64_t dtrain__mpi_line(uint64_t sequence)
+/* Return a record of a collective, or of messages (0). Place r < size receives from rank r; the
+ * places from `size` on hold what this rank sends: one record for all ranks in a collective, else
+ * one for each peer. */
+static dtrain__mpi_record *dtrain__mpi_record_of(const dtrain__mpi_comm *comm, uint64_t sequence,
+                                                 int place)
 {
-    return sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
+    const size_t line = sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
+    const size_t at = line * 2 * (size_t)comm->base.size + (size_t)place;
+    return (dtrain__mpi_record *)(void *)(comm->records + at * comm->record_bytes);
 }
 
-static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t sequence, int rank)
+static void dtrain__mpi_post_record(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
+                                    dtrain__mpi_tag kind, int rank)
 {
-    return &comm->heard[dtrain__mpi_line(sequence) * (size_t)comm->base.size + (size_t)rank];
+    dtrain__mpi_post(comm, work, DTRAIN__RECORD_IN, kind, rank,
+                     &dtrain__mpi_record_of(comm, work->base.sequence, rank)->call,
+                     comm->record_bytes - offsetof(dtrain__mpi_record, call));
 }
 
 /* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
@@ -10803,7 +10809,7 @@ static void dtrain__mpi_poll(dtrain_comm *base)
         const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
         const uint64_t sequence = token->work->base.sequence;
         if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
-        else *dtrain__mpi_heard_at(comm, sequence, token->rank) = sequence ? sequence : 1;
+        else dtrain__mpi_record_of(comm, sequence, token->rank)->heard = sequence ? sequence : 1;
     }
     for (int i = 0; i < comm->active; i++) {
         if (comm->requests[i] == MPI_REQUEST_NULL) continue;
@@ -10814,31 +10820,15 @@ static void dtrain__mpi_poll(dtrain_comm *base)
     ++*base->moves;
 }
 
-/* ---- Records ----------------------------------------------------------------------------------*/
-
-/* Return the buffer of a record. In a line, place r < size receives from rank r; the places from
- * `size` on hold what this rank sends: one record for all ranks in a collective, else one for each
- * peer. */
-static dtrain_call *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
-{
-    const size_t places = 2 * (size_t)comm->base.size;
-    return (dtrain_call *)(void *)(comm->records +
-                                   (line * places + (size_t)place) * comm->record_bytes);
-}
-
 static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const int size = base->size, rank = base->rank;
-    const uint64_t line = dtrain__mpi_line(work->sequence);
-    dtrain_call *record = dtrain__mpi_record(comm, line, size);
+    dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
     const size_t bytes = dtrain__write_shown(work, record);
-    for (int i = 1; i < size; i++) {
-        const int peer = (rank + size - i) % size;
-        dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, DTRAIN__TAG_RECORD, peer,
-                         dtrain__mpi_record(comm, line, peer), comm->record_bytes);
-    }
+    for (int i = 1; i < size; i++)
+        dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
     for (int i = 1; i < size; i++)
         dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_RECORD, (rank + i) % size, record,
                          bytes);
@@ -10847,9 +10837,8 @@ static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t sequence, int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    const uint64_t heard = *dtrain__mpi_heard_at(comm, sequence, rank);
-    if (!heard || heard < sequence) return NULL;
-    return dtrain__mpi_record(comm, dtrain__mpi_line(sequence), rank);
+    const dtrain__mpi_record *record = dtrain__mpi_record_of(comm, sequence, rank);
+    return record->heard && record->heard >= sequence ? &record->call : NULL;
 }
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
@@ -10862,22 +10851,21 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
     const int size = comm->base.size;
     const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const size_t all = work->small ? 0 : dtrain__send_bytes(what, size);
-    dtrain_call *record =
-        dtrain__mpi_record(comm, dtrain__mpi_line(0), what->root + (sends ? size : 0));
+    dtrain__mpi_record *record = dtrain__mpi_record_of(comm, 0, what->root + (sends ? size : 0));
     for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
         const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
         char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
         if (own->round == 0) {
-            dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__RECORD_IN,
-                             DTRAIN__TAG_MESSAGE, what->root, record,
-                             sends ? dtrain__write_shown(work, record) : comm->record_bytes);
+            if (sends)
+                dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
+                                 &record->call, dtrain__write_shown(work, &record->call));
+            else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
             continue;
         }
         if (!sends && !work->agreed) return false;
-        if (!sends)
-            *dtrain__mpi_heard_at(comm, 0, what->root) = 0; /* the next call has not arrived */
+        if (!sends) record->heard = 0; /* the next call has not arrived */
         if (own->round == 1 && !sends && work->small && what->count)
-            memcpy(what->recv, record + 1, work->recv_bytes);
+            memcpy(what->recv, record->data, work->recv_bytes);
         if (at >= all) return true;
         dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__PART_IN, DTRAIN__TAG_MESSAGE,
                          what->root, buffer + at,
@@ -11043,7 +11031,7 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
-    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2), lines = DTRAIN_WINDOW + 1;
+    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2);
     size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
     void *memory;
     comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
@@ -11055,12 +11043,12 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
     comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(sizeof(dtrain_call) + data, line);
+    comm->record_bytes = dtrain__round_up(offsetof(dtrain__mpi_record, data) + data, line);
 
-    const size_t bytes[] = {room * sizeof *comm->requests,        room * sizeof *comm->tokens,
-                            room * sizeof *comm->statuses,        room * sizeof *comm->indices,
-                            lines * size * sizeof *comm->heard,   size * comm->chunk_bytes,
-                            lines * 2 * size * comm->record_bytes};
+    const size_t bytes[] = {
+        room * sizeof *comm->requests, room * sizeof *comm->tokens,
+        room * sizeof *comm->statuses, room * sizeof *comm->indices,
+        size * comm->chunk_bytes,      (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes};
     size_t at[sizeof bytes / sizeof *bytes];
     for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
         at[i] = comm->memory_bytes;
@@ -11072,9 +11060,8 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     comm->tokens = (dtrain__mpi_token *)(void *)(comm->memory + at[1]);
     comm->statuses = (MPI_Status *)(void *)(comm->memory + at[2]);
     comm->indices = (int *)(void *)(comm->memory + at[3]);
-    comm->heard = (uint64_t *)(void *)(comm->memory + at[4]);
-    comm->temporary = comm->memory + at[5];
-    comm->records = comm->memory + at[6];
+    comm->temporary = comm->memory + at[4];
+    comm->records = comm->memory + at[5];
     *address = 1;
     return DTRAIN_OK;
 }
@@ -11223,7 +11210,7 @@ static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
-    int finalized = 0, ready = 0, size, rank, found = 0, alone = 0;
+    int finalized = 0, ready = 0, size, rank, found = 0;
     void *highest = NULL;
     struct sigaction pipes;
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
@@ -11260,20 +11247,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     mine[0] = size;
     mine[1] = rank;
     DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
-    for (int i = 0; i < world->size; i++) alone += all[i][0] == 1;
-    if (alone == world->size && alone > 1)
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
-                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
-                           "pmi2",
-                           alone, alone);
     for (int i = 0; i < world->size; i++) {
         hub->ranks[i] = all[i][1];
         if (all[i][0] != world->size)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
-                               "mpirun as the environment announces",
-                               i, world->size, (int)all[i][0]);
+                               "MPI: rank %d of the world's %d sees %d in MPI; start all with this "
+                               "MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or pmi2",
+                               i, world->size, (int)all[i][0], world->size);
     }
 
     /* A duplicate keeps the program's messages apart from these. */
@@ -11283,38 +11263,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     return DTRAIN_OK;
 }
 
-/* Tell whether all ranks have ended without an error: only then can MPI be finalized. */
-static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
+/* Leave MPI after the last communicator, and finalize it if dtrain has started it: only when all
+ * ranks have ended without an error. Unless all have come this far, memory that MPI may still
+ * access stays mapped, and so does that of a thread that never returns from MPI, until the process
+ * ends. */
+DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
+    dtrain__mpi_thread *thread = hub->thread;
     dtrain__wait wait = dtrain__wait_begin();
-    dtrain_result turn = DTRAIN_OK;
+    dtrain_result turn = hub->failed ? DTRAIN_ERROR_PEER : dtrain__trouble(world);
     int late = 0;
-    if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
-    hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
+    if (turn == DTRAIN_OK) hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
     while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
         if (world->link) dtrain__link_pump(world, 1);
         turn = dtrain__wait_poll(world, &wait);
     }
-    if (turn != DTRAIN_ERROR_TIMEOUT) return turn == DTRAIN_OK && hub->code == MPI_SUCCESS;
     while (late + 1 < world->size &&
            dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
         late++;
-    dtrain_log(world, DTRAIN_LOG_WARNING,
-               "rank %d has not come to its end for %.1f s: rank %d leaves without MPI_Finalize",
-               late, 1e-9 * (double)world->timeout_ns, world->rank);
-    return false;
-}
-
-/* Leave MPI after the last communicator, and finalize it if dtrain has started it. Unless all ranks
- * have come this far, memory that MPI may still access stays mapped, and so does that of a thread
- * that never returns from MPI, until the process ends. */
-DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__mpi_thread *thread = hub->thread;
-    const bool ends = dtrain__mpi_all_end(world, hub);
+    if (turn == DTRAIN_ERROR_TIMEOUT)
+        dtrain_log(world, DTRAIN_LOG_WARNING,
+                   "rank %d has not come to its end for %.1f s: rank %d leaves without "
+                   "MPI_Finalize",
+                   late, 1e-9 * (double)world->timeout_ns, world->rank);
+    const bool ends = turn == DTRAIN_OK && hub->code == MPI_SUCCESS;
     hub->failed = !ends;
     if (thread) {
-        dtrain__wait wait = dtrain__wait_begin();
+        wait = dtrain__wait_begin();
         const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
         thread->finalize = ends;
         pthread_mutex_unlock(&thread->gate);
@@ -11372,7 +11347,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     const dtrain_comm_ops *const local = dtrain__local_comm_ops(false);
     const dtrain_comm_ops *ops = world->control->arenas || !mpi ? local : mpi;
     const bool on_host = world->device->ops->host_memory;
-    const size_t size = (size_t)world->size;
     if (world->comm_ops) ops = world->comm_ops;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -11384,22 +11358,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
         memset(&mine, 0, sizeof mine);
         DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
         mine.node = world->node;
-        place *all =
-            (place *)dtrain__alloc(&world->allocator, size, sizeof *all, "a table of devices");
-        if (!all) return DTRAIN_ERROR_MEMORY;
-        const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
-        for (int n = 0; result == DTRAIN_OK && n < world->size * world->size && !shared; n++) {
+        DTRAIN__TRY(dtrain__world_gather(world, &mine, sizeof mine));
+        for (int n = 0; n < world->size * world->size && !shared; n++) {
             const int i = n / world->size, k = n % world->size;
-            shared =
-                k < i && all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0;
+            const place *a = (const place *)dtrain__gathered(world, i);
+            const place *b = (const place *)dtrain__gathered(world, k);
+            shared = k < i && a->node == b->node && strcmp(a->info.id, b->info.id) == 0;
             if (shared && world->rank == 0)
                 dtrain_log(world, DTRAIN_LOG_INFO,
                            "ranks %d and %d share one device (%s of %u): collectives go through "
                            "host memory",
-                           k, i, all[i].info.name, all[i].info.count);
+                           k, i, a->info.name, a->info.count);
         }
-        dtrain__free(&world->allocator, all, size, sizeof *all);
-        DTRAIN__TRY(result);
         if (shared) ops = local;
     } else if (!on_host && ops == local && world->rank == 0 && world->size > 1) {
         dtrain_log(world, DTRAIN_LOG_INFO,
@@ -11459,7 +11429,7 @@ typedef struct dtrain__launch {
     dtrain__log_sink log;    /* of rank -1, the launcher */
     dtrain_rank_fn rank_main;
     void *user;
-    dtrain__placement place; /* rank: the first one here; size: the world's */
+    dtrain__placement place; /* rank: the first of this process; size: the world's */
     bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
     bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
     dtrain_result joined;    /* with is_rank: the result of making its world */
@@ -11572,9 +11542,9 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     if (!from_terminal) dtrain__signal_ranks(launch, number);
     launch->passed_on = number;
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
-    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it goes on */
+    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it continues */
     if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT) {
-        if (from_terminal && !launch->log.write) fputc('\n', stderr); /* behind its ^C */
+        if (from_terminal && !launch->log.write) fputc('\n', stderr); /* after its ^C */
         dtrain__log_to(&launch->log, DTRAIN_LOG_INFO,
                        "asked to stop by signal %d (%s): ranks end after their step; a second "
                        "request ends them at once",
@@ -11726,11 +11696,12 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
     const dtrain__bound bounds[] = {
         /* (int): a program may have been given a negative number */
-        {most > DTRAIN_MAX_RANKS, "rank_count", (double)most, "at most 256 (DTRAIN_MAX_RANKS)"},
+        {most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
+         "at most 256 (DTRAIN_MAX_RANKS)"},
         {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
          "0 (processes) or 1 (threads)"},
         {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
-        {desc->threads_per_rank > 4096, "threads_per_rank", (double)desc->threads_per_rank,
+        {desc->threads_per_rank > 4096, "threads_per_rank", (double)(int)desc->threads_per_rank,
          "0 to 4096"},
         {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
          "at most 1023 bytes"}};
@@ -11807,22 +11778,6 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
                        stopped, too, end->error[0] ? "; its last error: " : "", end->error);
 }
 
-/* Write the error where torchrun looks for the root cause of a failure. */
-static void dtrain__write_error_file(const char *text)
-{
-    const char *path = getenv("TORCHELASTIC_ERROR_FILE");
-    const int file = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
-    char room[2 * DTRAIN__WRITER_PIECE];
-    dtrain__writer out = {file, 0, 0, sizeof room, 0, room};
-    if (file < 0) return;
-    dtrain__writer_add(&out, "{\"message\": {");
-    dtrain__writer_string(&out, "message", text);
-    dtrain__writer_add(&out, ", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n",
-                       (long long)time(NULL));
-    dtrain__writer_flush(&out);
-    close(file);
-}
-
 /* Run one attempt: start all ranks, wait until they have ended, and make the result. */
 static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info *info)
 {
@@ -11851,7 +11806,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
 }
 
 /* Make the number that all attempts of this run have, and no other run: from the name that
- * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, behind
+ * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, after
  * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
  * the place of the stack. */
 static uint64_t dtrain__job_number(const dtrain__launch *launch)
@@ -11924,7 +11879,19 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
         if (child_was_pending) kill(getpid(), SIGCHLD);
         pthread_sigmask(SIG_SETMASK, &launch.old_mask, NULL);
     }
-    if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
+    const char *path = result == DTRAIN_OK ? NULL : getenv("TORCHELASTIC_ERROR_FILE");
+    const int file = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
+    if (file < 0) return result;
+
+    /* torchrun looks there for the root cause of a failure. */
+    char room[2 * DTRAIN__WRITER_PIECE];
+    dtrain__writer out = {file, 0, 0, sizeof room, 0, room};
+    dtrain__writer_add(&out, "{\"message\": {");
+    dtrain__writer_string(&out, "message", dtrain_last_error());
+    dtrain__writer_add(&out, ", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n",
+                       (long long)time(NULL));
+    dtrain__writer_flush(&out);
+    close(file);
     return result;
 }
 
@@ -11988,21 +11955,6 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__free(&allocator, world, 1, sizeof *world);
 }
 
-static dtrain_result dtrain__world_mark(dtrain_world *world)
-{
-    void *page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
-                           strerror(errno));
-    world->mine = (uint32_t *)page;
-    *world->mine = 1;
-#ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
-    madvise(page, dtrain__page_bytes(), MADV_WIPEONFORK);
-#endif
-    return DTRAIN_OK;
-}
-
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
@@ -12032,7 +11984,16 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->job = launch->job;
     world->catches = desc->catch_signals;
-    DTRAIN__TRY(dtrain__world_mark(world));
+    void *const mine = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mine == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
+                           strerror(errno));
+    world->mine = (uint32_t *)mine;
+    *world->mine = 1;
+#ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
+    madvise(mine, dtrain__page_bytes(), MADV_WIPEONFORK);
+#endif
     DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
     world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
@@ -12118,7 +12079,7 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     if (error[0]) control->exits[rank].code = (int32_t)*dtrain__last_code();
-    const bool met = launch->joins && world && world->link;
+    const bool met = world && world->link;
     if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
     if (!met || !launch->is_rank) dtrain__record_end(control, rank, how, code, error);
@@ -12295,7 +12256,7 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement
 }
 
 /* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
- * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
+ * setHostnameAsFQDN the domain of the service follows, and so the name of pod 0 is known. */
 static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
@@ -18842,12 +18803,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
                                                   const dtrain_optimizer_desc *desc);
 
-/* optim/muon.c */
+/* optim/muon.c, of ring 3: models. Without it groups.c refuses Muon, and nothing comes to them. */
+#if DTRAIN__MODELS
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon);
 DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
                                                 const dtrain_shard *const *sources,
                                                 const dtrain_optimizer_args *step);
+#else
+#define dtrain__muon_layout(optimizer, memory, muon) ((void)(muon), (size_t)0)
+#define dtrain__step_muon(device, muon, sources, step) ((void)(muon), DTRAIN_ERROR_UNSUPPORTED)
+#endif
 
 /* ---- loss scaling
  *
@@ -18951,7 +18917,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *             w = w - lr (nesterov ? g + momentum b : b)
  *     Lion    w = w (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g)
  *             m = beta2 m + (1 - beta2) g
- *     Muon    optim/muon.c
+ *     Muon    optim/muon.c, of ring 3: models
  *
  * One fused kernel a group reads gradient and state once and writes value and state once. State is
  * for this rank's shards only, one block, made at creation, group by group (optim/groups.c):
@@ -19540,6 +19506,13 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
                            "%s: kind %u is not a dtrain_optimizer_kind; start from "
                            "dtrain_optimizer_defaults()",
                            call, (unsigned)desc->kind);
+    if (muon && !DTRAIN__MODELS)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: Muon multiplies matrices, which belongs to models, and this program "
+            "leaves them out: compile dtrain.h without DTRAIN_OMIT_MODELS and "
+            "DTRAIN_CORE, or take AdamW",
+            call);
     return dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]);
 }
 
@@ -19606,130 +19579,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
     size_t count;
     (void)dtrain__params_of(strategy, &count);
     for (size_t i = 0; i < count; i++) DTRAIN__TRY(dtrain__check_member(desc, strategy, i));
-    return DTRAIN_OK;
-}
-
-/* ==== src/optim/muon.c ======================================================================== */
-
-/* Muon
- *
- * Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) steps along
- * the orthogonal matrix nearest to the momentum: of M = U S V^T that is U V^T, all of whose
- * singular values are 1. With g = grad * grad_scale, for a matrix (rows, columns):
- *
- *     m = momentum m + g                     x = nesterov ? g + momentum m : m
- *     x = x / (|x| + epsilon)                so that no singular value is above 1
- *     five times: x = a x + b (x x^T) x + c (x x^T)^2 x
- *     w = w (1 - lr decay) - lr sqrt(max(1, rows / columns)) x
- *
- * The polynomial takes every singular value s to a s + b s^3 + c s^5, towards 1: with the published
- * coefficients, which grow small ones fastest, to between 0.7 and 1.2 (a Newton-Schulz iteration).
- * This is the authors' variant, which torch.optim.Muon calls "original", but in fp32 where theirs
- * is in bf16; that their momentum is an average changes the length of x alone, which is divided
- * out. Of a parameter with more than two dimensions all behind the first are columns.
- *
- * An iteration is three products of the device's GEMM. Where x has more rows than columns the Gram
- * matrix is x^T x, and multiplies from the right: nothing is transposed in memory.
- *
- *     gram (k, k) = x x^T      square = c gram gram + b gram     y = square x + a x     k = smaller
- *
- * It costs 5 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch: beside a
- * backward over few tokens that is much, and sharing it among the owners of ZERO3 pays. */
-
-#define DTRAIN__MUON_ITERATIONS 5
-
-/* Lay out Muon's scratch, for the largest matrix of this rank, from address `memory` on (NULL:
- * count alone); return its number of elements. */
-DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
-                                           dtrain__muon *muon)
-{
-    int64_t most = 0, side = 0;
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        if (dtrain__desc_of(optimizer, shard->param)->kind != DTRAIN_OPTIMIZER_MUON) continue;
-        const int64_t rows = shard->param->shape[0], columns = shard->count / rows;
-        most = dtrain__max(most, dtrain__padded(shard->count));
-        side = dtrain__max(side, dtrain__min(rows, columns));
-    }
-    const int64_t square = dtrain__padded(side * side), sum = dtrain__padded(1);
-    memset(muon, 0, sizeof *muon);
-    if (most == 0) return 0;
-    if (memory) {
-        muon->sum = (double *)(void *)memory;
-        muon->gram = memory + sum;
-        muon->square = muon->gram + square;
-        muon->x = muon->square + square;
-        muon->y = muon->x + most;
-    }
-    return (size_t)(sum + 2 * square + 2 * most);
-}
-
-/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
- * and they change places. */
-static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
-                                        int64_t columns)
-{
-    const float a = 3.4445f, b = -4.7750f, c = 2.0315f;
-    const bool wide = rows <= columns;
-    const int64_t k = wide ? rows : columns, other = wide ? columns : rows;
-    const size_t bytes = (size_t)(rows * columns) * sizeof(float);
-    const uint32_t flags = wide ? DTRAIN_GEMM_TRANS_B : DTRAIN_GEMM_TRANS_A;
-    for (int i = 0; i < DTRAIN__MUON_ITERATIONS; i++) {
-        float *x = muon->x, *y = muon->y, *gram = muon->gram, *square = muon->square;
-        DTRAIN__TRY(dtrain__product(device, flags, k, k, other, 1, x, x, 0, gram));
-        DTRAIN__TRY(device->ops->copy(device, square, gram, (size_t)(k * k) * sizeof(float),
-                                      DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain__product(device, 0, k, k, k, c, gram, gram, b, square));
-        DTRAIN__TRY(device->ops->copy(device, y, x, bytes, DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain__product(device, 0, rows, columns, k, 1, wide ? square : x,
-                                    wide ? x : square, a, y));
-        muon->x = y;
-        muon->y = x;
-    }
-    return DTRAIN_OK;
-}
-
-/* Update the matrices of one call; sources are the shards of the tensors. A step that a number in
- * device memory tells to skip leaves momentum and value as they are. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *scratch,
-                                                const dtrain_shard *const *sources,
-                                                const dtrain_optimizer_args *step)
-{
-    for (size_t i = 0; i < step->tensor_count; i++) {
-        const dtrain_param *param = sources[i]->param;
-        const int64_t rows = param->shape[0], columns = param->count / rows;
-        dtrain__muon muon = *scratch; /* iterations exchange x and y */
-        dtrain_muon_args args;
-        dtrain_sum_args sum;
-        memset(&args, 0, sizeof args);
-        args.stage = DTRAIN_MUON_MOMENTUM;
-        args.tensor = &step->tensors[i];
-        args.x = muon.x;
-        args.lr = step->lr;
-        args.momentum = step->momentum;
-        args.grad_scale = step->grad_scale;
-        args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
-        args.epsilon = step->epsilon;
-        args.nesterov = step->nesterov;
-        args.sum_squares = muon.sum;
-        args.scalars = step->scalars;
-        args.lr_scale = step->lr_scale;
-        DTRAIN__TRY(device->ops->muon(device, &args));
-        memset(&sum, 0, sizeof sum);
-        sum.count = args.tensor->count;
-        sum.squares = true;
-        sum.scale = 1;
-        sum.x = muon.x;
-        sum.total = muon.sum;
-        sum.dtype = DTRAIN_DTYPE_F32;
-        DTRAIN__TRY(device->ops->sum(device, &sum));
-        args.stage = DTRAIN_MUON_NORMALIZE;
-        DTRAIN__TRY(device->ops->muon(device, &args));
-        DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
-        args.stage = DTRAIN_MUON_STEP;
-        args.x = muon.x;
-        DTRAIN__TRY(device->ops->muon(device, &args));
-    }
     return DTRAIN_OK;
 }
 
@@ -19855,7 +19704,7 @@ DTRAIN__PRIVATE uint32_t dtrain__crc32c_portable(uint32_t crc, const void *data,
 
 /* ---- Tables -----------------------------------------------------------------------------------*/
 
-/* Entry [k][b]: the remainder of byte b with k bytes of zeros behind it. Eight tables take eight
+/* Entry [k][b]: the remainder of byte b with k bytes of zeros after it. Eight tables take eight
  * bytes at a time, because what the eight contribute is independent (Intel, "slicing-by-8"). */
 static uint32_t dtrain__crc_table[8][256];
 
@@ -19967,7 +19816,7 @@ DTRAIN__COLD
  * `failed` once, at the end. */
 typedef struct dtrain__text {
     const dtrain_allocator *allocator;
-    char *at; /* (bytes), and a 0 behind it; NULL while empty */
+    char *at; /* (bytes), and a 0 after it; NULL while empty */
     size_t bytes, room;
     bool failed; /* no memory: dtrain_last_error has the sentence */
 } dtrain__text;
@@ -20004,7 +19853,7 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
 DTRAIN__PRIVATE bool dtrain__json_member(dtrain__json *json, char *name, size_t room);
 /* Go to the next item of an array; false at its end, which has been left. */
 DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json);
-/* Read a string, decode it and put a 0 behind it; string may be NULL, to check it alone. A string
+/* Read a string, decode it and put a 0 after it; string may be NULL, to check it only. A string
  * of `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room);
 /* Read an integer from 0 to 2^64 - 1, or to 2^63 - 1; 1.0, 1e3 and -0 are errors. */
@@ -20025,22 +19874,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json);
 
 /* ---- Text that grows --------------------------------------------------------------------------*/
 
-/* Make room for more bytes and a 0 behind them. The room at least doubles, so that the time of all
- * calls together is linear in the text. */
+/* Make room for more bytes and a 0 after them. The room doubles, so that the time of all calls
+ * together is linear in the text. */
 static bool dtrain__text_grow(dtrain__text *text, size_t more)
 {
-    const size_t needed = text->bytes + more + 1;
-    if (text->failed) return false;
-    if (needed <= text->room) return true;
-    const size_t room = (size_t)dtrain__max((int64_t)needed, 2 * (int64_t)text->room + 256);
-    char *at = (char *)dtrain__alloc(text->allocator, room, 1, "a text");
-    text->failed = !at;
-    if (!at) return false;
-    if (text->bytes) memcpy(at, text->at, text->bytes);
-    dtrain__free(text->allocator, text->at, text->room, 1);
-    text->at = at;
-    text->room = room;
-    return true;
+    while (!text->failed && text->bytes + more >= text->room)
+        text->failed = !dtrain__grow(text->allocator, (void **)&text->at, text->room, &text->room,
+                                     1, "a text");
+    return !text->failed;
 }
 
 DTRAIN__PRIVATE void dtrain__text_append(dtrain__text *text, const void *from, size_t bytes)
@@ -20224,7 +20065,7 @@ static bool dtrain__json_hex(dtrain__json *json, uint32_t *code)
     return true;
 }
 
-/* Read an escape behind its backslash. Write the character as UTF-8, and return its number of
+/* Read an escape after its backslash. Write the character as UTF-8, and return its number of
  * bytes, or 0 after an error. */
 static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
 {
@@ -20310,7 +20151,7 @@ DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value)
     return true;
 }
 
-/* Step over true, false or null. If the word goes on, whatever is read next fails. */
+/* Step over true, false or null. If the word continues, whatever is read next fails. */
 static bool dtrain__json_word(dtrain__json *json, const char *word)
 {
     for (const char *c = word; *c; c++)
@@ -20717,7 +20558,7 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_sta
 
 /* Append what a shard has of a tensor of fp32 with the shape of its parameter. A tensor axis gives
  * this rank a part of the parameter, one run of each component along the axis that is cut, and the
- * shard is a run of that part, whose components lie one behind the other:
+ * shard is a run of that part, with its components one after the other:
  *
  *     q|k|v     | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
  *     part      | q2 q3 | k2 k3 | v2 v3 |    boxes of the whole, and memory without a gap
@@ -21039,7 +20880,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
  * compared axis by axis, and so it is the same order in a tensor, in a box of it, and in a box of
  * that box. Three things follow, and nothing else is needed:
  *
- *     - of the elements of a box, those of a run of a larger box are a run again: what is between
+ *     - the elements that a box shares with a run of a larger box are a run again: what is between
  *       two elements of the larger one is between two elements of the smaller one
  *     - so two pieces have a piece in common: the box where their boxes meet, and the run where
  *       both runs meet in it
@@ -21323,32 +21164,6 @@ typedef struct dtrain__held {
     const char *crc;            /* of a file: CRC_DIGITS hexadecimal digits for each block */
 } dtrain__held;
 
-/* ---- Manifests --------------------------------------------------------------------------------*/
-
-/* The largest step or count that is saved or loaded: programs add to it and multiply it. */
-#define DTRAIN__STEP_MOST (INT64_MAX / 4)
-
-typedef struct dtrain__saved_tensor {
-    const dtrain__held *pieces; /* (count) */
-    size_t count;
-} dtrain__saved_tensor;
-
-/* A manifest that was read, and the headers of the files. */
-typedef struct dtrain__manifest {
-    const dtrain_allocator *allocator;
-    char *text; /* (text_bytes + 1), in which strings have been decoded */
-    size_t text_bytes;
-    const char *format, *strategy, *headers;
-    uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
-    int64_t step, ranks;
-    bool hierarchical;
-    const char *model, *settings;  /* where their objects begin; NULL: there is none */
-    dtrain__tensor_file *files;    /* (file_count) */
-    dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
-    dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */
-    size_t file_count, piece_count, piece_room, tensor_count;
-} dtrain__manifest;
-
 /* ---- Directories ------------------------------------------------------------------------------*/
 
 /* A directory that has checkpoints in it. */
@@ -21369,6 +21184,33 @@ typedef struct dtrain__steps {
     bool failed;  /* no memory */
 } dtrain__steps;
 
+/* ---- Manifests --------------------------------------------------------------------------------*/
+
+/* The largest step or count that is saved or loaded: programs add to it and multiply it. */
+#define DTRAIN__STEP_MOST (INT64_MAX / 4)
+
+typedef struct dtrain__saved_tensor {
+    const dtrain__held *pieces; /* (count) */
+    size_t count;
+} dtrain__saved_tensor;
+
+/* A manifest that was read, and the headers of the files. */
+typedef struct dtrain__manifest {
+    const dtrain__folder *folder;
+    const char *directory; /* the checkpoint's */
+    char *text;            /* (text_bytes + 1), in which strings have been decoded */
+    size_t text_bytes;
+    const char *strategy, *headers;
+    uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
+    int64_t step, ranks;
+    bool hierarchical;
+    const char *model, *settings;  /* where their objects begin; NULL: there is none */
+    dtrain__tensor_file *files;    /* (file_count) */
+    dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
+    dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */
+    size_t file_count, piece_count, piece_room, tensor_count;
+} dtrain__manifest;
+
 /* state/directory.c */
 DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                     const char *suffix);
@@ -21388,9 +21230,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
 DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text);
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out);
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
-                                                       const dtrain__folder *folder,
-                                                       const char *checkpoint, bool values_only);
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m, bool values_only);
 DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
 DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
                                                                   uint32_t kind, const char *name);
@@ -21468,7 +21308,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtra
 DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b);
 DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right);
 
-#define DTRAIN__PIECE_HEADER 256 /* bytes of the header of a file that a piece takes, about */
+#define DTRAIN__PIECE_ABOUT 256 /* bytes of the header of a file that a piece takes, about */
 
 /* Gather all lists: entries and names, each padded to those of the longest list. */
 static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
@@ -21621,7 +21461,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
             if (!counts) continue;
             load[held[least].rank] +=
                 (uint64_t)piece->count * dtrain__state_bytes(held[k].tensor.dtype) +
-                DTRAIN__PIECE_HEADER;
+                DTRAIN__PIECE_ABOUT;
             held[stay++] = held[least];
         }
         DTRAIN__TRY(dtrain__pieces_check(call, &held[first], stay - first));
@@ -21844,20 +21684,6 @@ static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
     _mm_sfence();
 #endif
     memcpy(to + done, from + done, bytes - done);
-}
-
-/* Copy all pieces to memory that stays as it is: all that a step pays. */
-static dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
-{
-    dtrain_device *device = c->desc.state->device;
-    for (size_t i = 0; i < c->held_count; i++) {
-        const dtrain__held *held = &c->held[i];
-        const char *from = (const char *)held->tensor.memory;
-        const size_t bytes = (size_t)dtrain__held_bytes(held);
-        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
-        else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
-    }
-    return DTRAIN_OK;
 }
 
 /* ---- Write ------------------------------------------------------------------------------------*/
@@ -22107,21 +21933,17 @@ static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_resul
     pthread_mutex_unlock(&c->mutex);
 }
 
-static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
-{
-    const dtrain_result result = dtrain__save_write(c);
-    c->written_at = dtrain_seconds();
-    dtrain__phase_end(c, DTRAIN__SAVE_WRITE, result);
-    return result;
-}
-
+/* Write this rank's files; as a thread, publish the checkpoint too. */
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
-    c->thread_ns[0] = dtrain__now_ns();
-    const dtrain_result result = dtrain__write_own(c);
+    const bool threaded = c->threaded;
+    c->thread_ns[0] = threaded ? dtrain__now_ns() : 0;
+    const dtrain_result result = dtrain__save_write(c);
+    c->written_at = dtrain_seconds();
     c->thread_ns[1] = dtrain__now_ns();
-    if (c->rank == 0)
+    dtrain__phase_end(c, DTRAIN__SAVE_WRITE, result);
+    if (c->rank == 0 && threaded)
         dtrain__phase_end(c, DTRAIN__SAVE_PUBLISH,
                           result == DTRAIN_OK ? dtrain__publish(c) : result);
     c->thread_ns[2] = dtrain__now_ns();
@@ -22224,15 +22046,24 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
     return dtrain__save_count(c, result, last);
 }
 
-/* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. If
- * somebody has removed the directory, it is made again and locked: the lock that is held belongs to
- * the removed directory. Otherwise what a failed save has left is removed. */
+/* Prepare a save: the snapshot, which is all that a step pays, and on rank 0 the directory and the
+ * beginning of the manifest. If somebody has removed the directory, it is made again and locked:
+ * the lock that is held belongs to the removed directory. Otherwise what a failed save has left is
+ * removed. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
+    dtrain_device *device = c->desc.state->device;
     const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
     const dtrain__file_path path = dtrain__step_path(&c->folder, c->step, ".tmp");
-    if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
+    for (size_t i = 0; i < c->held_count && c->desc.background; i++) {
+        const dtrain__held *held = &c->held[i];
+        const char *from = (const char *)held->tensor.memory;
+        const size_t bytes = (size_t)dtrain__held_bytes(held);
+        if (!bytes) continue;
+        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
+        else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
+    }
     if (c->rank != 0) return DTRAIN_OK;
     dtrain__text_free(&c->head);
     c->head.failed = false;
@@ -22282,20 +22113,22 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     c->outstanding = result == DTRAIN_OK;
     if (!c->outstanding) result = dtrain__save_count(c, result, false); /* nobody writes */
     else if (!c->desc.background) {
-        (void)dtrain__write_own(c);
+        (void)dtrain__save_thread(c);
         result = dtrain__save_settle(c, false);
     } else {
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
+        c->threaded = true;
         const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
-        c->threaded = error == 0;
-        if (error)
+        if (error) {
+            c->threaded = false;
             dtrain__phase_end(
                 c, DTRAIN__SAVE_WRITE,
                 dtrain_fail(DTRAIN_ERROR_SYSTEM,
                             "a thread that writes the checkpoint could not be made: %s",
                             strerror(error)));
+        }
     }
     c->info.stall_seconds = dtrain_seconds() - start;
     return result;
@@ -22639,8 +22472,8 @@ DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int
  *     every rank       manifest and headers | do they fit the state? | read the pieces that this
  *                      rank needs | publish
  *
- * Every step ends with an agreement of all ranks: together they go on, try an older checkpoint or
- * give up. state/read.c reads the pieces. */
+ * Every step ends with an agreement of all ranks: together they continue, try an older checkpoint
+ * or give up. state/read.c reads the pieces. */
 
 static const char dtrain__load_call[] = "dtrain_checkpoint_load";
 
@@ -22891,8 +22724,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     load->reader.bytes = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
-    if (result == DTRAIN_OK)
-        result = dtrain__manifest_tensors(m, &load->folder, load->directory.text, !all);
+    if (result == DTRAIN_OK) result = dtrain__manifest_tensors(m, !all);
     if (result == DTRAIN_OK) result = dtrain__scalars_check(load);
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     /* ranks may list different tensors */
@@ -22945,45 +22777,15 @@ static void dtrain__load_free(dtrain__load *load)
 
 /* ---- Choosing a checkpoint --------------------------------------------------------------------*/
 
-/* Load the newest of the steps that can be read whole. */
-static dtrain_result dtrain__load_newest(dtrain__load *load)
-{
-    const dtrain_state *state = load->state;
-    char passed[256] = "";
-    for (size_t i = 0;; i++) {
-        int64_t key = i < load->steps.count ? load->steps.keys[i] : -1; /* of rank 0 */
-        bool differs;
-        DTRAIN__TRY(dtrain_broadcast(state->comm, &key, 1, DTRAIN_DTYPE_I64, 0, NULL));
-        if (key < 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "no checkpoint in %s can be read; the last one that was tried: %s",
-                               load->folder.path, passed);
-        load->directory = dtrain__key_path(&load->folder, key);
-        const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
-        if (tried.result == DTRAIN_OK && passed[0])
-            dtrain__load_note(load, "newer ones were passed over: ", passed);
-        if (tried.result == DTRAIN_OK || differs) return tried.result;
-        int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
-        DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
-                                      DTRAIN_REDUCE_MIN, NULL));
-        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy)))
-            return dtrain__outcome_return(&tried);
-        dtrain__load_free(load);
-        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(tried.text));
-        if (dtrain_comm_rank(state->comm) == 0)
-            dtrain_log(state->world, DTRAIN_LOG_WARNING,
-                       "%s is passed over, and an older checkpoint is tried: %s",
-                       load->directory.text, dtrain__bare(tried.text));
-    }
-}
-
-/* Find a checkpoint, on rank 0, and load it: the path is one, or a directory with some. An empty
- * path, a checkpoint without its manifest and a disk that fails are three different errors. */
+/* Find a checkpoint, on rank 0, and load it: the one of the path, or the newest in that directory
+ * that can be read whole. An empty path, a checkpoint without its manifest and a disk that fails
+ * are three different errors. */
 static dtrain_result dtrain__load_path(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__folder *folder = &load->folder;
     const char *path = folder->path;
+    char passed[256] = "";
     bool is_one = false, differs;
     dtrain_result result = dtrain__between_backwards(state->desc.strategy, dtrain__load_call);
     if (result == DTRAIN_OK) result = dtrain__path_check(dtrain__load_call, path);
@@ -23004,13 +22806,34 @@ static dtrain_result dtrain__load_path(dtrain__load *load)
                                   "%s has files of a checkpoint, and no manifest.json", path)
                     : dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", path);
     }
-    int64_t from[2] = {is_one, (int64_t)state->world->job};
     DTRAIN__TRY(dtrain__agree(state->comm, result));
-    DTRAIN__TRY(dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL));
-    load->job = (uint64_t)from[1];
-    if (!from[0]) return dtrain__load_newest(load);
-    snprintf(load->directory.text, sizeof load->directory.text, "%s", path);
-    return dtrain__load_one(load, &differs);
+    for (size_t i = 0;; i++) {
+        int64_t from[3] = {i < load->steps.count ? load->steps.keys[i] : -1, is_one,
+                           (int64_t)state->world->job}; /* rank 0's */
+        DTRAIN__TRY(dtrain_broadcast(state->comm, from, 3, DTRAIN_DTYPE_I64, 0, NULL));
+        load->job = (uint64_t)from[2];
+        if (from[0] < 0 && !from[1])
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "no checkpoint in %s can be read; the last one that was tried: %s",
+                               path, passed);
+        load->directory = dtrain__key_path(folder, from[0]);
+        if (from[1]) snprintf(load->directory.text, sizeof load->directory.text, "%s", path);
+        const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
+        if (tried.result == DTRAIN_OK && passed[0])
+            dtrain__load_note(load, "newer ones were passed over: ", passed);
+        if (tried.result == DTRAIN_OK || differs || from[1]) return tried.result;
+        int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
+        DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
+                                      DTRAIN_REDUCE_MIN, NULL));
+        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy)))
+            return dtrain__outcome_return(&tried);
+        dtrain__load_free(load);
+        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(tried.text));
+        if (dtrain_comm_rank(state->comm) == 0)
+            dtrain_log(state->world, DTRAIN_LOG_WARNING,
+                       "%s is passed over, and an older checkpoint is tried: %s",
+                       load->directory.text, dtrain__bare(tried.text));
+    }
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
@@ -23030,7 +22853,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     load.folder.allocator = &state->allocator;
     load.folder.path = path;
     const double start = dtrain_seconds();
-    const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
+    const char *const torn = dtrain__torn(state->desc.strategy); /* only a whole load mends it */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {
@@ -23211,7 +23034,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     return e->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
-/* Write behind what the file has. */
+/* Append to the file. */
 static dtrain_result dtrain__export_write(dtrain__export *e, const void *from, size_t bytes)
 {
     DTRAIN__TRY(dtrain__storage_write(e->desc.storage, e->file, e->tmp, from, bytes, e->at));
@@ -23545,25 +23368,22 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     return result;
 }
 
-static bool dtrain__import_exists(const dtrain__import *im, const char *path)
-{
-    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
-}
-
 /* Do everything that can fail before values change: read all headers, of the file or of the files
  * of the index that the path leads to, and compare. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     const dtrain_strategy *strategy = im->state->desc.strategy;
+    const dtrain_storage *storage = im->desc.storage;
     DTRAIN__TRY(dtrain__between_backwards(strategy, dtrain__import_call));
     DTRAIN__TRY(dtrain__path_check(dtrain__import_call, im->path));
     DTRAIN__TRY(dtrain__weights_list(dtrain__import_call, strategy, im->desc.names, &im->weights));
     DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
     const bool is_index = dtrain__ends_with(im->path, ".json");
     snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : ".index.json");
-    if (!is_index && dtrain__import_exists(im, im->path))
+    if (!is_index && dtrain__storage_probe(storage, im->path, DTRAIN_STORAGE_READ) != -ENOENT)
         DTRAIN__TRY(dtrain__import_file(im, im->path));
-    else if (dtrain__import_exists(im, im->index)) DTRAIN__TRY(dtrain__import_index(im));
+    else if (dtrain__storage_probe(storage, im->index, DTRAIN_STORAGE_READ) != -ENOENT)
+        DTRAIN__TRY(dtrain__import_index(im));
     else
         return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
                            is_index ? "" : ", nor an index of it");
@@ -23650,7 +23470,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  * The order of a save makes it safe against the loss of power at any moment: a name is given by a
  * rename, after all files below it are on the disk, and the directory above is brought to the disk
  * after that. A checkpoint that goes is renamed to step-N.tmp before its files are removed. Nothing
- * is removed but names that are written here. */
+ * is removed but names that this file writes. */
 
 #define DTRAIN__STEP_PREFIX "step-"
 #define DTRAIN__STEP_DIGITS 12 /* at least: names are in the order of their steps */
@@ -23667,19 +23487,11 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder
 /* Tell whether checkpoints have files of this name. */
 static bool dtrain__is_ours(const char *name)
 {
-    static const char *const parts[][2] = {{"model-", ".safetensors"},
-                                           {"state-", ".safetensors"},
-                                           {"model-", ".tmp"},
-                                           {"state-", ".tmp"}};
+    const size_t prefix = sizeof "model-" - 1; /* of as many bytes as "state-" */
     if (strcmp(name, "manifest.json") == 0) return true;
-    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
-        const size_t prefix = strlen(parts[i][0]);
-        if (strncmp(name, parts[i][0], prefix) != 0) continue;
-        const char *at = name + prefix;
-        at += strspn(at, "0123456789-");
-        if (strcmp(at, parts[i][1]) == 0) return true;
-    }
-    return false;
+    if (strncmp(name, "model-", prefix) != 0 && strncmp(name, "state-", prefix) != 0) return false;
+    const char *end = name + prefix + strspn(name + prefix, "0123456789-");
+    return strcmp(end, ".safetensors") == 0 || strcmp(end, ".tmp") == 0;
 }
 
 /* Return the path of a checkpoint in a list. */
@@ -23805,7 +23617,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Write the name of the newest checkpoint, for people and scripts: nothing here reads it. */
+/* Write the name of the newest checkpoint, for people and scripts: the library does not read it. */
 static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
     const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
@@ -23817,9 +23629,9 @@ static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t 
     return dtrain__storage_rename(folder->storage, tmp.text, latest.text);
 }
 
-/* Move the checkpoints of later steps than `above`, from which a run goes on without them, to a new
- * folder; *aside is its path, or "" when there are none. The newest goes last: a crash before that
- * leaves it the newest, and a crash after it leaves the one at `above` or before. */
+/* Move the checkpoints of later steps than `above`, from which a run continues without them, to a
+ * new folder; *aside is its path, or "" when there are none. The newest goes last: a crash before
+ * that leaves it the newest, and a crash after it leaves the one at `above` or before. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
                                                 dtrain__file_path *aside)
 {
@@ -23893,7 +23705,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
  * piece (first index of its box on each of 4 axes, 4 lengths, first element and length of its run),
  * the checksum of each block of DTRAIN__BLOCK bytes, the name of the tensor. */
 
-#define DTRAIN__MANIFEST_FORMAT "dtrain checkpoint"
 #define DTRAIN__MANIFEST_VERSION 3
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
@@ -23919,11 +23730,11 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain_strategy_info info;
     uint64_t bits;
     dtrain_strategy_query(state->desc.strategy, &info);
-    dtrain__text_add(text,
-                     "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld, "
-                     "\"ranks\": %d,\n \"strategy\": ",
-                     DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, DTRAIN_VERSION_STRING,
-                     (long long)c->step, c->ranks);
+    dtrain__text_add(
+        text,
+        "{\"format\": \"dtrain checkpoint\", \"version\": %d, \"library\": \"%s\", \"step\": %lld, "
+        "\"ranks\": %d,\n \"strategy\": ",
+        DTRAIN__MANIFEST_VERSION, DTRAIN_VERSION_STRING, (long long)c->step, c->ranks);
     dtrain__text_add_string(text, info.name);
     memcpy(&bits, &c->metric, sizeof bits);
     dtrain__text_add(text, ", \"hierarchical\": %s, \"metric_bits\": %llu,\n",
@@ -23980,8 +23791,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
     dtrain__json json = dtrain__json_begin(path, m->text, m->text_bytes), *j = &json;
     (void)dtrain__json_enter(j, '{');
     while (dtrain__json_member(j, name, sizeof name))
-        if (strcmp(name, "format") == 0) (void)dtrain__read_text(m, j, &m->format);
-        else if (strcmp(name, "version") == 0) (void)dtrain__json_u64(j, &m->version);
+        if (strcmp(name, "version") == 0) (void)dtrain__json_u64(j, &m->version);
         else if (strcmp(name, "step") == 0) (void)dtrain__json_count(j, &m->step);
         else if (strcmp(name, "ranks") == 0) (void)dtrain__json_count(j, &m->ranks);
         else if (strcmp(name, "strategy") == 0) (void)dtrain__read_text(m, j, &m->strategy);
@@ -23994,9 +23804,6 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
         else if (strcmp(name, "headers") == 0) (void)dtrain__read_text(m, j, &m->headers);
         else (void)dtrain__json_skip(j);
     DTRAIN__TRY(dtrain__json_end(j));
-    if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the format is \"%.100s\", expected \"%s\"", path,
-                           m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
     if (m->version != DTRAIN__MANIFEST_VERSION)
         return dtrain_fail(DTRAIN_ERROR_DATA,
                            "%s: it has version %llu of the format, and this is dtrain %s, which "
@@ -24025,7 +23832,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder
     out->metric_bits = (uint64_t)0x7ff8 << 48; /* NaN: none */
     DTRAIN__TRY(dtrain__storage_get(folder->storage, folder->allocator, path.text,
                                     DTRAIN__MANIFEST_MOST, &out->text, &out->text_bytes));
-    out->allocator = folder->allocator;
+    out->folder = folder;
+    out->directory = checkpoint;
     const dtrain_result result = dtrain__manifest_parse(out, path.text);
     if (result != DTRAIN_OK) dtrain__manifest_free(out);
     return result;
@@ -24033,12 +23841,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder
 
 DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
 {
-    if (!m->allocator) return;
+    if (!m->folder) return;
+    const dtrain_allocator *allocator = m->folder->allocator;
     for (size_t f = 0; f < m->file_count; f++) dtrain__safetensors_free(&m->files[f]);
-    dtrain__free(m->allocator, m->files, m->file_count, sizeof *m->files);
-    dtrain__free(m->allocator, m->tensors, m->piece_count, sizeof *m->tensors);
-    dtrain__free(m->allocator, m->pieces, m->piece_room, sizeof *m->pieces);
-    dtrain__free(m->allocator, m->text, m->text_bytes + 1, 1);
+    dtrain__free(allocator, m->files, m->file_count, sizeof *m->files);
+    dtrain__free(allocator, m->tensors, m->piece_count, sizeof *m->tensors);
+    dtrain__free(allocator, m->pieces, m->piece_room, sizeof *m->pieces);
+    dtrain__free(allocator, m->text, m->text_bytes + 1, 1);
     memset(m, 0, sizeof *m);
 }
 
@@ -24054,6 +23863,7 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, i
 /* List the pieces of a file, the number `f`, by the descriptions in its metadata. */
 static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
 {
+    const dtrain_allocator *allocator = m->folder->allocator;
     const dtrain__tensor_file *file = &m->files[f];
     const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1, before = m->piece_count;
     const char *value;
@@ -24101,7 +23911,7 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
             return json.result;
         }
         tensor->name = held.crc + digits + 1;
-        if (!dtrain__grow(m->allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
+        if (!dtrain__grow(allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
                           sizeof *m->pieces, "the pieces of a checkpoint"))
             return DTRAIN_ERROR_MEMORY;
         m->pieces[m->piece_count++] = held;
@@ -24113,32 +23923,31 @@ static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, 
 
 /* Read the headers of all files, or of those with values, and list what they hold: pieces by
  * tensor, rank of own ones and place; tensors by kind and name. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m,
-                                                       const dtrain__folder *folder,
-                                                       const char *checkpoint, bool values_only)
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m, bool values_only)
 {
+    const dtrain_allocator *allocator = m->folder->allocator;
     const size_t count = 2 * (size_t)m->ranks;
-    m->files = (dtrain__tensor_file *)dtrain__alloc(m->allocator, count, sizeof *m->files,
+    m->files = (dtrain__tensor_file *)dtrain__alloc(allocator, count, sizeof *m->files,
                                                     "the headers of a checkpoint");
     if (!m->files) return DTRAIN_ERROR_MEMORY;
     m->file_count = count;
     for (size_t f = 0; f < count; f += values_only ? 2 : 1) {
-        const dtrain__file_path path = dtrain__tensors_path(checkpoint, f % 2, (int64_t)(f / 2));
-        DTRAIN__TRY(dtrain__safetensors_read(folder->storage, path.text,
-                                             m->headers + DTRAIN__CRC_DIGITS * f, m->allocator,
+        const dtrain__file_path path = dtrain__tensors_path(m->directory, f % 2, (int64_t)(f / 2));
+        DTRAIN__TRY(dtrain__safetensors_read(m->folder->storage, path.text,
+                                             m->headers + DTRAIN__CRC_DIGITS * f, allocator,
                                              &m->files[f]));
         DTRAIN__TRY(dtrain__pieces_list(m, path.text, f));
     }
-    m->tensors = (dtrain__saved_tensor *)dtrain__alloc(m->allocator, m->piece_count,
+    m->tensors = (dtrain__saved_tensor *)dtrain__alloc(allocator, m->piece_count,
                                                        sizeof *m->tensors, "names of tensors");
     if (!m->tensors) return DTRAIN_ERROR_MEMORY;
     if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__held_order);
     for (size_t i = 0; i < m->piece_count; i += m->tensors[m->tensor_count++].count) {
         dtrain__saved_tensor *saved = &m->tensors[m->tensor_count];
         saved->pieces = &m->pieces[i];
-        DTRAIN__TRY(dtrain__entries_count(checkpoint, DTRAIN_ERROR_DATA, saved->pieces,
+        DTRAIN__TRY(dtrain__entries_count(m->directory, DTRAIN_ERROR_DATA, saved->pieces,
                                           m->piece_count - i, &saved->count));
-        DTRAIN__TRY(dtrain__pieces_check(checkpoint, saved->pieces, saved->count));
+        DTRAIN__TRY(dtrain__pieces_check(m->directory, saved->pieces, saved->count));
     }
     return DTRAIN_OK;
 }
@@ -24752,7 +24561,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage,
                                   dtrain__storage_write(storage, file, path, from, bytes, 0));
 }
 
-/* Read a whole file of at most `most` bytes into new memory, with a 0 behind it. The caller frees
+/* Read a whole file of at most `most` bytes into new memory, with a 0 after it. The caller frees
  * *bytes + 1 bytes. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
                                                   const dtrain_allocator *allocator,
@@ -25045,6 +24854,151 @@ static dtrain_result dtrain__join_loss(dtrain_strategy *strategy, dtrain_pass pa
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy)
 {
     strategy->join_loss = dtrain__join_loss;
+}
+
+/* ==== src/optim/muon.c ======================================================================== */
+
+/* Muon
+ *
+ * Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) steps along
+ * the orthogonal matrix nearest to the momentum: of M = U S V^T that is U V^T, all of whose
+ * singular values are 1. With g = grad * grad_scale, for a matrix (rows, columns):
+ *
+ *     m = momentum m + g                     x = nesterov ? g + momentum m : m
+ *     x = x / (|x| + epsilon)                so that no singular value is above 1
+ *     five times: x = a x + b (x x^T) x + c (x x^T)^2 x
+ *     w = w (1 - lr decay) - lr sqrt(max(1, rows / columns)) x
+ *
+ * The polynomial takes every singular value s to a s + b s^3 + c s^5, towards 1: with the published
+ * coefficients, which grow small ones fastest, to between 0.7 and 1.2 (a Newton-Schulz iteration).
+ * This is the authors' variant, which torch.optim.Muon calls "original", but in fp32 where theirs
+ * is in bf16; that their momentum is an average changes the length of x alone, which is divided
+ * out. Of a parameter with more than two dimensions all behind the first are columns.
+ *
+ * An iteration is three products of the device's GEMM. Where x has more rows than columns the Gram
+ * matrix is x^T x, and multiplies from the right: nothing is transposed in memory.
+ *
+ *     gram (k, k) = x x^T      square = c gram gram + b gram     y = square x + a x     k = smaller
+ *
+ * It costs 5 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch: beside a
+ * backward over few tokens that is much, and sharing it among the owners of ZERO3 pays.
+ *
+ * Products of matrices belong to ring 3, models, and so does this file. */
+
+#define DTRAIN__MUON_ITERATIONS 5
+
+/* Lay out Muon's scratch, for the largest matrix of this rank, from address `memory` on (NULL:
+ * count alone); return its number of elements. */
+DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
+                                           dtrain__muon *muon)
+{
+    int64_t most = 0, side = 0;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (dtrain__desc_of(optimizer, shard->param)->kind != DTRAIN_OPTIMIZER_MUON) continue;
+        const int64_t rows = shard->param->shape[0], columns = shard->count / rows;
+        most = dtrain__max(most, dtrain__padded(shard->count));
+        side = dtrain__max(side, dtrain__min(rows, columns));
+    }
+    const int64_t square = dtrain__padded(side * side), sum = dtrain__padded(1);
+    memset(muon, 0, sizeof *muon);
+    if (most == 0) return 0;
+    if (memory) {
+        muon->sum = (double *)(void *)memory;
+        muon->gram = memory + sum;
+        muon->square = muon->gram + square;
+        muon->x = muon->square + square;
+        muon->y = muon->x + most;
+    }
+    return (size_t)(sum + 2 * square + 2 * most);
+}
+
+/* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps, and op
+ * transposes a or b if the flags, those of dtrain_gemm_args, say so. */
+static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t m,
+                                          int64_t n, int64_t k, float alpha, const float *a,
+                                          const float *b, float beta, float *c)
+{
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = m, args.n = n, args.k = k;
+    args.alpha = alpha, args.beta = beta;
+    args.a = a, args.b = b, args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    args.ldc = n;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    return device->ops->gemm(device, &args);
+}
+
+/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
+ * and they change places. */
+static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
+                                        int64_t columns)
+{
+    const float a = 3.4445f, b = -4.7750f, c = 2.0315f;
+    const bool wide = rows <= columns;
+    const int64_t k = wide ? rows : columns, other = wide ? columns : rows;
+    const size_t bytes = (size_t)(rows * columns) * sizeof(float);
+    const uint32_t flags = wide ? DTRAIN_GEMM_TRANS_B : DTRAIN_GEMM_TRANS_A;
+    for (int i = 0; i < DTRAIN__MUON_ITERATIONS; i++) {
+        float *x = muon->x, *y = muon->y, *gram = muon->gram, *square = muon->square;
+        DTRAIN__TRY(dtrain__muon_product(device, flags, k, k, other, 1, x, x, 0, gram));
+        DTRAIN__TRY(device->ops->copy(device, square, gram, (size_t)(k * k) * sizeof(float),
+                                      DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, k, k, k, c, gram, gram, b, square));
+        DTRAIN__TRY(device->ops->copy(device, y, x, bytes, DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, rows, columns, k, 1, wide ? square : x,
+                                         wide ? x : square, a, y));
+        muon->x = y;
+        muon->y = x;
+    }
+    return DTRAIN_OK;
+}
+
+/* Update the matrices of one call; sources are the shards of the tensors. A step that a number in
+ * device memory tells to skip leaves momentum and value as they are. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *scratch,
+                                                const dtrain_shard *const *sources,
+                                                const dtrain_optimizer_args *step)
+{
+    for (size_t i = 0; i < step->tensor_count; i++) {
+        const dtrain_param *param = sources[i]->param;
+        const int64_t rows = param->shape[0], columns = param->count / rows;
+        dtrain__muon muon = *scratch; /* iterations exchange x and y */
+        dtrain_muon_args args;
+        dtrain_sum_args sum;
+        memset(&args, 0, sizeof args);
+        args.stage = DTRAIN_MUON_MOMENTUM;
+        args.tensor = &step->tensors[i];
+        args.x = muon.x;
+        args.lr = step->lr;
+        args.momentum = step->momentum;
+        args.grad_scale = step->grad_scale;
+        args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
+        args.epsilon = step->epsilon;
+        args.nesterov = step->nesterov;
+        args.sum_squares = muon.sum;
+        args.scalars = step->scalars;
+        args.lr_scale = step->lr_scale;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+        memset(&sum, 0, sizeof sum);
+        sum.count = args.tensor->count;
+        sum.squares = true;
+        sum.scale = 1;
+        sum.x = muon.x;
+        sum.total = muon.sum;
+        sum.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(device->ops->sum(device, &sum));
+        args.stage = DTRAIN_MUON_NORMALIZE;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+        DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
+        args.stage = DTRAIN_MUON_STEP;
+        args.x = muon.x;
+        DTRAIN__TRY(device->ops->muon(device, &args));
+    }
+    return DTRAIN_OK;
 }
 
 /* ==== src/parallel/schedule.c ================================================================= */
@@ -25686,8 +25640,8 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
 
 /* Tape and tensors
  *
- * A pass from begin to backward: inputs and unit marks are here, operations in tape/op.c, the walk
- * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
+ * A pass from begin to backward: its inputs and unit marks. Operations are in tape/op.c, the walk
+ * back in tape/backward.c; tape_internal.h says where the memory of a pass is, and for how long. */
 
 /* ==== src/tape/stage_internal.h =============================================================== */
 
@@ -25790,8 +25744,6 @@ typedef struct dtrain_node {
     bool saves;                             /* it has saved memory, which backward reads */
     bool halved;                            /* its parameters' gradients are still to be made */
     bool reached;                           /* the gradient of this backward's loss reaches it */
-    size_t scratch_bytes;                   /* that forward borrows of the gradient pool, each */
-    void *scratch;                          /* time that it runs; and where they are meanwhile */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
@@ -25803,13 +25755,15 @@ typedef struct dtrain__tape_tensor {
                                              were an axis of a parameter, which is cut by rows */
     dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
                                              the samples that they are a mean over */
+    float valid[2];                       /* samples.valid of an I32 input of this pass */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool remote;                          /* another stage has its values */
     int32_t stage;                        /* that makes it, and the last one that reads it; */
     int32_t last_stage;                   /* of an input both are -1 */
     struct dtrain__tape_tensor *next;     /* made before it, of the list it is on (stage.c) */
-    bool wanted; /* while its segment runs again: the value is read where the segment made it */
+    bool wanted;                          /* by the operations of its segment that run again */
+    bool read_here;                       /* in a survey: a stage of this rank reads it */
 } dtrain__tape_tensor;
 
 /* The operations between two marks in a unit that drops results. */
@@ -25821,7 +25775,7 @@ typedef struct dtrain__tape_segment {
 } dtrain__tape_segment;
 
 /* A weight rounded to the type of autocast, at its first use in a pass. A weight that is gathered
- * with its unit has a copy only while it is gathered: the copy is made at the first use behind a
+ * with its unit has a copy only while it is gathered: the copy is made at the first use after a
  * mark, in the memory of the copies of the unit before, and made again when backward comes to that
  * mark. The key is the parameter and not its address, where several weights may be in turn. */
 typedef struct dtrain__cast {
@@ -25876,10 +25830,12 @@ typedef struct dtrain__pass {
 typedef struct dtrain__pass_slot {
     dtrain__pass pass;
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
-    int32_t stage;                   /* this and what follows: see stage.c */
-    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
-    struct dtrain__crossed *crossed; /* (crossing_count) */
+    int32_t stage;                    /* this and what follows: see stage.c */
+    struct dtrain__pass_slot *batch;  /* the slot with the inputs of this micro-batch */
+    struct dtrain__pass_slot *before; /* the slot of the stage before, if this rank has it; or */
+    void **received;                  /* (crossing_count) the addresses of an inbox */
+    dtrain__tape_tensor *listed;      /* inputs, and in a survey all tensors; the latest first */
+    struct dtrain__crossed *crossed;  /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
 
@@ -25953,24 +25909,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__refuse(const dtrain_op *op, const char *fo
 DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
 /* Return the part that this rank has of a tensor which is not whole. */
 DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x);
-/* Say how an output lies, and which part of it is here. */
+/* Say how an output lies, and which part of it this rank has. */
 DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
                                       const dtrain__share *part);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
-/* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up.
- * */
+/* Refuse gradients of whole parameters over some of the rows, unless a strategy adds them up. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
-/* Find how rows that no weight divides lie behind an operation that puts them together: whole, or
- * under sequence parallelism cut (in prepare). */
+/* Find how the rows of an output lie that no weight divides: whole, or under sequence parallelism
+ * cut (in prepare). */
 DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
                                                   uint32_t *placement, dtrain__share *part);
-/* Let forward borrow memory for `count` values, which it finds at its node's scratch (in prepare,
- * once). It is of the gradient pool, where every layer finds the same. */
-DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
 DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *));
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
-DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
                                                    const void *x, uint32_t x_dtype, void *y,
                                                    uint32_t y_dtype);
@@ -25992,8 +25943,8 @@ DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, u
  * overlap; otherwise later work on the device comes after it. Sums are added up in fp32 in the
  * order of the ranks and rounded once. */
 /* Return which part of `length` rows or columns a rank has by a cut; NULL: an even one. */
-DTRAIN__PRIVATE dtrain__share dtrain__part_of(const dtrain_op *op, const dtrain_cut *cut,
-                                              int64_t length, int rank);
+DTRAIN__PRIVATE dtrain__share dtrain__cut_part(const dtrain_op *op, const dtrain_cut *cut,
+                                               int64_t length, int rank);
 /* Return this rank's part of a row of `width` columns, one component of those that x has. */
 DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dtrain_tensor *x,
                                                    int64_t width);
@@ -26020,12 +25971,12 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 
-/* Placements of a built-in operation: of each element or row alone; and of one that checks its
- * inputs and places its outputs itself. */
+/* Placements of a built-in operation on single elements; and of one that checks its inputs and
+ * places its outputs itself. */
 #define DTRAIN__OP_TAKES_ALL (DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS)
 #define DTRAIN__OP_PLACES 4u
-/* In `reads` of a built-in operation: its forward launches products and touches no memory itself,
- * so that a plan can run it and count them. */
+/* In `reads` of a built-in operation: its forward touches no memory itself, so that a plan can run
+ * it, and count its products and the memory that it borrows. */
 #define DTRAIN__OP_COUNTS (1u << 31)
 /* In `reads`, or added to a call's by its prepare: of a backward in halves the first one makes the
  * gradient of parameter i as well. */
@@ -26061,10 +26012,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_te
 /* Make what a backward in halves has left: gradients of parameters. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
-/* Borrow memory of the gradient pool (NULL: the error sticks), and give it back: what is queued
- * then still reads it, and what is queued later comes behind. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, size_t bytes);
-DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk);
 
 /* tape/recompute.c */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
@@ -26077,19 +26024,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 #define DTRAIN__REMOTE 64 /* address of data that this rank does not have: aligned, never read */
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape);
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, uint32_t unit);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node);
-DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x);
-DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x,
+/* Say whether a stage of this rank reads an input, or an earlier pass has its memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tape_tensor *made,
                                                   bool *shared);
-DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
 
 /* tape/arena.c */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
-                                                    size_t bytes);
-/* Make slots for so many passes, without those of before. */
+/* Make slots for passes in place of the earlier ones. */
 DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t slot_count);
 DTRAIN__PRIVATE void dtrain__slots_free(dtrain_tape *tape);
 DTRAIN__PRIVATE void dtrain__arena_add(dtrain_tape *tape, dtrain__bump *arena,
@@ -26103,6 +26045,11 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
+/* Borrow memory for `count` values of the gradient pool, where every layer finds the same (NULL:
+ * the error sticks), and give it back: kernels that are queued still use it, later ones follow. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, int64_t count,
+                                                    uint32_t dtype);
+DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk);
 
 /* A tensor that one stage makes and a later one reads. It goes from stage to stage, through those
  * in between, which add their part to its gradient on the way back: the sum is taken from the last
@@ -26118,11 +26065,10 @@ typedef struct dtrain__crossing {
 /* A tensor that crosses, in a pass; NULL: not yet. */
 typedef struct dtrain__crossed {
     dtrain__tape_tensor *tensor;
-    void *received;      /* where it is if it was sent here */
     dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
 } dtrain__crossed;
 
-/* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
+/* What this rank receives for one pass: memory that outlasts the pass, and its addresses. */
 typedef struct dtrain__inbox {
     dtrain__bump arena;
     void **received; /* (crossing_count) */
@@ -26142,7 +26088,7 @@ typedef struct dtrain__stages {
     dtrain__bump zeros;          /* as many as the longest tensor that crosses has */
     dtrain__bump lists;          /* host memory of the lists that a survey finds */
     dtrain__crossing *crossings; /* (crossing_count) */
-    bool *reads;                 /* (input_count) a stage here reads the input */
+    bool *reads;                 /* (input_count) a stage of this rank reads the input */
     size_t crossing_count, input_count;
 } dtrain__stages;
 
@@ -26166,8 +26112,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t sl
                                                   uint32_t flags, uint64_t seed);
 /* End a survey, or check that the pass of a stage has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
-/* Find addresses for the gradients of what the stage behind has read; or take them over from a slot
- * of this rank whose backward is over. */
+/* Find addresses for the gradients of what the next stage has read; or take them over from a slot
+ * of this rank after its backward. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
                                                  const uint32_t *from);
 /* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
@@ -26248,7 +26194,10 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
         dtrain__pinned_free(tape->device, &tape->inputs.items[i]);
     if (tape->uploaded) tape->device->ops->event_destroy(tape->device, tape->uploaded);
     dtrain__slots_free(tape);
-    dtrain__stages_free(tape);
+    if (tape->stages)
+        dtrain__free(&allocator, tape->stages->inboxes, tape->stages->inbox_count,
+                     sizeof *tape->stages->inboxes);
+    dtrain__free(&allocator, tape->stages, 1, sizeof *tape->stages);
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
@@ -26325,8 +26274,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
 
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 {
-    if (dtrain__tape_check(tape, "dtrain_tape_unit") != DTRAIN_OK || unit == tape->unit) return;
-    if (dtrain__tape_stick(tape, dtrain__stage_enter(tape, unit)) != DTRAIN_OK) return;
+    const char *const call = "dtrain_tape_unit";
+    if (dtrain__tape_check(tape, call) != DTRAIN_OK || unit == tape->unit) return;
+    dtrain__stages *stages = tape->stages;
+    const int32_t stage = stages ? dtrain__stage_of_unit(stages->map, unit) : 0;
+    dtrain_result result = DTRAIN_OK;
+    if (stage < 0)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: no parameter belongs to unit %u, so that it is on no stage of "
+                             "the pipeline; mark units that have parameters",
+                             call, unit);
+    else if (stages && stage < stages->at)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: unit %u is on stage %d of the pipeline, and the pass has come to "
+                             "stage %d; use units in the order in which their first parameters are "
+                             "registered, and register an alias of a parameter in each other unit "
+                             "that uses it",
+                             call, unit, (int)stage, (int)stages->at);
+    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return;
+    if (stages) stages->at = stage;
     dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
     dtrain__segment_begin(tape);
 }
@@ -26411,7 +26377,7 @@ static void dtrain__count_valid(const void *host, int64_t count, float *valid)
     valid[1] = (float)found;
 }
 
-/* Return the two numbers behind an input in page-locked memory: dtrain__samples.valid. */
+/* Return the two numbers after an input in page-locked memory: dtrain__samples.valid. */
 static float *dtrain__feed_valid(const dtrain__feed_item *item)
 {
     return (float *)(void *)((char *)item->pinned + item->bytes);
@@ -26513,20 +26479,25 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
-    dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
     bool shared;
-    if (dtrain__tape_stick(tape, dtrain__input_share(tape, x, &shared)) != DTRAIN_OK) return NULL;
+    if (dtrain__tape_stick(tape, dtrain__stage_input(tape, made, &shared)) != DTRAIN_OK)
+        return NULL;
     if (shared) return x;
+    if (!made->remote) { /* with room for samples.valid of a replayed step */
+        const int64_t more = dtype == DTRAIN_DTYPE_I32 && x->count < PTRDIFF_MAX - 2 ? 2 : 0;
+        x->data = dtrain__take_data(tape, NULL, x->count + more, dtype);
+        if (!x->data) return NULL;
+        result = dtrain__input_upload(tape, x, host);
+    }
     if (!tape->feed && !dtrain__is_surveying(tape))
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
-    if (!((dtrain__tape_tensor *)x)->remote) result = dtrain__input_upload(tape, x, host);
-    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
-        float *valid = (float *)dtrain__take_host(tape, tape->slot->arenas, DTRAIN__VALID_BYTES);
-        if (!valid) return NULL;
-        dtrain__count_valid(host, x->count, valid);
-        samples->valid = valid;
+    if (dtype == DTRAIN_DTYPE_I32 &&
+        !tape->feed) { /* the only place that sees the targets in host memory */
+        made->samples.valid = made->valid;
+        dtrain__count_valid(host, x->count, made->valid);
     }
-    if (dtype == DTRAIN_DTYPE_I32) samples->terms = x->count;
+    if (dtype == DTRAIN_DTYPE_I32) made->samples.terms = x->count;
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }
 
@@ -26708,6 +26679,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 {
     dtrain_op *op = &node->op;
+    const dtrain__stages *stages = op->tape->stages;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
     const uint32_t i = op->input_count++;
     const bool integer = (op->desc->integer_inputs >> i & 1) != 0;
     if (!x || (integer ? x->dtype != DTRAIN_DTYPE_I32 : !dtrain__is_float(x)))
@@ -26715,7 +26688,13 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
                            i + 1, x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL",
                            integer ? "i32" : "f32");
     DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
-    DTRAIN__TRY(dtrain__stage_reads(op->tape, x));
+    if (stages && stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
+    if (dtrain__is_surveying(op->tape)) made->read_here |= stages->map->here[stages->at];
+    if (stages && !node->remote && made->remote)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "stage %d reads a tensor of stage %d, which it did not do in the first "
+                           "micro-batch; which operations the loss calls must not depend on values",
+                           (int)stages->at, (int)made->stage);
     if (x->needs_grad) op->needs_grad = true;
     op->inputs[i] = x;
     op->input_data[i] = node->source[i] = x->data;
@@ -26761,7 +26740,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
                               "the batch",
                               (long long)rows, groups->tensor_ranks);
     *placement = DTRAIN_PLACEMENT_ROWS;
-    *part = dtrain__part_of(op, NULL, rows, groups->tensor_rank);
+    *part = dtrain__cut_part(op, NULL, rows, groups->tensor_rank);
     return DTRAIN_OK;
 }
 
@@ -26793,6 +26772,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op)
  * are always whole: beside columns of all rows they are as they should be. */
 static dtrain_result dtrain__check_placements(const dtrain_op *op)
 {
+    static const char *const others[] = {"", ", or cut by columns", ", or cut by rows"};
     const uint32_t takes = op->desc->placements;
     const dtrain_tensor *first = dtrain__first_float(op);
     if (op->tape->groups.tensor_ranks == 1 || takes & DTRAIN__OP_PLACES) return DTRAIN_OK;
@@ -26801,10 +26781,7 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
         if (!dtrain__is_float(x) && first && first->placement == DTRAIN_PLACEMENT_COLUMNS) continue;
         if (x->placement & ~takes) /* a placement is the flag that takes it */
             return dtrain__refuse(op, "expected input %u whole%s; dtrain_place converts it", i + 1,
-                                  !takes ? ""
-                                  : x->placement == DTRAIN_PLACEMENT_COLUMNS
-                                      ? ", or cut by rows"
-                                      : ", or cut by columns");
+                                  others[takes & DTRAIN__OP_TAKES_ALL]);
         if (first && (x->placement != first->placement ||
                       (x->placement != DTRAIN_PLACEMENT_WHOLE &&
                        !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))))
@@ -26873,13 +26850,6 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Round a weight into its copy. */
-static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *cast)
-{
-    return dtrain__tape_convert(tape->device, cast->count, cast->storage->value, DTRAIN_DTYPE_F32,
-                                cast->low, tape->pass.cast);
-}
-
 /* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made. It
  * is no result of a node, because other nodes may use it too. */
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
@@ -26909,23 +26879,13 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     if (!cast->low) return NULL;
     cast->next = tape->casts;
     tape->casts = cast;
-    dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
+    dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, cast->count, storage->value,
+                                                  DTRAIN_DTYPE_F32, cast->low, dtype));
     return cast->low;
 }
 
-/* Make the rounded copies of a unit's weights again, for the backward of what came after mark
- * `mark`. */
-DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
-{
-    if (tape->pass.cast_mark == mark) return DTRAIN_OK;
-    tape->pass.cast_mark = mark;
-    for (const dtrain__cast *cast = tape->casts; cast; cast = cast->next)
-        if (cast->mark == mark) DTRAIN__TRY(dtrain__cast_make(tape, cast));
-    return DTRAIN_OK;
-}
-
-/* Take the next parameter: its values, and where its gradient goes if it gets one in this pass; in
- * a plan to a copy of the parameter. */
+/* Take the next parameter: its values, and where its gradient goes if it gets one in this pass. A
+ * plan may come before values and gradients are allocated. */
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 {
     dtrain_op *op = &node->op;
@@ -26941,14 +26901,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     while (storage->alias_of) storage = storage->alias_of;
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
-    dtrain_param *target = storage;
-    if (op->planning) { /* before values and gradients are allocated, and without a trace */
-        target = (dtrain_param *)dtrain__take_host(tape, tape->slot->arenas, sizeof *target);
-        if (!target) return tape->error;
-        *target = *storage;
-        target->grad = (float *)DTRAIN__REMOTE;
-        target->state.next = NULL;
-    } else DTRAIN__TRY(dtrain__check_value(op, p, storage, declared, here.count));
+    if (!op->planning) DTRAIN__TRY(dtrain__check_value(op, p, storage, declared, here.count));
     memcpy(shape, here.shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
@@ -26957,8 +26910,9 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     const bool frozen = dtrain__is_surveying(tape)
                             ? p->state.frozen || storage->state.frozen /* on all ranks alike */
                             : (p->flags | storage->flags) & DTRAIN_PARAM_FROZEN;
-    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen && (tape->strategy || target->grad)) {
-        node->target[i] = target;
+    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) && !frozen &&
+        (op->planning || tape->strategy || storage->grad)) {
+        node->target[i] = storage;
         op->needs_grad = true;
     }
     if (op->desc->autocast && op->cast != DTRAIN_DTYPE_F32 && shape[1])
@@ -26987,40 +26941,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run
     return result ? result : op->tape->error;
 }
 
-DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype)
-{
-    size_t bytes;
-    if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes))
-        ((dtrain_node *)op)->scratch_bytes = bytes;
-    else
-        dtrain__tape_stick(op->tape,
-                           dtrain_fail(DTRAIN_ERROR_MEMORY,
-                                       "%s: %lld elements are more than this machine can address",
-                                       op->desc->name, (long long)count));
-}
-
-/* Run the node's kernels, the first time or again, with the memory that they borrow, on inputs in
- * the type that autocast wants. A plan takes that memory and runs nothing, but for operations that
- * count their products. */
+/* Run the node's kernels, the first time or again, on inputs in the type that autocast wants. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
     const bool runs = !op->planning || (op->desc->reads & DTRAIN__OP_COUNTS);
-    dtrain__chunk *scratch = NULL;
-    if (node->scratch_bytes) {
-        scratch = dtrain__scratch_take(op->tape, node->scratch_bytes);
-        if (!scratch) return op->tape->error;
-        node->scratch = scratch->memory;
-    }
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
         if (op->input_data[i] != node->source[i])
             DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
                                              (void *)op->input_data[i], op->cast));
     }
-    const dtrain_result result = dtrain__op_call(op, runs ? op->desc->forward : NULL);
-    dtrain__scratch_give(scratch);
-    return result;
+    return dtrain__op_call(op, runs ? op->desc->forward : NULL);
 }
 
 /* ---- Kernels that several operations launch ---------------------------------------------------*/
@@ -27222,7 +27154,13 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
         dtrain_op *op = &node->op;
         if (!node->reached) continue;
         DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
-        DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
+        if (tape->pass.cast_mark != node->mark) /* copies that only the unit's forward had */
+            for (const dtrain__cast *cast = tape->casts; cast; cast = cast->next)
+                if (cast->mark == node->mark)
+                    DTRAIN__TRY(dtrain__tape_convert(tape->device, cast->count,
+                                                     cast->storage->value, DTRAIN_DTYPE_F32,
+                                                     cast->low, tape->pass.cast));
+        tape->pass.cast_mark = node->mark;
         DTRAIN__TRY(dtrain__segment_again(tape, node));
         /* zeros: the loss does not depend on this output */
         DTRAIN__TRY(dtrain__gradient_zeros(tape, op->outputs[0]));
@@ -27249,9 +27187,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_
                        call, (long long)loss->count);
 }
 
-/* Check that the loss can have gradients, give it scale times its weight, and walk. A recorded pass
- * computes the weight on the device, from the number of samples there. */
-static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+/* Give a loss that can have gradients `scale` times its weight. A recorded pass computes the weight
+ * on the device, from the number of samples there. */
+static dtrain_result dtrain__backward_seed(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
@@ -27274,18 +27212,15 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     if (strategy) full = dtrain__weigh_loss(strategy, samples);
     const double each = full ? (double)scale / (double)full : 0;
-    if (full && samples->device_valid) {
-        DTRAIN__TRY(dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
-                                   DTRAIN_DTYPE_F32, 1, each, NULL));
-    } else {
-        memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
-        seed.count = 1;
-        seed.a = full ? (float)(each * dtrain__samples_count(samples)) : scale;
-        seed.y = loss->grad;
-        seed.dtype = DTRAIN_DTYPE_F32;
-        DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
-    }
-    return dtrain__backward_walk(tape);
+    if (full && samples->device_valid)
+        return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1, DTRAIN_DTYPE_F32,
+                              1, each, NULL);
+    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
+    seed.count = 1;
+    seed.a = full ? (float)(each * dtrain__samples_count(samples)) : scale;
+    seed.y = loss->grad;
+    seed.dtype = DTRAIN_DTYPE_F32;
+    return tape->device->ops->axpby(tape->device, &seed);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_tensor *loss,
@@ -27294,8 +27229,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_te
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
     tape->pass.state = DTRAIN__TAPE_DONE;
     tape->pass.segment = NULL;
-    return dtrain__tape_stick(tape, loss ? dtrain__backward_run(tape, loss, scale)
-                                         : dtrain__backward_walk(tape));
+    if (loss) DTRAIN__TRY(dtrain__backward_seed(tape, loss, scale));
+    return dtrain__backward_walk(tape);
 }
 
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
@@ -27308,7 +27243,7 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
         dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     const dtrain_result result = dtrain__backward_pass(tape, loss, scale);
     dtrain__span_end(tape->world, span);
-    return result;
+    return dtrain__tape_stick(tape, result);
 }
 
 /* Walk the nodes that have a second half, in the same order: a parameter that several of them use
@@ -27341,26 +27276,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
  *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
  *                         and by the time it adds its own share to d x that is the only owner
  *
- * A kernel that can only overwrite gets a buffer of its own; the contributions of before are put
+ * A kernel that can only overwrite gets a private buffer; earlier contributions are put
  * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
  * again. */
-
-/* Take a chunk of the pool that nobody owns, or make one. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, size_t bytes)
-{
-    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
-    dtrain__chunk *chunk = pool->first;
-    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
-    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
-    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
-    if (chunk) chunk->owners = 1;
-    return chunk;
-}
-
-DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk)
-{
-    if (chunk) chunk->owners--;
-}
 
 /* Point x's gradient to a chunk; the caller counts the owners. */
 static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
@@ -27377,7 +27295,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
     dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *chunk;
     *accumulate = x->grad != NULL;
     if (x->grad && (!shared || shared->owners == 1)) return DTRAIN_OK;
-    chunk = dtrain__scratch_take(tape, dtrain__tensor_bytes(x));
+    chunk = dtrain__scratch_take(tape, x->count, x->dtype);
     if (!chunk) return tape->error;
     dtrain__gradient_set(x, chunk);
     if (!shared) return DTRAIN_OK;
@@ -27448,7 +27366,7 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
-/* An operation that asks must write: the gradient counts as written from here on. */
+/* An operation that asks must write: from now on the gradient counts as written. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;
@@ -27456,8 +27374,8 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     *accumulate = false;
     if (!target || op->half == (uint32_t)(first ? DTRAIN_OP_HALF_PARAMS : DTRAIN_OP_HALF_INPUTS))
         return NULL;
-    *accumulate = target->state.grad_written;
-    float *grad = target->grad;
+    *accumulate = !op->planning && target->state.grad_written;
+    float *grad = op->planning ? (float *)DTRAIN__REMOTE : target->grad;
     /* Under sequence parallelism the gradients of whole parameters are sums over the rows of all
      * ranks. Of an operation on whole tensors each rank has all of that sum, and the first one
      * counts it: others get memory that does not count, and their gradient stays zero or what it
@@ -27472,7 +27390,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
         *accumulate = false;
         grad = (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
     }
-    dtrain__set_grad_written(target, true);
+    if (!op->planning) dtrain__set_grad_written(target, true); /* a plan leaves no trace */
     return grad;
 }
 
@@ -27488,8 +27406,8 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
  * GELU or SiLU the value before it, with ReLU the output.
  *
  * The weight (out, in) says how t ranks share the layer (parallel/cut.h). Cut by rows, a rank makes
- * its columns of y alone; cut by columns, it multiplies its columns of x, and y is the sum of all
- * products. One behind the other, as in an MLP, they send once forward and once backward (the f and
+ * only its columns of y; cut by columns, it multiplies its columns of x, and y is the sum of all
+ * products. One after the other, as in an MLP, they send once forward and once backward (the f and
  * g of Shoeybi et al., "Megatron-LM", 2019, are inside of the layers):
  *
  *                 cut by rows                   cut by columns
@@ -27514,11 +27432,12 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
  * added once, to the sum. */
 
 typedef struct dtrain__linear {
-    dtrain_gemm_args forward; /* of this rank: m rows, of x gathered and of y before its sum */
-    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
-    bool gathers;             /* x has a part of the m rows */
-    bool scatters;            /* y has a part of them */
-    bool has_d_z;             /* y->grad is that of z, and with it d_bias is made */
+    dtrain_gemm_args
+        forward;   /* local product: m rows of x after its all-gather, of y before its sum */
+    uint32_t cut;  /* dtrain_cut_axis of the weight, over several ranks */
+    bool gathers;  /* x has a part of the m rows */
+    bool scatters; /* y has a part of them */
+    bool has_d_z;  /* y->grad is that of z, and with it d_bias is made */
 } dtrain__linear;
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
@@ -27562,7 +27481,7 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     } else { /* a row of y is cut as the axis of the weight is */
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
         *placement = DTRAIN_PLACEMENT_COLUMNS;
-        *part = dtrain__part_of(op, &weight.cut, weight.whole, groups->tensor_rank);
+        *part = dtrain__cut_part(op, &weight.cut, weight.whole, groups->tensor_rank);
     }
     return DTRAIN_OK;
 }
@@ -27586,7 +27505,6 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     if (layer->gathers || layer->scatters) {
         const int64_t shape[2] = {layer->scatters ? part.count : args->m, out};
         dtrain_op_output(op, op->cast, 2, shape);
-        dtrain__op_borrow(op, args->m * (layer->gathers ? in : out), op->cast);
     } else {
         dtrain__output_like(op, x, out, op->cast);
     }
@@ -27612,25 +27530,35 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
 static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
-    void *const scratch = ((const dtrain_node *)op)->scratch;
     dtrain_gemm_args gemm = layer->forward;
+    dtrain__chunk *all = NULL;
     dtrain_bias_args bias;
-    if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
-        DTRAIN__TRY(dtrain__gather_rows(op, gemm.a, scratch, gemm.m, gemm.k, gemm.a_dtype, NULL));
-        gemm.a = scratch;
+    if (layer->gathers || layer->scatters) {
+        all = dtrain__scratch_take(op->tape, gemm.m * (layer->gathers ? gemm.k : gemm.n), op->cast);
+        if (!all) return op->tape->error;
     }
-    if (layer->cut != DTRAIN_CUT_COLUMNS) return dtrain__counted_gemm(op, &gemm);
+    if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
+        DTRAIN__TRY(
+            dtrain__gather_rows(op, gemm.a, all->memory, gemm.m, gemm.k, gemm.a_dtype, NULL));
+        gemm.a = all->memory;
+    }
+    if (layer->cut != DTRAIN_CUT_COLUMNS) {
+        DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
+        dtrain__scratch_give(all);
+        return DTRAIN_OK;
+    }
 
     /* add the products of all ranks up, then the bias and the activation to the sum */
     gemm.bias = NULL;
     gemm.aux = NULL;
     gemm.activation = DTRAIN_ACTIVATION_NONE;
-    if (layer->scatters) gemm.c = scratch;
+    if (all) gemm.c = all->memory;
     DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
     if (layer->scatters)
         DTRAIN__TRY(dtrain__scatter_rows(op, gemm.c, op->output_data[0], gemm.m, gemm.n,
                                          gemm.c_dtype, NULL));
     else DTRAIN__TRY(dtrain__sum_values(op, gemm.c, gemm.m * gemm.n, gemm.c_dtype, NULL));
+    dtrain__scratch_give(all);
     if (!layer->forward.bias && !layer->forward.activation) return DTRAIN_OK;
     memset(&bias, 0, sizeof bias);
     bias.rows = op->outputs[0]->count / gemm.n;
@@ -27650,38 +27578,26 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
  * d_x multiplies by that activation's derivative and adds up that layer's bias gradient while it is
  * at it: two passes less there.
  *
- * Where d_x is a sum over the axis it comes first, because the sum then goes on under the product
+ * Where d_x is a sum over the axis it comes first, because the sum then continues under the product
  * that makes d_weight; and nobody may multiply it by anything before it is complete. */
 
-/* A gradient of parameters: where it goes, NULL if nobody wants it, and whether to add. */
-typedef struct dtrain__linear_target {
-    float *grad;
-    bool add;
-} dtrain__linear_target;
-
-/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. */
-static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, const void *d_z, const void *x,
-                                                const dtrain__linear_target *weight,
-                                                const dtrain__linear_target *bias)
+/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. `gemm` says where
+ * they go, and whether to add. */
+static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, dtrain_gemm_args *gemm,
+                                                const void *d_z, const void *x)
 {
     const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
-    dtrain_gemm_args gemm;
-    if (!weight->grad) return DTRAIN_OK;
-    memset(&gemm, 0, sizeof gemm);
-    gemm.flags = DTRAIN_GEMM_TRANS_A;
-    gemm.alpha = 1;
-    gemm.m = gemm.lda = forward->n;
-    gemm.k = forward->m;
-    gemm.n = gemm.ldb = gemm.ldc = forward->k;
-    gemm.a = d_z;
-    gemm.b = x;
-    gemm.c = weight->grad;
-    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
-    gemm.c_dtype = DTRAIN_DTYPE_F32;
-    gemm.beta = weight->add ? 1.0f : 0.0f;
-    gemm.bias_grad = bias->grad;
-    gemm.accumulate_bias_grad = bias->add;
-    return dtrain__counted_gemm(op, &gemm);
+    if (!gemm->c) return DTRAIN_OK;
+    gemm->flags = DTRAIN_GEMM_TRANS_A;
+    gemm->alpha = 1;
+    gemm->m = gemm->lda = forward->n;
+    gemm->k = forward->m;
+    gemm->n = gemm->ldb = gemm->ldc = forward->k;
+    gemm->a = d_z;
+    gemm->b = x;
+    gemm->a_dtype = gemm->b_dtype = forward->c_dtype;
+    gemm->c_dtype = DTRAIN_DTYPE_F32;
+    return dtrain__counted_gemm(op, gemm);
 }
 
 /* d_x (m,in) = d_z (m,out) weight (out,in), in x's type. */
@@ -27717,8 +27633,7 @@ static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, v
  *     x of all rows is gathered   |  under the product that makes this rank's d_x
  *     d_x is added up             |  under the product that makes d_weight
  */
-static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_target *weight,
-                                           const dtrain__linear_target *bias)
+static dtrain_result dtrain__linear_shared(dtrain_op *op, dtrain_gemm_args *weight)
 {
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
     const dtrain_gemm_args *forward = &layer->forward;
@@ -27727,9 +27642,8 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     dtrain_work *gathering = NULL, *summing = NULL;
     bool add = false;
     const void *rows = forward->a, *d_z = op->outputs[0]->grad;
-    if (layer->gathers && weight->grad) {
-        all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->k) *
-                                                 dtrain_dtype_bytes(forward->a_dtype));
+    if (layer->gathers && weight->c) {
+        all = dtrain__scratch_take(op->tape, forward->m * forward->k, forward->a_dtype);
         if (!all) return op->tape->error;
         rows = all->memory;
         DTRAIN__TRY(dtrain__gather_rows(op, forward->a, all->memory, forward->m, forward->k,
@@ -27741,7 +27655,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
         const size_t row = (size_t)forward->k * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
         char *product = d_x;
         if (add || layer->gathers) {
-            partial = dtrain__scratch_take(op->tape, (size_t)forward->m * row);
+            partial = dtrain__scratch_take(op->tape, forward->m * forward->k, x->dtype);
             if (!partial) return op->tape->error;
             product = partial->memory;
             if (add) sum = product;
@@ -27754,7 +27668,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
         else DTRAIN__TRY(dtrain__sum_values(op, product, x->count, x->dtype, &summing));
     }
     DTRAIN__TRY(dtrain_work_wait(gathering));
-    DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, rows, weight, bias));
+    DTRAIN__TRY(dtrain__linear_weight_grad(op, weight, d_z, rows));
     DTRAIN__TRY(dtrain_work_wait(summing));
     if (add) DTRAIN__TRY(dtrain__tape_add(op->device, x->count, d_x, x->dtype, sum, x->dtype, d_x));
     dtrain__scratch_give(all);
@@ -27769,44 +27683,46 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->has_d_z;
     const dtrain_tensor *x = op->inputs[0];
     dtrain_tensor *y = op->outputs[0];
-    dtrain__linear_target weight, bias = {NULL, false};
     dtrain__chunk *all = NULL;
+    dtrain_gemm_args weight;
     bool add;
-    weight.grad = dtrain_op_param_grad(op, 0, &weight.add);
-    if (!layer->has_d_z) bias.grad = dtrain_op_param_grad(op, 1, &bias.add);
+    memset(&weight, 0, sizeof weight);
+    weight.c = dtrain_op_param_grad(op, 0, &add);
+    weight.beta = add ? 1.0f : 0.0f;
+    if (!layer->has_d_z)
+        weight.bias_grad = dtrain_op_param_grad(op, 1, &weight.accumulate_bias_grad);
 
     /* d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without that
      * product, or where it has the d_z of all rows and this rank's share of d_bias is its own */
-    const bool weighs = weight.grad != NULL;
+    const bool weighs = weight.c != NULL;
     if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add));
-    if (activated || (bias.grad && !(weighs && !layer->scatters))) {
+    if (activated || (weight.bias_grad && !(weighs && !layer->scatters))) {
         dtrain_activation_backward_args args;
         memset(&args, 0, sizeof args);
         args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
-        args.accumulate = bias.add;
+        args.accumulate = weight.accumulate_bias_grad;
         args.n = forward->n;
         args.rows = y->count / args.n;
         /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
         args.x = forward->aux ? forward->aux : forward->c;
         args.d_out = args.d_in = y->grad;
-        args.d_bias = bias.grad;
+        args.d_bias = weight.bias_grad;
         args.dtype = forward->c_dtype;
         DTRAIN__TRY(op->device->ops->activation_backward(op->device, &args));
         layer->has_d_z = activated;
-        bias.grad = NULL;
+        weight.bias_grad = NULL;
     }
-    if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight, &bias);
+    if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight);
 
     const void *d_z = y->grad;
     if (layer->scatters) {
-        all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->n) *
-                                                 dtrain_dtype_bytes(forward->c_dtype));
+        all = dtrain__scratch_take(op->tape, forward->m * forward->n, forward->c_dtype);
         if (!all) return op->tape->error;
         DTRAIN__TRY(dtrain__gather_rows(op, d_z, all->memory, forward->m, forward->n,
                                         forward->c_dtype, NULL));
         d_z = all->memory;
     }
-    DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
+    DTRAIN__TRY(dtrain__linear_weight_grad(op, &weight, d_z, forward->a));
 
     /* The layer that made x, if the product that makes d_x may also finish the backward of its
      * activation. Both must belong to the same visit to a unit: in another visit gradients may not
@@ -28015,12 +27931,12 @@ DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
  * Gradients of what is whole are then sums over these rows, which the strategy adds up. */
 
 typedef struct dtrain__embedding {
-    dtrain_embedding_args forward; /* of the rows that are looked up here */
+    dtrain_embedding_args forward; /* of the rows that this rank looks up */
     int64_t rows, first_row;       /* of the output: how many, and the first one's number */
     bool cut;                      /* the table is */
 } dtrain__embedding;
 
-/* Let a kernel work on the rows that are here alone. */
+/* Let a kernel work on this rank's rows only. */
 static void dtrain__embedding_own_rows(const dtrain__embedding *layer, dtrain_embedding_args *args)
 {
     args->rows = layer->rows;
@@ -28071,8 +27987,7 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     args->y = op->output_data[0];
     args->dtype = DTRAIN_DTYPE_F32;
     if (placement != DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;
-    if (layer->cut) dtrain__op_borrow(op, args->rows * args->n, DTRAIN_DTYPE_F32);
-    else dtrain__embedding_own_rows(layer, args);
+    if (!layer->cut) dtrain__embedding_own_rows(layer, args);
     return DTRAIN_OK;
 }
 
@@ -28081,13 +27996,19 @@ static dtrain_result dtrain__embedding_forward(dtrain_op *op)
     const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
     dtrain_embedding_args args = layer->forward;
     if (!layer->cut) return op->device->ops->embedding(op->device, &args);
-    const bool scatters = layer->rows < args.rows;
+    dtrain__chunk *all = NULL;
     if (op->tape->groups.tensor_rank > 0) args.wpe = NULL;
-    if (scatters) args.y = ((const dtrain_node *)op)->scratch;
+    if (layer->rows < args.rows) {
+        all = dtrain__scratch_take(op->tape, args.rows * args.n, DTRAIN_DTYPE_F32);
+        if (!all) return op->tape->error;
+        args.y = all->memory;
+    }
     DTRAIN__TRY(op->device->ops->embedding(op->device, &args));
-    return scatters ? dtrain__scatter_rows(op, args.y, op->output_data[0], args.rows, args.n,
-                                           DTRAIN_DTYPE_F32, NULL)
-                    : dtrain__sum_values(op, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, NULL);
+    if (!all) return dtrain__sum_values(op, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, NULL);
+    DTRAIN__TRY(dtrain__scatter_rows(op, args.y, op->output_data[0], args.rows, args.n,
+                                     DTRAIN_DTYPE_F32, NULL));
+    dtrain__scratch_give(all);
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__embedding_backward(dtrain_op *op)
@@ -28105,7 +28026,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     if (layer->cut && layer->rows < args.rows) {
         if (grad[0]) { /* the rows of all ranks have something for a cut table */
             dtrain__chunk *all =
-                dtrain__scratch_take(op->tape, (size_t)(args.rows * args.n) * sizeof(float));
+                dtrain__scratch_take(op->tape, args.rows * args.n, DTRAIN_DTYPE_F32);
             if (!all) return op->tape->error;
             DTRAIN__TRY(dtrain__gather_rows(op, op->outputs[0]->grad, all->memory, args.rows,
                                             args.n, DTRAIN_DTYPE_F32, NULL));
@@ -28124,8 +28045,8 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, embedding, DTRAIN_OP_SPLITS, DTRAIN_RECOMPUTE_ELEMENTWISE, 1,
-           DTRAIN__OP_PLACES, false)
+DTRAIN__OP(embedding, embedding, DTRAIN_OP_SPLITS | DTRAIN__OP_COUNTS, DTRAIN_RECOMPUTE_ELEMENTWISE,
+           1, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
@@ -28139,9 +28060,9 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 
 /* Attention, and what belongs to it: rotary position embedding, softmax
  *
- * Heads know nothing of each other. Over a tensor axis (parallel/mesh.h) rows cut by columns have
- * whole heads here, those of queries with those of keys and values that they meet, and attention
- * and rotary turn the model's numbers of heads into those of this rank:
+ * Heads are independent of each other. Over a tensor axis (parallel/mesh.h) a rank has whole heads
+ * of rows that are cut by columns: heads of queries with the heads of keys and values that they
+ * meet. Attention and rotary turn the model's numbers of heads into this rank's:
  *
  *     q0 q1 q2 q3 | k0 k1 | v0 v1     of 2 ranks the first has q0 q1 k0 v0, the second q2 q3 k1 v1
  *
@@ -28165,7 +28086,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 typedef struct dtrain__attention {
     dtrain_attention_args args;
     uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
-    int64_t heads, first_head;    /* of queries: in the whole, and the first one here */
+    int64_t heads, first_head;    /* of queries: in the whole, and the first one of this rank */
 } dtrain__attention;
 
 /* Read a run of a row's columns, counted from column `begin` of the whole row, as some of `heads`
@@ -28313,7 +28234,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
     dtrain__output_like(op, q, args->heads * args->d, args->dtype);
     if (q->placement == DTRAIN_PLACEMENT_COLUMNS) {
-        /* the heads of queries that are here, of a row of all of them */
+        /* this rank's heads of queries, of a row of all of them */
         const dtrain__share part = dtrain__component_of(op, q, x->heads * args->d);
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
@@ -28623,7 +28544,7 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
 typedef struct dtrain__reshape {
     dtrain_dtype dtype;
     uint32_t ndim;
-    int64_t shape[4]; /* of a reshaped tensor the whole, whose part is here */
+    int64_t shape[4]; /* of the whole, of which a reshaped tensor is a part */
     bool keeps;       /* the shape is x's own */
 } dtrain__reshape;
 
@@ -28818,8 +28739,8 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
 
 /* ---- Sums, and rows ---------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain__share dtrain__part_of(const dtrain_op *op, const dtrain_cut *cut,
-                                              int64_t length, int rank)
+DTRAIN__PRIVATE dtrain__share dtrain__cut_part(const dtrain_op *op, const dtrain_cut *cut,
+                                               int64_t length, int rank)
 {
     const int64_t shape[4] = {length, 0, 0, 0};
     dtrain__share part;
@@ -28836,7 +28757,7 @@ DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dt
     dtrain_cut cut = dtrain__tensor_share(x)->cut;
     cut.components = 1;
     memset(cut.widths, 0, sizeof cut.widths);
-    return dtrain__part_of(op, &cut, width, op->tape->groups.tensor_rank);
+    return dtrain__cut_part(op, &cut, width, op->tape->groups.tensor_rank);
 }
 
 /* Leave a collective to the caller, or wait for it: without `work`, or where the strategy wants no
@@ -28876,7 +28797,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const voi
         DTRAIN__TRY(dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n),
                                       (dtrain_dtype)dtype, &started));
     for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__part_of(op, NULL, rows, r);
+        const dtrain__share of = dtrain__cut_part(op, NULL, rows, r);
         char *place = (char *)whole + (size_t)of.first[0] * row;
         if (r == groups->tensor_rank)
             DTRAIN__TRY(op->device->ops->copy(op->device, place, part, (size_t)of.count * row,
@@ -28901,7 +28822,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const vo
         DTRAIN__TRY(dtrain_reduce_scatter(comm, whole, part, (size_t)(rows / ranks * n),
                                           (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, &started));
     for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__part_of(op, NULL, rows, r);
+        const dtrain__share of = dtrain__cut_part(op, NULL, rows, r);
         DTRAIN__TRY(dtrain_reduce(comm, (const char *)whole + (size_t)of.first[0] * row, part,
                                   (size_t)(of.count * n), (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, r,
                                   &started));
@@ -28921,14 +28842,6 @@ typedef struct dtrain__place {
     int64_t slot;          /* elements of the largest block */
     dtrain_cut cut;        /* of the columns */
 } dtrain__place;
-
-/* Count the elements that a conversion borrows: a slot, all ranks' slots, the transpose. */
-static int64_t dtrain__place_scratch(const dtrain_op *op)
-{
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    if (!place->by_columns) return 0;
-    return (1 + op->tape->groups.tensor_ranks) * place->slot + place->rows * place->columns;
-}
 
 /* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
 static dtrain_result dtrain__turn(const dtrain_op *op, const char *x, int64_t rows, int64_t n,
@@ -28954,7 +28867,7 @@ static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, 
     const size_t element = dtrain_dtype_bytes(dtype), slot = (size_t)place->slot;
     const int64_t rows = place->rows;
     const int64_t count =
-        rows * dtrain__part_of(op, &place->cut, place->columns, groups->tensor_rank).count;
+        rows * dtrain__cut_part(op, &place->cut, place->columns, groups->tensor_rank).count;
     char *const blocks = scratch + slot * element;
     char *const turned = blocks + (size_t)groups->tensor_ranks * slot * element;
     dtrain_work *work = NULL;
@@ -28966,7 +28879,7 @@ static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, 
     DTRAIN__TRY(dtrain_all_gather(groups->tensor, x, blocks, slot, dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
     for (int r = 0; r < groups->tensor_ranks; r++) {
-        const dtrain__share part = dtrain__part_of(op, &place->cut, place->columns, r);
+        const dtrain__share part = dtrain__cut_part(op, &place->cut, place->columns, r);
         const char *run = blocks + (size_t)r * slot * element;
         for (uint32_t i = 0; i < part.runs; i++) {
             DTRAIN__TRY(dtrain__turn(op, run, rows, part.length[i], part.count,
@@ -28982,7 +28895,7 @@ static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whol
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
     const dtrain__share part =
-        dtrain__part_of(op, &place->cut, place->columns, op->tape->groups.tensor_rank);
+        dtrain__cut_part(op, &place->cut, place->columns, op->tape->groups.tensor_rank);
     const size_t element = dtrain_dtype_bytes((dtrain_dtype)op->inputs[0]->dtype);
     int64_t at = 0;
     for (uint32_t i = 0; i < part.runs; at += part.length[i++])
@@ -28994,20 +28907,28 @@ static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whol
 
 /* ---- The operation ----------------------------------------------------------------------------*/
 
-/* Convert x to y, either way. In a plan nothing is sent. */
-static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const void *x, void *y,
-                                        void *scratch)
+/* Convert x to y, either way. Columns borrow a slot, all ranks' slots and the transpose. In a plan
+ * nothing is sent. */
+static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const void *x, void *y)
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
     const dtrain__groups *groups = &op->tape->groups;
     const uint32_t dtype = op->inputs[0]->dtype;
     const size_t row = (size_t)place->columns * dtrain_dtype_bytes((dtrain_dtype)dtype);
-    if (!groups->tensor) return DTRAIN_OK;
-    if (place->by_columns)
-        return (gathers ? dtrain__gather_columns
-                        : dtrain__slice_columns)(op, (const char *)x, (char *)y, (char *)scratch);
+    if (place->by_columns) {
+        dtrain__chunk *scratch = dtrain__scratch_take(
+            op->tape, (1 + groups->tensor_ranks) * place->slot + place->rows * place->columns,
+            dtype);
+        if (!scratch) return op->tape->error;
+        if (groups->tensor)
+            DTRAIN__TRY((gathers ? dtrain__gather_columns : dtrain__slice_columns)(
+                op, (const char *)x, (char *)y, scratch->memory));
+        dtrain__scratch_give(scratch);
+        return DTRAIN_OK;
+    }
     if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
-    const dtrain__share rows = dtrain__part_of(op, NULL, place->rows, groups->tensor_rank);
+    if (!groups->tensor) return DTRAIN_OK;
+    const dtrain__share rows = dtrain__cut_part(op, NULL, place->rows, groups->tensor_rank);
     return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
                                  (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
@@ -29027,7 +28948,7 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     place->columns = x->placement == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
     place->rows = x->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
     const int64_t length = place->by_columns ? place->columns : place->rows;
-    const dtrain__share kept = dtrain__part_of(op, NULL, length, groups->tensor_rank);
+    const dtrain__share kept = dtrain__cut_part(op, NULL, length, groups->tensor_rank);
     if (!place->gathers && length < groups->tensor_ranks)
         return dtrain__refuse(op,
                               "%lld %s to share, and each of the %d ranks of the tensor axis "
@@ -29038,13 +28959,13 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
     place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
     const dtrain__share here =
-        dtrain__part_of(op, &place->cut, place->columns, groups->tensor_rank);
+        dtrain__cut_part(op, &place->cut, place->columns, groups->tensor_rank);
     if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
         return dtrain__refuse(op, "the columns of other ranks are not known; convert what input 1 "
                                   "was made of");
     for (int r = 0; r < groups->tensor_ranks; r++)
         place->slot = dtrain__max(
-            place->slot, place->rows * dtrain__part_of(op, &place->cut, place->columns, r).count);
+            place->slot, place->rows * dtrain__cut_part(op, &place->cut, place->columns, r).count);
 
     if (place->by_columns) {
         dtrain__output_like(op, x, place->gathers ? place->columns : kept.count,
@@ -29055,41 +28976,36 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
     }
     DTRAIN__TRY(op->tape->error);
     dtrain__place_as(op->outputs[0], place->to, &kept);
-    dtrain__op_borrow(op, dtrain__place_scratch(op), x->dtype);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__place_forward(dtrain_op *op)
 {
     return dtrain__place_move(op, ((const dtrain__place *)op->args)->gathers, op->input_data[0],
-                              op->output_data[0], ((const dtrain_node *)op)->scratch);
+                              op->output_data[0]);
 }
 
 /* Convert the gradient back; where there is one already, beside it, and add. */
 static dtrain_result dtrain__place_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
-    const size_t bytes =
-        (size_t)dtrain__place_scratch(op) * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
-    dtrain__chunk *scratch = NULL, *beside = NULL;
+    dtrain__chunk *beside = NULL;
     bool add;
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add);
     if (!d_x) return op->tape->error;
-    if (bytes) scratch = dtrain__scratch_take(op->tape, bytes);
-    if (add) beside = dtrain__scratch_take(op->tape, dtrain__tensor_bytes(x));
+    if (add) beside = dtrain__scratch_take(op->tape, x->count, x->dtype);
     DTRAIN__TRY(op->tape->error);
     DTRAIN__TRY(dtrain__place_move(op, !((const dtrain__place *)op->args)->gathers,
-                                   op->outputs[0]->grad, beside ? beside->memory : d_x,
-                                   scratch ? scratch->memory : NULL));
+                                   op->outputs[0]->grad, beside ? beside->memory : d_x));
     if (beside)
         DTRAIN__TRY(
             dtrain__tape_add(op->device, x->count, d_x, x->dtype, beside->memory, x->dtype, d_x));
-    dtrain__scratch_give(scratch);
     dtrain__scratch_give(beside);
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(place, place, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_PLACES, false)
+DTRAIN__OP(place, place, DTRAIN__OP_COUNTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_PLACES,
+           false)
 
 DTRAIN_API dtrain_tensor *dtrain_place(dtrain_tape *tape, dtrain_tensor *x,
                                        dtrain_placement placement)
@@ -29132,8 +29048,7 @@ typedef struct dtrain__batch_norm {
 static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain__batch_norm *layer)
 {
     const dtrain_batch_norm_desc *desc = &layer->desc;
-    const dtrain_strategy *strategy = op->tape->strategy;
-    const char *name = op->desc->name;
+    const dtrain__groups *groups = &op->tape->groups;
     if (desc->activation != DTRAIN_ACTIVATION_NONE && desc->activation != DTRAIN_ACTIVATION_RELU)
         return dtrain__refuse(op,
                               "activation is %u, expected none or ReLU, whose slope is known "
@@ -29150,23 +29065,18 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
                                   dtrain__param_name(op->params[i]));
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
-    if (strategy && desc->comm && desc->comm == dtrain__groups_of(strategy).data)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: comm is that of the strategy, whose calls would come between; give "
-                           "it one of its own (dtrain_comm_split)",
-                           name);
-    if (desc->comm && strategy) { /* ranks of other stages do not run the operation */
-        const dtrain__groups groups = dtrain__groups_of(strategy);
-        const int ranks = dtrain_comm_size(desc->comm);
-        const int of_stage =
-            groups.all ? dtrain_comm_size(groups.all) / groups.pipeline_ranks : ranks;
-        if (groups.pipeline_ranks > 1 && ranks > of_stage)
-            return dtrain_fail(DTRAIN_ERROR_USAGE,
-                               "%s: comm has %d ranks, and a stage of the pipeline is on %d; split "
-                               "one off the data axis (dtrain_mesh_comm), whose ranks have the "
-                               "same stages",
-                               name, ranks, of_stage);
-    }
+    if (desc->comm && desc->comm == groups->data)
+        return dtrain__refuse(op, "comm is the strategy's, whose calls would come between; give it "
+                                  "one of its own (dtrain_comm_split)");
+    if (desc->comm && groups->all &&
+        groups->pipeline_ranks > 1 && /* other stages do not run this */
+        dtrain_comm_size(desc->comm) > dtrain_comm_size(groups->all) / groups->pipeline_ranks)
+        return dtrain__refuse(op,
+                              "comm has %d ranks, and a stage of the pipeline is on %d; split one "
+                              "off the data axis (dtrain_mesh_comm), whose ranks have the same "
+                              "stages",
+                              dtrain_comm_size(desc->comm),
+                              dtrain_comm_size(groups->all) / groups->pipeline_ranks);
     if (op->input_count == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_same(op));
     if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;
@@ -29214,7 +29124,7 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
 
     forward->activation = layer->desc.activation;
     forward->x = op->input_data[0];
-    forward->residual = op->input_count > 1 ? op->input_data[1] : NULL;
+    forward->residual = op->input_data[1]; /* NULL: none */
     forward->mean = statistics->mean;
     forward->rstd = statistics->rstd;
     forward->weight = (const float *)op->param_data[0];
@@ -29639,9 +29549,8 @@ DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
     float *whole_max; /* (rows), of logits cut by columns; NULL: they are not */
-    float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
-                     on the device, here, and `factor` is 1: */
-    const float *device_factor;
+    float factor;     /* 1 / number of targets that are not ignored; of a recorded pass 1 */
+    const float *device_factor; /* the same on the device, of a recorded pass; or NULL */
 } dtrain__cross_entropy;
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
@@ -30028,7 +29937,7 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
  * tensor->data is the copy, in the data arena, for everyone outside the unit; the operations of the
  * unit itself keep the address they noted. */
 
-/* Let the segment own its region: the results of the owner before are overwritten from here on. */
+/* Let the segment own its region: from now on the results of the owner before are overwritten. */
 static void dtrain__region_take(dtrain__tape_segment *segment)
 {
     dtrain__tape_segment *before = segment->region->owner;
@@ -30143,8 +30052,8 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
 
 /* Stages: a part of a model, several passes at once
  *
- * The model's function runs whole on each rank. Operations of other stages than the one that a pass
- * is of are prepared alone, so that shapes, placements and the numbers of dropout's streams are
+ * Each rank runs the whole function of the model. In the pass of a stage, operations of other
+ * stages are only prepared, so that shapes, placements and the numbers of dropout's streams are
  * those of the whole model:
  *
  *     unit           0        1        2        3
@@ -30186,15 +30095,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, const dtr
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
-{
-    dtrain__stages *stages = tape->stages;
-    if (!stages) return;
-    dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
-    dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
-    tape->stages = NULL;
-}
-
 /* ---- Remote: what the tape asks ---------------------------------------------------------------*/
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
@@ -30205,28 +30105,6 @@ DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 DTRAIN__PRIVATE bool dtrain__stage_is_remote(const dtrain_tape *tape)
 {
     return tape->stages && tape->stages->at != tape->slot->stage;
-}
-
-/* Note which stage the pass has come to. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, uint32_t unit)
-{
-    dtrain__stages *stages = tape->stages;
-    if (!stages) return DTRAIN_OK;
-    const int32_t stage = dtrain__stage_of_unit(stages->map, unit);
-    if (stage < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_tape_unit: no parameter belongs to unit %u, so that it is on no "
-                           "stage of the pipeline; mark units that have parameters",
-                           unit);
-    if (stage < stages->at)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tape_unit: unit %u is on stage %d of the pipeline, and the "
-                           "pass has come to stage %d; use units in the order in which their first "
-                           "parameters are registered, and register an alias of a parameter in "
-                           "each other unit that uses it",
-                           unit, (int)stage, (int)stages->at);
-    stages->at = stage;
-    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
@@ -30245,7 +30123,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     if (slot->next_crossing == stages->crossing_count) return;
     const dtrain__crossing *crossing = &stages->crossings[slot->next_crossing];
     if (crossing->number != tape->pass.tensor_count) return;
-    dtrain__crossed *crossed = &slot->crossed[slot->next_crossing++];
+    const size_t k = slot->next_crossing++;
     if (crossing->stage != made->stage || crossing->count != x->count ||
         crossing->dtype != x->dtype) {
         dtrain__tape_stick(
@@ -30261,48 +30139,30 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
                         dtrain_dtype_name((dtrain_dtype)crossing->dtype), (int)crossing->stage));
         return;
     }
-    crossed->tensor = made;
-    if (!made->remote || !crossed->received) return;
+    slot->crossed[k].tensor = made;
+    if (crossing->stage >= slot->stage || crossing->last_stage < slot->stage) return;
     made->remote = false;
-    x->data = crossed->received;
+    x->data = slot->received ? slot->received[k] : slot->before->crossed[k].tensor->tensor.data;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x)
+DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tape_tensor *made,
+                                                  bool *shared)
 {
     const dtrain__stages *stages = tape->stages;
-    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
-    if (!stages) return DTRAIN_OK;
-    if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (dtrain__is_surveying(tape)) made->wanted = made->wanted || stages->map->here[stages->at];
-    if (dtrain__stage_is_remote(tape) || !made->remote) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "stage %d reads a tensor of stage %d, which it did not do in the first "
-                       "micro-batch; which operations the loss calls must not depend on values",
-                       (int)stages->at, (int)made->stage);
-}
-
-/* Tell whether the next input has memory of its own in this pass. */
-DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
-{
-    const dtrain__stages *stages = tape->stages;
-    if (!stages) return true;
-    const size_t number = tape->slot->input_count;
-    return !dtrain__is_surveying(tape) && tape->slot->batch == tape->slot &&
-           number < stages->input_count && stages->reads[number];
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x, bool *shared)
-{
-    dtrain__stages *stages = tape->stages;
+    dtrain__pass_slot *slot = tape->slot;
+    dtrain_tensor *x = &made->tensor;
     *shared = false;
     if (!stages) return DTRAIN_OK;
-    dtrain__pass_slot *slot = tape->slot;
     const size_t number = slot->input_count++;
     if (x->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pipeline has no gradients of inputs; leave "
                            "requires_grad false");
-    if (slot->batch == slot) return DTRAIN_OK;
+    if (slot->batch == slot) {
+        made->remote =
+            dtrain__is_surveying(tape) || number >= stages->input_count || !stages->reads[number];
+        return DTRAIN_OK;
+    }
     const dtrain__tape_tensor *before = slot->batch->listed; /* of the micro-batch's first pass */
     for (size_t i = slot->batch->input_count; before && i > number + 1; i--) before = before->next;
     if (!before) return DTRAIN_OK;
@@ -30313,8 +30173,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tens
                            "the same inputs",
                            number + 1, (long long)x->count, (long long)before->tensor.count);
     x->data = before->tensor.data;
-    ((dtrain__tape_tensor *)x)->remote = before->remote;
-    ((dtrain__tape_tensor *)x)->samples = before->samples;
+    made->remote = before->remote;
+    made->samples = before->samples;
     *shared = true;
     return DTRAIN_OK;
 }
@@ -30346,7 +30206,7 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
     stages->crossing_count = count;
     stages->input_count = inputs;
     for (const dtrain__tape_tensor *x = made; x; x = x->next, number--) {
-        if (x->stage < 0) stages->reads[--inputs] = x->wanted;
+        if (x->stage < 0) stages->reads[--inputs] = x->read_here;
         if (x->last_stage <= x->stage) continue;
         dtrain__crossing *crossing = &stages->crossings[--count];
         crossing->number = number;
@@ -30396,17 +30256,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
         dtrain__crossed *crossed = &slot->crossed[k];
         if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
         crossed->tensor = NULL; /* a gradient of the slot's last pass may be under way */
-        crossed->received = NULL;
     }
     slot->stage = stage;
     slot->batch = &tape->slots[batch];
+    slot->received = source.inbox >= 0 ? stages->inboxes[source.inbox].received : NULL;
+    slot->before = source.slot >= 0 ? &tape->slots[source.slot] : NULL;
     slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
-    for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
-        slot->crossed[k].received = source.inbox >= 0
-                                        ? stages->inboxes[source.inbox].received[k]
-                                        : tape->slots[source.slot].crossed[k].tensor->tensor.data;
     return dtrain__pass_begin(tape, flags, seed);
 }
 
@@ -30460,8 +30317,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         x->gradient = NULL;
         x->tensor.grad = NULL;
     }
-    DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
-    dtrain_result result = DTRAIN_OK; /* what is sent and has no contribution is zero */
+    dtrain_result result = dtrain__backward_pass(tape, loss, scale);
+    /* what is sent and has no contribution is zero */
     for (size_t i = 0, k; !result && dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++)
         result = dtrain__gradient_zeros(tape, &slot->crossed[k].tensor->tensor);
     return dtrain__tape_stick(tape, result);
@@ -30512,12 +30369,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
             dtrain__tape_stick(tape, tape->device->ops->zero(tape->device, part->address,
                                                              (size_t)(zeros->bytes - bytes)));
     } else {
-        const dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
-        const dtrain__tape_tensor *x = crossed->tensor;
-        part->address = gives_back || seeds ? x ? x->tensor.grad : NULL
-                        : crossed->received ? crossed->received
-                        : x                 ? x->tensor.data
-                                            : NULL;
+        const dtrain__tape_tensor *x = tape->slots[action->slot].crossed[k].tensor;
+        part->address = !x ? NULL : gives_back || seeds ? x->tensor.grad : x->tensor.data;
     }
     if (!part->address) return tape->error;
     part->count = (size_t)c->count;
@@ -30531,7 +30384,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
  *
  * A tape of the plan device that has `costs` adds up what each unit's operations would take. A
  * kernel takes as long as its products or as long as its bytes, whichever is longer; both are
- * counted in floating-point operations, a byte as so many as the device does while it moves one. */
+ * counted in floating-point operations: a byte as the number that the device does while it moves
+ * one. */
 
 /* Return the place of a unit; what runs before the first mark belongs to the first one. */
 static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
@@ -30641,9 +30495,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__slots_create(dtrain_tape *tape, uint32_t s
     return DTRAIN_OK;
 }
 
-/* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
-                                                    size_t bytes)
+/* Insert a chunk after the chunk in use. NULL when there is no memory; the error sticks. */
+static dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
     const dtrain_allocator *host = &tape->allocator;
     dtrain_device *device = arena->device;
@@ -30703,19 +30556,45 @@ DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, dtrain__bump *arena, 
     return memory;
 }
 
-/* Take device memory for count values of an arena, contents undefined. */
-DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
-                                          uint32_t dtype)
+/* Return the bytes of values; 0 if they are too many, and the error sticks. */
+static size_t dtrain__values_bytes(dtrain_tape *tape, int64_t count, uint32_t dtype)
 {
     size_t bytes;
     if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) &&
-        bytes <= PTRDIFF_MAX)
-        return dtrain__bump_take(tape, arena, bytes);
+        bytes <= PTRDIFF_MAX - DTRAIN__CACHE_LINE)
+        return dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
     dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_MEMORY,
                           "a tensor of %lld elements is more than this machine can address",
                           (long long)count));
-    return NULL;
+    return 0;
+}
+
+/* Take device memory for count values of an arena, contents undefined. */
+DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
+                                          uint32_t dtype)
+{
+    const size_t bytes = dtrain__values_bytes(tape, count, dtype);
+    return bytes ? dtrain__bump_take(tape, arena, bytes) : NULL;
+}
+
+/* Take a chunk of the pool that nobody owns, or make one. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, int64_t count,
+                                                    uint32_t dtype)
+{
+    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
+    dtrain__chunk *chunk = pool->first;
+    const size_t bytes = dtrain__values_bytes(tape, count, dtype);
+    if (!bytes) return NULL;
+    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
+    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
+    if (chunk) chunk->owners = 1;
+    return chunk;
+}
+
+DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk)
+{
+    if (chunk) chunk->owners--;
 }
 
 /* Take memory for results of the node, or for what stays until the next begin when node is NULL. A
@@ -30730,8 +30609,8 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
     return dtrain__take_values(tape, arena, count, dtype);
 }
 
-/* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for two
- * more elements behind it: `valid` of a replayed step. NULL after an error, which sticks. */
+/* Make a tensor of this pass, the node's result or (NULL) an input, without memory. NULL after an
+ * error, which sticks. */
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
@@ -30751,10 +30630,8 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
     tensor->samples = 1;
-    const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
-    tensor->data = node || dtrain__input_is_here(tape)
-                       ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
-                       : (void *)DTRAIN__REMOTE;
+    tensor->data =
+        node ? dtrain__take_data(tape, node, tensor->count, dtype) : (void *)DTRAIN__REMOTE;
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     if (tape->stages && tensor->data) dtrain__stage_made(tape, made, node);
@@ -30781,8 +30658,8 @@ typedef struct dtrain__data_file {
     char *path; /* a copy: errors name it long after open */
     int file;   /* -1: opened for every read */
     struct stat opened;
-    int64_t header_bytes;
-    int64_t first_item, item_count; /* in the numbering of the dataset */
+    int64_t header_bytes, record_bytes; /* of an item with its label */
+    int64_t first_item, item_count;     /* in the numbering of the dataset */
 } dtrain__data_file;
 
 typedef struct dtrain__data_files {
@@ -30796,7 +30673,7 @@ typedef struct dtrain__format {
     int64_t vocab_count;
     uint32_t record_bytes; /* of an item with its labels, where the format fixes it */
     uint32_t label_bytes;  /* at the beginning of a record */
-    /* Check the beginning and the size of a file; set its header_bytes and item_count. */
+    /* Check the beginning of a file; set its header_bytes, record_bytes and item_count. */
     dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
     dtrain_read_fn read; /* user: the dataset; first and count lie inside */
 } dtrain__format;
@@ -30807,7 +30684,6 @@ struct dtrain_dataset {
     dtrain_read_fn read;
     void *user;
     dtrain_dataset_info info;
-    uint32_t token_bytes; /* of a token in files: 1, 2, 4 */
     dtrain__data_files data, labels;
     char name[512]; /* for error sentences: the first file, and how many more */
 };
@@ -31088,59 +30964,46 @@ static size_t dtrain__magic_of(const dtrain__data_file *file)
     return i;
 }
 
-/* Bytes of a sample of a file, by their place in a group of four. */
-typedef struct dtrain__byte_counts {
-    int64_t all, control;                   /* control: bytes that no text has */
-    int64_t zero[4], printable[4], high[4]; /* high: above 0xc4, the high byte of 50256 */
-} dtrain__byte_counts;
-
-/* Tell integers of 2, 4 or 8 bytes, little endian, from bytes: their high bytes are zero, or of
- * GPT-2's tokens never above 0xc4 where low bytes are. In programs, pictures, sound and compressed
- * data no place in a group of bytes is so unlike its neighbour, and text has no control characters.
- * NULL: bytes, or too few to tell. */
-static const char *dtrain__wide_tokens(const dtrain__byte_counts *c, int64_t size)
-{
-    const int64_t n = c->all / 4, even = c->zero[0] + c->zero[2], odd = c->zero[1] + c->zero[3];
-    const int64_t letters[2] = {c->printable[0] + c->printable[2],
-                                c->printable[1] + c->printable[3]};
-    if (n < 32 || c->control * 50 < c->all) return NULL;
-    if (size % 4 == 0 && c->zero[3] >= n && 2 * c->zero[2] >= n && 10 * c->zero[0] < 9 * n)
-        return 2 * c->zero[0] < n ? "uint32 tokens" : "integers of 64 bits, which no format has";
-    if (size % 2) return NULL;
-    if ((10 * odd > 18 * n && 10 * letters[0] > 18 * n) ||
-        (10 * even > 18 * n && 10 * letters[1] > 18 * n))
-        return DTRAIN__UTF16;
-    const bool low = odd >= 2 * n && even < n;
-    const bool words = c->high[1] + c->high[3] == 0 && 10 * (c->high[0] + c->high[2]) > n;
-    return low || words ? "uint16 tokens, as nanoGPT's .bin" : NULL;
-}
-
 /* Refuse a file that was taken for bytes because desc names no format, and that is something else:
- * by its first bytes, or by how the bytes of four pages of it are distributed. */
+ * by its first bytes, or by how the bytes of four pages of it are distributed over the places of a
+ * group of four. The high bytes of integers of 2, 4 or 8 bytes, little endian, are zero, or of
+ * GPT-2's tokens never above 0xc4, the high byte of 50256, where low bytes are. In programs,
+ * pictures, sound and compressed data no place is so unlike its neighbour, and text has no control
+ * characters. */
 static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                                            const dtrain__data_file *file)
 {
     const int64_t size = (int64_t)file->opened.st_size;
-    unsigned char page[4096];
     const size_t magic = dtrain__magic_of(file);
     const char *what = magic < DTRAIN__MAGICS ? dtrain__magics[magic].what : NULL;
+    int64_t all = 0, control = 0, zero[4] = {0}, printable[4] = {0}, high[4] = {0};
+    unsigned char page[4096];
     bool text = true;
-    dtrain__byte_counts c;
-    memset(&c, 0, sizeof c);
     for (int64_t part = 0; part < 4 && !what; part++) {
         const int64_t at = size / 4 * part / 4 * 4;
         const int64_t bytes = dtrain__min(size - at, (int64_t)sizeof page);
         DTRAIN__TRY(dtrain__data_file_read(file, at, page, (size_t)bytes));
         for (int64_t i = 0; i < bytes; i++) {
-            c.control += page[i] < 9 || (page[i] > 13 && page[i] < 27);
-            c.zero[i % 4] += page[i] == 0;
-            c.printable[i % 4] += page[i] >= 32 ? page[i] < 127 : page[i] >= 9 && page[i] <= 13;
-            c.high[i % 4] += page[i] > 0xc4;
+            control += page[i] < 9 || (page[i] > 13 && page[i] < 27);
+            zero[i % 4] += page[i] == 0;
+            printable[i % 4] += page[i] >= 32 ? page[i] < 127 : page[i] >= 9 && page[i] <= 13;
+            high[i % 4] += page[i] > 0xc4;
         }
-        c.all += bytes;
-        if (part == 0) text = c.control == 0 || dataset->info.vocab_count <= 256;
+        all += bytes;
+        if (part == 0) text = control == 0 || dataset->info.vocab_count <= 256;
     }
-    if (!what) what = dtrain__wide_tokens(&c, size);
+    const int64_t n = all / 4, even = zero[0] + zero[2], odd = zero[1] + zero[3];
+    if (!what && n >= 32 && control * 50 >= all) { /* enough to tell, and no text */
+        if (size % 4 == 0 && zero[3] >= n && 2 * zero[2] >= n && 10 * zero[0] < 9 * n)
+            what = 2 * zero[0] < n ? "uint32 tokens" : "integers of 64 bits, which no format has";
+        else if (size % 2 == 0 &&
+                 ((10 * odd > 18 * n && 10 * (printable[0] + printable[2]) > 18 * n) ||
+                  (10 * even > 18 * n && 10 * (printable[1] + printable[3]) > 18 * n)))
+            what = DTRAIN__UTF16;
+        else if (size % 2 == 0 && ((odd >= 2 * n && even < n) ||
+                                   (high[1] + high[3] == 0 && 10 * (high[0] + high[2]) > n)))
+            what = "uint16 tokens, as nanoGPT's .bin";
+    }
     if (!what && !text) what = "no text, and the vocabulary is larger than 256";
     if (!what) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -31150,13 +31013,27 @@ static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                        file->path, what);
 }
 
-/* Require that the count in the header is exactly the number of tokens, as llm.c does: a longer
- * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
+/* Require that header and items are exactly the file: a longer one is as suspect as a shorter one
+ * (two files glued together, a count that overflowed). */
+static dtrain_result dtrain__data_file_fits(const dtrain__data_file *file, const char *format)
+{
+    const int64_t size = (int64_t)file->opened.st_size, left = size - file->header_bytes;
+    if (file->item_count > 0 && file->record_bytes > 0 && left % file->record_bytes == 0 &&
+        left / file->record_bytes == file->item_count)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s has %lld bytes; as %s it would have a header of "
+                       "%lld and %lld items of %lld: is it cut off, or of another format?",
+                       file->path, (long long)size, format, (long long)file->header_bytes,
+                       (long long)file->item_count, (long long)file->record_bytes);
+}
+
 static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     unsigned char head[DTRAIN__BIN_HEADER] = {0};
     const int64_t size = (int64_t)file->opened.st_size;
     const int64_t have = dtrain__min(size, DTRAIN__BIN_HEADER);
+    (void)dataset;
     DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
     const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
     const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
@@ -31169,22 +31046,10 @@ static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_fil
                            "`format` DTRAIN_DATA_U16, and text is DTRAIN_DATA_BYTES",
                            file->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
                            DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
-    const uint32_t token_bytes = narrow ? 2 : 4;
-    if (dataset->token_bytes && dataset->token_bytes != token_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has tokens of %u bytes and %s of %u: files of "
-                           "one dataset have one size of token",
-                           file->path, token_bytes, dataset->data.files->path,
-                           dataset->token_bytes);
-    dataset->token_bytes = token_bytes;
     file->header_bytes = DTRAIN__BIN_HEADER;
+    file->record_bytes = narrow ? 2 : 4;
     file->item_count = dtrain__le(head + 8, 4);
-    const int64_t bytes = DTRAIN__BIN_HEADER + file->item_count * token_bytes;
-    if (file->item_count > 0 && bytes == size) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
-                       "has %lld: is it cut off?",
-                       file->path, (long long)file->item_count, (long long)bytes, (long long)size);
+    return DTRAIN_OK;
 }
 
 /* Take a file of records without a header, tokens or images with labels; its format says how many
@@ -31192,25 +31057,19 @@ static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_fil
 static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const dtrain__format *format = dataset->format;
-    const int64_t size = (int64_t)file->opened.st_size;
     if (format->label_bytes) {
         static const int64_t shape[3] = {3, 32, 32};
         dataset->info.item_bytes = DTRAIN__CIFAR_PIXELS;
         memcpy(dataset->info.shape, shape, sizeof shape);
-    } else dataset->token_bytes = format->record_bytes;
-    file->item_count = size / format->record_bytes;
-    if (format->record_bytes == 1) return DTRAIN_OK;
-    const size_t magic = dtrain__magic_of(file);
-    if (magic < DTRAIN__MAGICS_HEADERS)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s begins with a header, and %s have none: it is "
-                           "%s",
-                           file->path, format->name, dtrain__magics[magic].what);
-    if (size % format->record_bytes == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s has %lld bytes, no whole number of %s: is it "
-                       "cut off, or another format?",
-                       file->path, (long long)size, format->name);
+    }
+    file->record_bytes = format->record_bytes;
+    file->item_count = (int64_t)file->opened.st_size / file->record_bytes;
+    const size_t magic = file->record_bytes > 1 ? dtrain__magic_of(file) : DTRAIN__MAGICS;
+    if (magic >= DTRAIN__MAGICS_HEADERS) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_DATA,
+        "dtrain_dataset_open: %s begins with a header, and files of %s have none: it is %s",
+        file->path, format->name, dtrain__magics[magic].what);
 }
 
 /* Read tokens of 1, 2 or 4 bytes through a small buffer, file after file. */
@@ -31218,16 +31077,16 @@ static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t coun
                                          int32_t *labels)
 {
     const dtrain_dataset *dataset = (const dtrain_dataset *)user;
-    const uint32_t width = dataset->token_bytes;
+    const int64_t width = dataset->data.files->record_bytes;
     unsigned char raw[DTRAIN__TOKEN_BYTES];
     (void)labels; /* tokens have none */
     for (int64_t done = 0; done < count;) {
         const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);
         const int64_t at = first + done - file->first_item;
         const int64_t some = dtrain__min(dtrain__min(count - done, file->item_count - at),
-                                         (int64_t)(sizeof raw / width));
+                                         (int64_t)sizeof raw / width);
         DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * width, raw,
-                                           (size_t)some * width));
+                                           (size_t)(some * width)));
         int32_t *to = (int32_t *)items + done;
         if (width == 1)
             for (int64_t k = 0; k < some; k++) to[k] = raw[k];
@@ -31242,8 +31101,7 @@ static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t coun
 
 /* ---- Images -----------------------------------------------------------------------------------*/
 
-/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
- * lengths must be exactly the bytes that follow. */
+/* Learn the header of an IDX file of bytes with `least` to `most` axes. */
 static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
                                         int64_t lengths[DTRAIN__IDX_AXES])
 {
@@ -31261,21 +31119,17 @@ static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least,
                            most > least ? " to 4" : "", head[0], head[1], head[2], head[3],
                            (long long)size,
                            head[0] == 0x1f && head[1] == 0x8b ? ": gunzip it first" : "");
-    int64_t bytes = 1; /* of the data: no more than size, which bounds every product below */
-    bool fits = true;
+    file->header_bytes = 4 + 4 * (int64_t)axes;
+    file->record_bytes = 1;
     for (uint32_t i = 0; i < axes; i++) {
         const unsigned char *big = head + 4 + 4 * i;
         lengths[i] = (int64_t)big[0] << 24 | big[1] << 16 | big[2] << 8 | big[3];
-        fits = fits && lengths[i] > 0 && lengths[i] <= size / bytes;
-        if (fits) bytes *= lengths[i];
+        if (i && lengths[i] > size / file->record_bytes) lengths[i] = 0; /* no product overflows */
+        if (i) file->record_bytes *= lengths[i];
+        if (file->record_bytes == 0) break;
     }
-    file->header_bytes = 4 + 4 * (int64_t)axes;
     file->item_count = lengths[0];
-    if (fits && file->header_bytes + bytes == size) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld items in %u axes, which does not "
-                       "make its %lld bytes: is it cut off?",
-                       file->path, (long long)lengths[0], axes, (long long)size);
+    return dtrain__data_file_fits(file, "IDX");
 }
 
 /* Learn a file of images, and the file of labels with the same number in the other list. Axes are
@@ -31313,8 +31167,8 @@ static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_fil
     return DTRAIN_OK;
 }
 
-/* Read images one by one. A label is the last byte before the pixels of its record, CIFAR-100's fine
- * one, or in the file beside. */
+/* Read images one by one. A label is the last byte before the pixels of its record (the fine one of
+ * CIFAR-100), or it is in the file beside. */
 static dtrain_result dtrain__images_read(void *user, int64_t first, int64_t count, void *items,
                                          int32_t *labels)
 {
@@ -31345,46 +31199,13 @@ static const dtrain__format dtrain__formats[] = {
     {"bytes", 256, 1, 0, dtrain__raw_learn, dtrain__tokens_read},
     {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
     {"uint16 tokens", 50257, 2, 0, dtrain__raw_learn, dtrain__tokens_read},
-    {"records of 3073 bytes, the binary version of CIFAR-10", 10, 1 + DTRAIN__CIFAR_PIXELS, 1,
-     dtrain__raw_learn, dtrain__images_read},
-    {"records of 3074 bytes, the binary version of CIFAR-100", 100, 2 + DTRAIN__CIFAR_PIXELS, 2,
-     dtrain__raw_learn, dtrain__images_read},
+    {"the binary version of CIFAR-10", 10, 1 + DTRAIN__CIFAR_PIXELS, 1, dtrain__raw_learn,
+     dtrain__images_read},
+    {"the binary version of CIFAR-100", 100, 2 + DTRAIN__CIFAR_PIXELS, 2, dtrain__raw_learn,
+     dtrain__images_read},
     {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__images_read},
     {"uint32 tokens", 50257, 4, 0, dtrain__raw_learn, dtrain__tokens_read},
 };
-
-/* Refuse fields that are out of range or contradict each other. */
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
-{
-    const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
-    const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
-    const dtrain__bound bounds[] = {
-        {desc->format > last, "format", (double)desc->format, "a dtrain_data_format"},
-        {desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS, "vocab_count",
-         (double)desc->vocab_count, "0 to 2^31"},
-        {desc->read && desc->item_count < 1, "item_count", (double)desc->item_count,
-         "at least 1 item of a source of the host's own"},
-        {desc->item_bytes > SIZE_MAX / 2, "item_bytes", (double)desc->item_bytes,
-         "the bytes of a sample"}};
-    const char *const wrong =
-        own && !desc->read   ? "a path, or read and item_count for a source of the host's own, is "
-                               "expected, found neither"
-        : !own && desc->read ? "path is for files and read for a source of the host's own; found "
-                               "both"
-        : !own && !*desc->path ? "path is empty"
-        : !own && (desc->item_count || desc->item_bytes || desc->user)
-            ? "item_count, item_bytes and user are for a source of the host's own; files say what "
-              "is in them"
-        : own && desc->format ? "a source of the host's own has no format"
-        : desc->labels && !idx
-            ? "labels is for DTRAIN_DATA_IDX: other formats have no files of labels"
-        : idx && !desc->labels
-            ? "DTRAIN_DATA_IDX needs labels, the files with labels of the images in path"
-            : NULL;
-    DTRAIN__TRY(
-        dtrain__check_bounds("dtrain_dataset_open", bounds, sizeof bounds / sizeof bounds[0]));
-    return wrong ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: %s", wrong) : DTRAIN_OK;
-}
 
 /* Add files to the sizes and the hash by which ranks compare what they read: of each the size and
  * 16 pieces from its beginning to its end; of more than 16 files, the beginning. */
@@ -31432,6 +31253,13 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
         if (format == DTRAIN_DATA_BYTES && desc->format == DTRAIN_DATA_AUTO)
             DTRAIN__TRY(dtrain__bytes_guessed(dataset, file));
         DTRAIN__TRY(dataset->format->learn(dataset, file));
+        DTRAIN__TRY(dtrain__data_file_fits(file, dataset->format->name));
+        if (file->record_bytes != dataset->data.files->record_bytes)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s has items of %lld bytes and %s of %lld: "
+                               "files of one dataset have one size of item",
+                               file->path, (long long)file->record_bytes, dataset->data.files->path,
+                               (long long)dataset->data.files->record_bytes);
         dataset->info.item_count += file->item_count;
     }
     dataset->info.file_count = dataset->data.count;
@@ -31447,10 +31275,37 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
+    const char *const call = "dtrain_dataset_open";
     if (out) *out = NULL;
-    DTRAIN__GIVEN("dtrain_dataset_open", desc);
-    DTRAIN__GIVEN("dtrain_dataset_open", out);
-    DTRAIN__TRY(dtrain__dataset_check(desc));
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, out);
+    const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
+    const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
+    const dtrain__bound bounds[] = {
+        {desc->format > last, "format", (double)desc->format, "a dtrain_data_format"},
+        {desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS, "vocab_count",
+         (double)desc->vocab_count, "0 to 2^31"},
+        {desc->read && desc->item_count < 1, "item_count", (double)desc->item_count,
+         "at least 1 item of a source of the host's own"},
+        {desc->item_bytes > SIZE_MAX / 2, "item_bytes", (double)desc->item_bytes,
+         "the bytes of a sample"}};
+    const char *const wrong =
+        own && !desc->read   ? "a path, or read and item_count for a source of the host's own, is "
+                               "expected, found neither"
+        : !own && desc->read ? "path is for files and read for a source of the host's own; found "
+                               "both"
+        : !own && !*desc->path ? "path is empty"
+        : !own && (desc->item_count || desc->item_bytes || desc->user)
+            ? "item_count, item_bytes and user are for a source of the host's own; files say what "
+              "is in them"
+        : own && desc->format ? "a source of the host's own has no format"
+        : desc->labels && !idx
+            ? "labels is for DTRAIN_DATA_IDX: other formats have no files of labels"
+        : idx && !desc->labels
+            ? "DTRAIN_DATA_IDX needs labels, the files with labels of the images in path"
+            : NULL;
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
+    if (wrong) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s", call, wrong);
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_dataset *dataset =
         (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
@@ -31467,8 +31322,8 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
         snprintf(dataset->name, sizeof dataset->name, "the host's own source");
         if (!desc->vocab_count) dataset->info.vocab_count = DTRAIN__MOST_IDS;
     }
-    if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
-        dataset->info.vocab_count > 256)
+    if (result == DTRAIN_OK && world && desc->path && !desc->format &&
+        dataset->data.files->record_bytes == 1 && dataset->info.vocab_count > 256)
         dtrain_log(world, DTRAIN_LOG_INFO,
                    "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
                    (long long)dataset->info.vocab_count);
@@ -31900,33 +31755,6 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Refuse fields that are out of range or contradict each other. */
-static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
-{
-    const char *const call = "dtrain_loader_create";
-    DTRAIN__GIVEN(call, desc->dataset);
-    const bool tokens = desc->dataset->info.item_bytes == 0;
-    const dtrain__bound bounds[] = {
-        {desc->batch == 0, "batch", 0, "at least 1"},
-        {tokens && desc->sequence < 1, "sequence", (double)desc->sequence, "at least 1"},
-        {!tokens && desc->sequence, "sequence", (double)desc->sequence,
-         "0, as the dataset holds samples, which are not cut"},
-        {desc->sample_limit < DTRAIN_ONE_EPOCH, "sample_limit", (double)desc->sample_limit,
-         "DTRAIN_ONE_EPOCH, 0 or more"},
-        {desc->workers > DTRAIN__MOST_WORKERS, "workers", (double)desc->workers, "at most 64"},
-        {desc->prefetch > (desc->workers ? DTRAIN__MOST_PREFETCH : 0), "prefetch",
-         (double)desc->prefetch, "at most 65536, and 0 without workers"}};
-    const char *const wrong = desc->transform && tokens ? "transform is for samples, not for tokens"
-                              : desc->transform && !desc->output_bytes
-                                  ? "transform needs output_bytes"
-                              : !desc->transform && (desc->output_bytes || desc->user)
-                                  ? "output_bytes and user are for a transform"
-                              : desc->mesh && desc->comm ? "mesh and comm are both given"
-                                                         : NULL;
-    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
-    return wrong ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s", call, wrong) : DTRAIN_OK;
-}
-
 /* Resolve item_count, and count the windows of an epoch and the shifts to choose from, by the rule
  * at the top. Written with subtractions only: nothing overflows. */
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
@@ -32051,10 +31879,31 @@ static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
-    DTRAIN__GIVEN("dtrain_loader_create", desc);
-    DTRAIN__GIVEN("dtrain_loader_create", out);
+    const char *const call = "dtrain_loader_create";
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, out);
     *out = NULL;
-    DTRAIN__TRY(dtrain__loader_check(desc));
+    DTRAIN__GIVEN(call, desc->dataset);
+    const bool tokens = desc->dataset->info.item_bytes == 0;
+    const dtrain__bound bounds[] = {
+        {desc->batch == 0, "batch", 0, "at least 1"},
+        {tokens && desc->sequence < 1, "sequence", (double)desc->sequence, "at least 1"},
+        {!tokens && desc->sequence, "sequence", (double)desc->sequence,
+         "0, as the dataset holds samples, which are not cut"},
+        {desc->sample_limit < DTRAIN_ONE_EPOCH, "sample_limit", (double)desc->sample_limit,
+         "DTRAIN_ONE_EPOCH, 0 or more"},
+        {desc->workers > DTRAIN__MOST_WORKERS, "workers", (double)desc->workers, "at most 64"},
+        {desc->prefetch > (desc->workers ? DTRAIN__MOST_PREFETCH : 0), "prefetch",
+         (double)desc->prefetch, "at most 65536, and 0 without workers"}};
+    const char *const wrong = desc->transform && tokens ? "transform is for samples, not for tokens"
+                              : desc->transform && !desc->output_bytes
+                                  ? "transform needs output_bytes"
+                              : !desc->transform && (desc->output_bytes || desc->user)
+                                  ? "output_bytes and user are for a transform"
+                              : desc->mesh && desc->comm ? "mesh and comm are both given"
+                                                         : NULL;
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
+    if (wrong) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s", call, wrong);
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
@@ -32121,12 +31970,93 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * numbers: each forward fetches the next batch, and the strategy averages behind the last backward.
  * A pipeline has schedules of passes of stages: pipeline_step.c. */
 
+/* ==== src/tape/view_internal.h ================================================================ */
+
+/* A tape as a trainer sees it
+ *
+ * A trainer asks these questions beside the public API and those of passes of stages
+ * (tape/stage_internal.h); it reads and writes no member of a tape or a tensor. */
+
+/* Return what a loss is a mean over. */
+static inline dtrain__samples dtrain__samples_of(const dtrain_tensor *loss)
+{
+    return ((const dtrain__tape_tensor *)loss)->samples;
+}
+
+/* Return the stage that has made a tensor; -1: an input. */
+static inline int dtrain__stage_of(const dtrain_tensor *made)
+{
+    return ((const dtrain__tape_tensor *)made)->stage;
+}
+
+/* End a pass without a backward: take part in what losses of other ranks add up. Collective over
+ * the data axis. */
+static inline dtrain_result dtrain__pass_end(const dtrain_tape *tape)
+{
+    return dtrain__end_sums(tape->strategy, tape->pass.sums, false);
+}
+
+/* Return the hash of the inputs since the last call. The first call begins it. */
+static inline uint64_t dtrain__inputs_hash(dtrain_tape *tape)
+{
+    const uint64_t hash = tape->inputs_hash;
+    tape->hashes = true;
+    tape->inputs_hash = 0;
+    return hash;
+}
+
+/* Count the operations of a replay, too; return all that the tape has counted. */
+static inline double dtrain__count_flops(dtrain_tape *tape, double flops)
+{
+    return tape->flops += flops;
+}
+
+/* Let the next pass be recorded: its seed is in the scalars, its inputs come through the feed. NULL
+ * and NULL: no longer. */
+static inline void dtrain__pass_recorded(dtrain_tape *tape, const dtrain_step_scalars *scalars,
+                                         dtrain__feed *feed)
+{
+    tape->scalars = scalars;
+    tape->feed = feed;
+    if (feed) feed->next = 0;
+}
+
+/* Fill a feed with what the host's buffers hold now. */
+static inline dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain__feed *feed)
+{
+    for (size_t i = 0; i < feed->count; i++)
+        DTRAIN__TRY(dtrain__feed_fill(tape, feed, &feed->items[i]));
+    feed->filled = true;
+    return DTRAIN_OK;
+}
+
+static inline void dtrain__feed_free(dtrain_device *device, dtrain__feed *feed)
+{
+    for (size_t i = 0; i < feed->count; i++)
+        device->ops->host_free(device, feed->items[i].pinned,
+                               feed->items[i].room + DTRAIN__VALID_BYTES);
+}
+
+/* Let a tape of the plan device count what units cost; NULL: no costs. */
+static inline void dtrain__tape_costs(dtrain_tape *tape, const dtrain__unit_costs *costs)
+{
+    tape->costs = costs;
+}
+
+/* Run the backward of a plan, in halves if costs are counted. */
+static inline dtrain_result dtrain__plan_backward(dtrain_tape *tape, dtrain_tensor *loss)
+{
+    tape->pass.halves = tape->costs != NULL;
+    DTRAIN__TRY(dtrain_tape_backward(tape, loss, 1));
+    return tape->costs ? dtrain__backward_params(tape) : DTRAIN_OK;
+}
+
 /* ==== src/train/trainer_internal.h ============================================================ */
 
 /* The trainer's structure
  *
- * Its files call in one direction: trainer.c calls plan.c, pipeline_step.c and queued_step.c, and
- * these three call micro_batch.c. */
+ * Its files call in one direction: trainer.c (steps, evaluations) and create.c call plan.c,
+ * pipeline_step.c and queued_step.c, and these three call micro_batch.c. */
 
 /* The words that a rank sends the others each step: its figures, and behind them */
 enum {
@@ -32150,6 +32080,7 @@ enum {
     DTRAIN__ROUND_STOP,   /* 1: it was asked to stop */
     DTRAIN__ROUND_COUNT
 };
+#define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
 #define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
 #define DTRAIN__SLOW_STEPS 10  /* ... in this many steps in a row */
@@ -32169,7 +32100,8 @@ typedef struct dtrain__micro {
 
 /* A pass of the model: the loss of a step or an evaluation, or a function of the host's own. */
 typedef struct dtrain__model_pass {
-    const char *call, *name; /* for errors: the public call, and what function is in it */
+    const char *call; /* for errors */
+    bool own;         /* a function of the host's own */
     dtrain_loss_fn function;
     void *user;
     uint32_t flags; /* of the tape */
@@ -32259,6 +32191,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
                                                         const dtrain__stage_map *map,
                                                         const dtrain_pipeline_desc *desc);
 
+/* train/create.c */
+/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const char *call,
+                                                    dtrain_batch_fn next_batch);
+/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on.
+ * Once. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer);
+
 /* train/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
                                                      dtrain_memory *held, dtrain_memory *planned);
@@ -32312,8 +32252,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 
 DTRAIN__PRIVATE dtrain__model_pass dtrain__step_pass(const dtrain_trainer_desc *desc)
 {
-    const dtrain__model_pass pass = {"dtrain_trainer", "loss", desc->loss, desc->user,
-                                     desc->tape_flags, NULL,   1};
+    const dtrain__model_pass pass = {"dtrain_trainer", false, desc->loss, desc->user,
+                                     desc->tape_flags, NULL,  1};
     return pass;
 }
 
@@ -32333,7 +32273,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_run(dtrain_trainer *trainer,
 DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_t number,
                                                 const dtrain_tensor *loss)
 {
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     if (!trainer->results)
         return dtrain_tensor_read(trainer->tape, loss, &trainer->micros[number].loss, NULL);
     return device->ops->copy_async(device, trainer->results + number, loss->data, sizeof(float),
@@ -32342,7 +32282,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__loss_read(dtrain_trainer *trainer, uint32_
 
 DTRAIN__PRIVATE dtrain_result dtrain__losses_await(dtrain_trainer *trainer)
 {
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     if (!trainer->results) return DTRAIN_OK;
     DTRAIN__TRY(device->ops->synchronize(device));
     for (uint32_t m = 0; m < trainer->desc.micro_batches; m++)
@@ -32373,11 +32313,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
         dtrain_result result;
         bool over;
         DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-        if (queue) {
-            tape->feed = &queue->feeds[number];
-            tape->feed->next = 0;
-        }
-        if (!queue || !tape->feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+        if (queue) dtrain__pass_recorded(tape, queue->scalars, &queue->feeds[number]);
+        if (!queue || !queue->feeds[number].filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         DTRAIN__TRY(dtrain_strategy_accumulate(strategy, number + 1 < desc->micro_batches));
         memset(micro, 0, sizeof *micro);
         micro->joined = trainer->ended;
@@ -32394,7 +32331,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
         if (result != DTRAIN_OK) trainer->micro = 0;
         DTRAIN__TRY(result);
         if (!loss) continue;
-        micro->samples = ((const dtrain__tape_tensor *)loss)->samples;
+        micro->samples = dtrain__samples_of(loss);
         DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__loss_read(trainer, number, loss)));
     }
     trainer->micro = 0;
@@ -32405,13 +32342,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_made(const dtrain__model_pass *pass,
                                                  const dtrain_tensor *made)
 {
     if (!made)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", pass->call, pass->name);
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s returned NULL", pass->call,
+                           pass->own ? "forward" : "loss");
     if (made->count == pass->count) return DTRAIN_OK;
-    if (strcmp(pass->name, "loss") == 0) return dtrain__check_loss(pass->call, made);
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: %s returned a tensor of %lld elements, and values has room for %lld; "
-                       "give count that number",
-                       pass->call, pass->name, (long long)made->count, (long long)pass->count);
+    if (!pass->own) return dtrain__check_loss(pass->call, made);
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: forward returned a tensor of %lld elements, and values has room for %lld; "
+        "give count that number",
+        pass->call, (long long)made->count, (long long)pass->count);
 }
 
 /* ==== src/train/queued_step.c ================================================================= */
@@ -32449,16 +32388,13 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = trainer->tape->device;
-    dtrain_tape *tape = trainer->tape;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     bool empty;
     dtrain_clip_args clip;
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    tape->scalars = queue->scalars;
     const dtrain_result passes = dtrain__micro_batches(trainer);
-    tape->scalars = NULL;
-    tape->feed = NULL;
+    dtrain__pass_recorded(trainer->tape, NULL, NULL);
     DTRAIN__TRY(passes);
     memset(&clip, 0, sizeof clip);
     clip.max_norm = desc->clip;
@@ -32492,30 +32428,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     const float *norm = queue->norm;
     *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     for (uint32_t m = 0; queue->steps > 0 && m < desc->micro_batches; m++) {
         dtrain__feed *feed = &queue->feeds[m];
         if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-        for (size_t i = 0; i < feed->count && !feed->filled; i++)
-            DTRAIN__TRY(dtrain__feed_fill(trainer->tape, feed, &feed->items[i]));
-        feed->filled = true;
+        if (!feed->filled) DTRAIN__TRY(dtrain__feed_take(trainer->tape, feed));
     }
     for (uint32_t m = 0; queue->steps >= 2 && m < desc->micro_batches; m++)
         queue->now->weight += dtrain__queue_weight(trainer, m);
-    if (queue->graph) trainer->tape->flops += queue->flops;
+    if (queue->graph) (void)dtrain__count_flops(trainer->tape, queue->flops);
     else if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
     else {
         dtrain_graph *graph = NULL;
         char text[DTRAIN__ERROR_BYTES];
-        const double flops = trainer->tape->flops;
+        const double flops = dtrain__count_flops(trainer->tape, 0);
         DTRAIN__TRY(device->ops->graph_begin(device));
         dtrain__weigh_on_device(desc->strategy, &queue->scalars->weight);
         const dtrain_result result = dtrain__queue_all(trainer);
         dtrain__weigh_on_device(desc->strategy, NULL);
-        queue->flops = trainer->tape->flops - flops;
+        queue->flops = dtrain__count_flops(trainer->tape, 0) - flops;
         snprintf(text, sizeof text, "%s", dtrain_last_error());
         const dtrain_result ended = device->ops->graph_end(device, &graph);
         if (result != DTRAIN_OK) {
@@ -32547,7 +32481,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const uint32_t micro_batches = trainer->desc.micro_batches;
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     const char *missing = NULL;
     dtrain_comm_info comm;
     void *memory;
@@ -32598,13 +32532,11 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     dtrain__queue *queue = trainer->queue;
     const uint32_t micro_batches = trainer->desc.micro_batches;
     if (!queue) return;
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device = dtrain_world_device(trainer->world);
     device->ops->synchronize(device);
     if (queue->graph) device->ops->graph_destroy(device, queue->graph);
     for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
-        for (size_t i = 0; i < queue->feeds[m].count; i++)
-            device->ops->host_free(device, queue->feeds[m].items[i].pinned,
-                                   queue->feeds[m].items[i].bytes + DTRAIN__VALID_BYTES);
+        dtrain__feed_free(device, &queue->feeds[m]);
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
     dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
@@ -32684,12 +32616,12 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_tensor 
     const dtrain__model_pass *pass = trainer->pipeline->pass;
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none, pass->flags, 0));
     DTRAIN__TRY(dtrain__line_call(trainer, made));
-    const int stage = ((const dtrain__tape_tensor *)*made)->stage;
+    const int stage = dtrain__stage_of(*made);
     if (stage == trainer->pipeline->last) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: what %s returned is of stage %d, and values are read from what the "
                        "last one, %d, makes; it should run all units of the model",
-                       pass->call, pass->name, stage, trainer->pipeline->last);
+                       pass->call, pass->own ? "forward" : "loss", stage, trainer->pipeline->last);
 }
 
 /* Fetch the next micro-batch, once on each rank. */
@@ -32725,14 +32657,14 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)slot, (uint32_t)micro->slot, stage,
                                     source, pass->flags, seed));
     DTRAIN__TRY(dtrain__line_call(trainer, &micro->made));
-    micro->samples = ((const dtrain__tape_tensor *)micro->made)->samples;
+    micro->samples = dtrain__samples_of(micro->made);
     if (micro->samples.valid) { /* the tensor is gone when its slot is used again */
         memcpy(micro->valid, micro->samples.valid, sizeof micro->valid);
         micro->samples.valid = micro->valid;
     }
     if (!strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
     if (first) micro->weight = dtrain__micro_weight(strategy);
-    if (last && trains) DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
+    if (last && trains) DTRAIN__TRY(dtrain__pass_end(trainer->tape));
     else if (last) DTRAIN__TRY(dtrain_tensor_read(trainer->tape, micro->made, pass->values, NULL));
     return dtrain_strategy_weight(strategy, 1); /* what the loss set was its own */
 }
@@ -32759,11 +32691,9 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     return loss ? dtrain__loss_read(trainer, (uint32_t)number, loss) : DTRAIN_OK;
 }
 
-/* ---- Messages ---------------------------------------------------------------------------------*/
-
 /* Say where part i of a message is. Whether a micro-batch has data is known from its forward on, on
- * both sides of a gradient; what FORWARD makes is received before, so that it is sent as zeros where
- * there is none. */
+ * both sides of a gradient; what FORWARD makes is received before, so that it is sent as zeros
+ * where there is none. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {
@@ -32804,8 +32734,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
         result = dtrain__agree(trainer->groups.all, result);
         line->agreed = result == DTRAIN_OK;
         if (line->agreed)
-            result = dtrain__agree_full_batch(strategy,
-                                              ((const dtrain__tape_tensor *)loss)->samples.terms);
+            result = dtrain__agree_full_batch(strategy, dtrain__samples_of(loss).terms);
     }
     if (result == DTRAIN_OK)
         result = dtrain_pipeline_run(line->schedule, trainer->groups.pipeline, &work);
@@ -32852,15 +32781,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 {
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
     const dtrain_pipeline_schedule *s = trainer->pipeline->forward;
-    const bool evaluates = pass->function == trainer->desc.loss;
     dtrain_tensor *made;
     dtrain__line_begin(trainer, pass);
     trainer->micros->fetched = true; /* by the caller */
     dtrain_result result = dtrain__line_survey(trainer, &made);
-    if (!evaluates) result = dtrain__agree(trainer->groups.all, result);
+    if (pass->own) result = dtrain__agree(trainer->groups.all, result);
     DTRAIN__TRY(result);
     result = dtrain_pipeline_run(s, trainer->groups.pipeline, &work);
-    if (!evaluates && result == DTRAIN_OK)
+    if (pass->own && result == DTRAIN_OK)
         result = dtrain_broadcast(
             trainer->groups.pipeline, pass->values, (size_t)pass->count, DTRAIN_DTYPE_F32,
             dtrain__pipeline_place(s->kind, s->ranks, trainer->pipeline->last).rank, NULL);
@@ -32876,7 +32804,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     const dtrain_allocator *a = &trainer->allocator;
     const int ranks = trainer->groups.pipeline_ranks, rank = trainer->groups.pipeline_rank;
     const size_t micros = trainer->desc.micro_batches;
-    dtrain_device *device = trainer->tape->device;
+    dtrain_device *device =
+        trainer->world ? dtrain_world_device(trainer->world) : NULL; /* a plan */
     int slots, inboxes;
     dtrain__pipeline *line = trainer->pipeline =
         (dtrain__pipeline *)dtrain__alloc(a, 1, sizeof *line, "a pipeline");
@@ -32901,7 +32830,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)f->chunks, sizeof *line->slots,
                                            "slots of passes");
     if (!line->slots) return DTRAIN_ERROR_MEMORY;
-    if (dtrain__pipeline_place(f->kind, ranks, line->last).rank == rank &&
+    if (dtrain__pipeline_place(f->kind, ranks, line->last).rank == rank && device &&
         device->ops->event_query) { /* the host queues passes ahead of the device */
         void *memory;
         const size_t bytes = micros * sizeof *trainer->results;
@@ -33007,7 +32936,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
         dtrain__tape_plan(tape, strategy->layout, &strategy->groups);
-        tape->costs = costs;
+        dtrain__tape_costs(tape, costs);
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
     memset(&rehearsal, 0, sizeof rehearsal);
@@ -33022,9 +32951,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         result = dtrain__pipeline_rehearse(&rehearsal, strategy->stages, strategy->pipeline);
     } else if (result == DTRAIN_OK) {
         result = dtrain__pass_run(&rehearsal, &pass, 0, 0, &loss);
-        tape->pass.halves = costs != NULL;
-        if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, loss, 1);
-        if (result == DTRAIN_OK && costs) result = dtrain__backward_params(tape);
+        if (result == DTRAIN_OK) result = dtrain__plan_backward(tape, loss);
     }
     dtrain_tape_query(tape, &info);
     dtrain_tape_destroy(tape);
@@ -33216,6 +33143,201 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
     return result;
 }
 
+/* ==== src/train/create.c ====================================================================== */
+
+/* Creation of a trainer, and its settings
+ *
+ * What no trainer can do is refused at create, by name. Settings that all ranks must have alike are
+ * compared in the first step, when all ranks come. */
+
+/* ---- Settings ---------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const char *call,
+                                                    dtrain_batch_fn next_batch)
+{
+    if (!groups->pipeline || next_batch) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
+        "that loss cannot fetch its batch itself; give next_batch",
+        call);
+}
+
+/* Refuse by name what no trainer can do; dtrain__queue_create refuses what a queued step cannot. */
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
+{
+    const char *const call = "dtrain_trainer_create";
+    const dtrain_schedule *schedule = &desc->schedule;
+    const uint32_t flags = desc->tape_flags;
+    const dtrain__bound bounds[] = {
+        {desc->optimizer && !(schedule->lr > 0), "schedule.lr", (double)schedule->lr,
+         "more than 0"},
+        {schedule->kind > DTRAIN_SCHEDULE_STEPS, "schedule.kind", (double)schedule->kind,
+         "a dtrain_schedule_kind"},
+        {!(schedule->gamma >= 0), "schedule.gamma", (double)schedule->gamma, "0 or more"},
+        {desc->nonfinite > DTRAIN_NONFINITE_SKIP, "nonfinite", (double)desc->nonfinite,
+         "a dtrain_nonfinite"},
+        {flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16, "tape_flags",
+         (double)flags, "0, DTRAIN_TAPE_BF16 or DTRAIN_TAPE_F16"}};
+    if (!desc->strategy || !desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
+                           desc->strategy ? "loss" : "strategy");
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
+    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
+        dtrain__settings_of(desc->strategy)->compression)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: DTRAIN_NONFINITE_SKIP with a strategy that compresses gradients: "
+                           "what it keeps from step to step would keep a NaN; use "
+                           "DTRAIN_NONFINITE_STOP and load a checkpoint",
+                           call);
+    const dtrain__groups groups = dtrain__groups_of(desc->strategy);
+    return dtrain__check_fetches(&groups, call, desc->next_batch);
+}
+
+#define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
+
+/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
+ * nothing else would see it where ranks have no copies that could be compared. Samples of a
+ * micro-batch and throughput (tokens) are each rank's own. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
+{
+    /* clang-format off */
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_trainer, step, INT), DTRAIN__SAME(dtrain_trainer, scaling, BOOL),
+        DTRAIN__TRAINS(micro_batches, UINT), DTRAIN__TRAINS(clip, FLOAT),
+        DTRAIN__TRAINS(tape_flags, FLAGS), DTRAIN__TRAINS(recompute_every, UINT),
+        DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.growth_interval, UINT), DTRAIN__TRAINS(graph, BOOL),
+        DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
+        DTRAIN__TRAINS(verify_every, UINT),
+        DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
+        DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
+        DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
+        DTRAIN__TRAINS(schedule.milestones, INT)};
+    /* clang-format on */
+    dtrain_optimizer *optimizer = trainer->desc.optimizer;
+    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, trainer),
+                                       dtrain__same_groups(optimizer)};
+    if (trainer->compared) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_step"));
+    DTRAIN__TRY(dtrain__same(trainer->groups.all, DTRAIN_OK, "dtrain_trainer_step", lists, 2));
+    trainer->compared = optimizer->compared = true;
+    return DTRAIN_OK;
+}
+
+/* ---- Creation ---------------------------------------------------------------------------------*/
+
+/* A step that a load has interrupted begins anew. */
+static void dtrain__trainer_resume(dtrain__state_source *source, char *note, size_t room)
+{
+    (void)note;
+    (void)room;
+    ((dtrain_trainer *)(void *)source)->micro = 0;
+}
+
+/* Allocate everything that steps use. After a failure destroy frees what is there. */
+DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                               dtrain_trainer **out)
+{
+    DTRAIN__GIVEN("dtrain_trainer_create", world);
+    DTRAIN__GIVEN("dtrain_trainer_create", desc);
+    DTRAIN__GIVEN("dtrain_trainer_create", out);
+    *out = NULL;
+    DTRAIN__TRY(dtrain__check_trainer(desc));
+    const dtrain_allocator *allocator = &world->allocator;
+    dtrain_trainer *trainer =
+        (dtrain_trainer *)dtrain__alloc(allocator, 1, sizeof *trainer, "a trainer");
+    if (!trainer) return DTRAIN_ERROR_MEMORY;
+    trainer->allocator = *allocator;
+    trainer->world = world;
+    trainer->desc = *desc;
+    if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
+    trainer->groups = dtrain__groups_of(desc->strategy);
+    trainer->rank = dtrain_comm_rank(trainer->groups.all);
+    trainer->ranks = dtrain_comm_size(trainer->groups.all);
+    trainer->data_rank = dtrain_comm_rank(trainer->groups.data);
+    trainer->data_ranks = dtrain_comm_size(trainer->groups.data);
+    trainer->loss_counts = dtrain__loss_counts(desc->strategy);
+    trainer->slow_rank = -1;
+    trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
+    for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
+        trainer->gpu[i] = (float)DTRAIN__NAN;
+    dtrain_loss_scaler none;
+    memset(&none, 0, sizeof none);
+    const bool given = /* one of the settings, which come before the counts */
+        memcmp(&desc->loss_scaling, &none, offsetof(dtrain_loss_scaler, good_steps)) != 0;
+    trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
+    const size_t ranks = (size_t)trainer->ranks;
+    trainer->words = (dtrain__rank_words *)dtrain__alloc(allocator, ranks, sizeof *trainer->words,
+                                                         "a trainer's words");
+    trainer->compute =
+        (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
+    trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
+    trainer->micros = (dtrain__micro *)dtrain__alloc(allocator, trainer->desc.micro_batches,
+                                                     sizeof *trainer->micros, "micro-batches");
+    dtrain_result result = DTRAIN_OK;
+    if (!trainer->words || !trainer->compute || !trainer->named || !trainer->micros)
+        result = DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK)
+        result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
+    if (result == DTRAIN_OK && trainer->ranks != trainer->data_ranks)
+        (void)dtrain__inputs_hash(trainer->tape); /* from here on */
+    if (result == DTRAIN_OK)
+        result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
+    if (result == DTRAIN_OK && trainer->scaling)
+        result = dtrain__check_scalable(desc->strategy, "dtrain_trainer_create",
+                                        given ? "loss_scaling" : "DTRAIN_TAPE_F16");
+    trainer->scaler = desc->loss_scaling;
+    if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
+    if (result == DTRAIN_OK && trainer->scaling)
+        result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
+    const dtrain__scalar scalars[] = {{"trainer.step", &trainer->step, 8},
+                                      {"trainer.tokens", &trainer->tokens, 8},
+                                      {"trainer.seed", &trainer->desc.seed, 8},
+                                      {"trainer.skipped", &trainer->skipped, 8}};
+    dtrain__trainer_view *view = &trainer->view;
+    memcpy(view->state.scalars, scalars, sizeof scalars);
+    view->state.resume = dtrain__trainer_resume;
+    view->state.strategy = desc->strategy;
+    view->state.optimizer = desc->optimizer;
+    view->state.scaler = trainer->scaling ? &trainer->scaler : NULL;
+    view->state.micro = &trainer->micro;
+    view->groups = &trainer->groups;
+    view->rank = trainer->rank;
+    view->ranks = trainer->ranks;
+    view->words = (const float *)trainer->words;
+    view->word_count = DTRAIN__WORD_COUNT;
+    view->gpu = trainer->gpu;
+    view->memory = dtrain__trainer_memory;
+    if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
+        result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
+                                         dtrain__settings_of(desc->strategy)->pipeline);
+    if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
+    if (result == DTRAIN_OK) *out = trainer;
+    else dtrain_trainer_destroy(trainer);
+    return result;
+}
+
+DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
+{
+    if (!trainer) return;
+    dtrain_allocator allocator = trainer->allocator;
+    size_t ranks = (size_t)trainer->ranks;
+    dtrain__queue_destroy(trainer);
+    dtrain_tape_destroy(trainer->tape);
+    dtrain__pipeline_destroy(trainer);
+    dtrain__free(&allocator, trainer->words, ranks, sizeof *trainer->words);
+    dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
+    dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
+    dtrain__free(&allocator, trainer->micros, trainer->desc.micro_batches, sizeof *trainer->micros);
+    dtrain__free(&allocator, trainer, 1, sizeof *trainer);
+}
+
+DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
+{
+    return trainer ? trainer->tape : NULL;
+}
+
 /* ==== src/train/trainer.c ===================================================================== */
 
 /* Trainer
@@ -33237,8 +33359,6 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  * compute time (step - exposed): that is what ranks are compared by. The wait of ranks for each
  * other in the record's own all-gather is in no figure. Waiting for data counts as compute time, so
  * that a rank with a slow disk is found, and is a figure of its own as well. */
-
-#define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
 /* ---- The words of this rank -------------------------------------------------------------------*/
 
@@ -33274,7 +33394,7 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
     words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
     words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
     words[DTRAIN__WORD_COMM] = comm->flight_seconds + tensor.flight_seconds + line.flight_seconds;
-    words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
+    words[DTRAIN_FIGURE_FLOPS] = dtrain__count_flops(trainer->tape, 0);
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }
 
@@ -33331,10 +33451,10 @@ static void dtrain__put_loss(const dtrain_trainer *trainer, double *own)
 /* Gather the words of all ranks in place, with the hash of the inputs since the last time. */
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer)
 {
-    uint64_t *hash = &trainer->tape->inputs_hash;
+    const bool shared = trainer->ranks != trainer->data_ranks;
+    const uint64_t hash = shared ? dtrain__inputs_hash(trainer->tape) : 0;
     float *own = trainer->words[trainer->rank];
-    for (int i = 0; i < 3; i++) own[DTRAIN__WORD_INPUTS + i] = (float)(*hash >> 22 * i & 0x3fffff);
-    *hash = 0;
+    for (int i = 0; i < 3; i++) own[DTRAIN__WORD_INPUTS + i] = (float)(hash >> 22 * i & 0x3fffff);
     return dtrain_all_gather(trainer->groups.all, own, trainer->words, DTRAIN__WORD_COUNT,
                              DTRAIN_DTYPE_F32, NULL);
 }
@@ -33406,7 +33526,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
 /* Reduce a word over the ranks that know it, in rank order: the same bits everywhere. */
 static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int word)
 {
-    dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1};
+    dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1, 0};
     double sum = 0;
     int known = 0, least = 0, most = 0;
     for (int r = 0; r < trainer->ranks; r++) {
@@ -33491,15 +33611,11 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__check_data(trainer, where, micro_batches)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
-    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        record->kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
-    if (trainer->groups.tensor_ranks > 1)
-        record->tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
-    if (trainer->groups.pipeline)
-        record->pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
     record->ranks = trainer->ranks;
-    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
         record->figures[f] = dtrain__trainer_spread(trainer, f);
+        if (dtrain__is_finite((float)own[f])) record->figures[f].own = own[f];
+    }
     const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
     record->skipped_steps = trainer->skipped;
     if (trainer->scaling) record->loss_scale = (double)scaler->scale;
@@ -33524,37 +33640,6 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
 }
 
 /* ---- The step ---------------------------------------------------------------------------------*/
-
-#define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
-
-/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
- * nothing else would see it where ranks have no copies that could be compared. Samples of a
- * micro-batch and throughput (tokens) are each rank's own. */
-static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
-{
-    /* clang-format off */
-    static const dtrain__same_field fields[] = {
-        DTRAIN__SAME(dtrain_trainer, step, INT), DTRAIN__SAME(dtrain_trainer, scaling, BOOL),
-        DTRAIN__TRAINS(micro_batches, UINT), DTRAIN__TRAINS(clip, FLOAT),
-        DTRAIN__TRAINS(tape_flags, FLAGS), DTRAIN__TRAINS(recompute_every, UINT),
-        DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
-        DTRAIN__TRAINS(loss_scaling.growth_interval, UINT), DTRAIN__TRAINS(graph, BOOL),
-        DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
-        DTRAIN__TRAINS(verify_every, UINT),
-        DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
-        DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
-        DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
-        DTRAIN__TRAINS(schedule.milestones, INT)};
-    /* clang-format on */
-    dtrain_optimizer *optimizer = trainer->desc.optimizer;
-    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, trainer),
-                                       dtrain__same_groups(optimizer)};
-    if (trainer->compared) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_step"));
-    DTRAIN__TRY(dtrain__same(trainer->groups.all, DTRAIN_OK, "dtrain_trainer_step", lists, 2));
-    trainer->compared = optimizer->compared = true;
-    return DTRAIN_OK;
-}
 
 /* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
  * make the record. A norm that is not finite leaves the parameters as they are. */
@@ -33616,18 +33701,6 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     return dtrain__pipeline_failed(trainer, result);
 }
 
-/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
-static dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const char *call,
-                                           dtrain_batch_fn next_batch)
-{
-    if (!groups->pipeline || next_batch) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_UNSUPPORTED,
-        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
-        "that loss cannot fetch its batch itself; give next_batch",
-        call);
-}
-
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
 /* Run a pass that keeps nothing for a backward, where this rank has all of the model or with the
@@ -33643,10 +33716,11 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain_
     }
     dtrain_tensor *made;
     DTRAIN__TRY(dtrain__pass_run(trainer, pass, 0, DTRAIN__UNNUMBERED, &made));
-    if (tape->error == DTRAIN_OK) DTRAIN__TRY(dtrain__check_made(pass, made));
+    DTRAIN__TRY(dtrain__tape_check(tape, pass->call));
+    DTRAIN__TRY(dtrain__check_made(pass, made));
     DTRAIN__TRY(dtrain_tensor_read(tape, made, pass->values, NULL));
     if (!micro) return DTRAIN_OK;
-    micro->samples = ((const dtrain__tape_tensor *)made)->samples;
+    micro->samples = dtrain__samples_of(made);
     micro->weight = dtrain__micro_weight(trainer->desc.strategy);
     return DTRAIN_OK;
 }
@@ -33679,7 +33753,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
         pass.values = &loss;
         DTRAIN__TRY(next);
         DTRAIN__TRY(dtrain__forward_pass(trainer, &pass, &micro));
-        DTRAIN__TRY(dtrain__end_sums(strategy, trainer->tape->pass.sums, false));
+        DTRAIN__TRY(dtrain__pass_end(trainer->tape));
         const double weight =
             micro.samples.terms ? dtrain__samples_count(&micro.samples) : (double)micro.weight;
         DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
@@ -33743,7 +33817,7 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
                            "dtrain_trainer_forward: count is %lld; expected 1 or more",
                            (long long)count);
     const dtrain__model_pass pass = {"dtrain_trainer_forward",
-                                     "forward",
+                                     true,
                                      forward,
                                      user,
                                      trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD,
@@ -33752,149 +33826,6 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
     if (trainer->pipeline)
         DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
     return dtrain__forward_pass(trainer, &pass, NULL);
-}
-
-/* ---- Creation ---------------------------------------------------------------------------------*/
-
-/* A step that a load has interrupted begins anew. */
-static void dtrain__trainer_resume(dtrain__state_source *source, char *note, size_t room)
-{
-    (void)note;
-    (void)room;
-    ((dtrain_trainer *)(void *)source)->micro = 0;
-}
-
-/* Refuse by name what no trainer can do; dtrain__queue_create refuses what a queued step cannot. */
-static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
-{
-    const char *const call = "dtrain_trainer_create";
-    const dtrain_schedule *schedule = &desc->schedule;
-    const uint32_t flags = desc->tape_flags;
-    const dtrain__bound bounds[] = {
-        {desc->optimizer && !(schedule->lr > 0), "schedule.lr", (double)schedule->lr,
-         "more than 0"},
-        {schedule->kind > DTRAIN_SCHEDULE_STEPS, "schedule.kind", (double)schedule->kind,
-         "a dtrain_schedule_kind"},
-        {!(schedule->gamma >= 0), "schedule.gamma", (double)schedule->gamma, "0 or more"},
-        {desc->nonfinite > DTRAIN_NONFINITE_SKIP, "nonfinite", (double)desc->nonfinite,
-         "a dtrain_nonfinite"},
-        {flags != 0 && flags != DTRAIN_TAPE_BF16 && flags != DTRAIN_TAPE_F16, "tape_flags",
-         (double)flags, "0, DTRAIN_TAPE_BF16 or DTRAIN_TAPE_F16"}};
-    if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
-                           desc->strategy ? "loss" : "strategy");
-    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]));
-    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
-        dtrain__settings_of(desc->strategy)->compression)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: DTRAIN_NONFINITE_SKIP with a strategy that compresses gradients: "
-                           "what it keeps from step to step would keep a NaN; use "
-                           "DTRAIN_NONFINITE_STOP and load a checkpoint",
-                           call);
-    const dtrain__groups groups = dtrain__groups_of(desc->strategy);
-    return dtrain__check_fetches(&groups, call, desc->next_batch);
-}
-
-/* Allocate everything that steps use. After a failure destroy frees what is there. */
-DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                               dtrain_trainer **out)
-{
-    DTRAIN__GIVEN("dtrain_trainer_create", world);
-    DTRAIN__GIVEN("dtrain_trainer_create", desc);
-    DTRAIN__GIVEN("dtrain_trainer_create", out);
-    *out = NULL;
-    DTRAIN__TRY(dtrain__check_trainer(desc));
-    const dtrain_allocator *allocator = &world->allocator;
-    dtrain_trainer *trainer =
-        (dtrain_trainer *)dtrain__alloc(allocator, 1, sizeof *trainer, "a trainer");
-    if (!trainer) return DTRAIN_ERROR_MEMORY;
-    trainer->allocator = *allocator;
-    trainer->world = world;
-    trainer->desc = *desc;
-    if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
-    trainer->groups = dtrain__groups_of(desc->strategy);
-    trainer->rank = dtrain_comm_rank(trainer->groups.all);
-    trainer->ranks = dtrain_comm_size(trainer->groups.all);
-    trainer->data_rank = dtrain_comm_rank(trainer->groups.data);
-    trainer->data_ranks = dtrain_comm_size(trainer->groups.data);
-    trainer->loss_counts = dtrain__loss_counts(desc->strategy);
-    trainer->slow_rank = -1;
-    trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
-    for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
-        trainer->gpu[i] = (float)DTRAIN__NAN;
-    dtrain_loss_scaler none;
-    memset(&none, 0, sizeof none);
-    const bool given = /* one of the settings, which come before the counts */
-        memcmp(&desc->loss_scaling, &none, offsetof(dtrain_loss_scaler, good_steps)) != 0;
-    trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
-    const size_t ranks = (size_t)trainer->ranks;
-    trainer->words = (dtrain__rank_words *)dtrain__alloc(allocator, ranks, sizeof *trainer->words,
-                                                         "a trainer's words");
-    trainer->compute =
-        (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
-    trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
-    trainer->micros = (dtrain__micro *)dtrain__alloc(allocator, trainer->desc.micro_batches,
-                                                     sizeof *trainer->micros, "micro-batches");
-    dtrain_result result = DTRAIN_OK;
-    if (!trainer->words || !trainer->compute || !trainer->named || !trainer->micros)
-        result = DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK)
-        result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
-    if (result == DTRAIN_OK) trainer->tape->hashes = trainer->ranks != trainer->data_ranks;
-    if (result == DTRAIN_OK)
-        result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
-    if (result == DTRAIN_OK && trainer->scaling)
-        result = dtrain__check_scalable(desc->strategy, "dtrain_trainer_create",
-                                        given ? "loss_scaling" : "DTRAIN_TAPE_F16");
-    trainer->scaler = desc->loss_scaling;
-    if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
-    if (result == DTRAIN_OK && trainer->scaling)
-        result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
-    const dtrain__scalar scalars[] = {{"trainer.step", &trainer->step, 8},
-                                      {"trainer.tokens", &trainer->tokens, 8},
-                                      {"trainer.seed", &trainer->desc.seed, 8},
-                                      {"trainer.skipped", &trainer->skipped, 8}};
-    dtrain__trainer_view *view = &trainer->view;
-    memcpy(view->state.scalars, scalars, sizeof scalars);
-    view->state.resume = dtrain__trainer_resume;
-    view->state.strategy = desc->strategy;
-    view->state.optimizer = desc->optimizer;
-    view->state.scaler = trainer->scaling ? &trainer->scaler : NULL;
-    view->state.micro = &trainer->micro;
-    view->groups = &trainer->groups;
-    view->rank = trainer->rank;
-    view->ranks = trainer->ranks;
-    view->words = (const float *)trainer->words;
-    view->word_count = DTRAIN__WORD_COUNT;
-    view->gpu = trainer->gpu;
-    view->memory = dtrain__trainer_memory;
-    if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
-        result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
-                                         dtrain__settings_of(desc->strategy)->pipeline);
-    if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
-    if (result == DTRAIN_OK) *out = trainer;
-    else dtrain_trainer_destroy(trainer);
-    return result;
-}
-
-DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
-{
-    if (!trainer) return;
-    dtrain_allocator allocator = trainer->allocator;
-    size_t ranks = (size_t)trainer->ranks;
-    dtrain__queue_destroy(trainer);
-    dtrain_tape_destroy(trainer->tape);
-    dtrain__pipeline_destroy(trainer);
-    dtrain__free(&allocator, trainer->words, ranks, sizeof *trainer->words);
-    dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
-    dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
-    dtrain__free(&allocator, trainer->micros, trainer->desc.micro_batches, sizeof *trainer->micros);
-    dtrain__free(&allocator, trainer, 1, sizeof *trainer);
-}
-
-DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
-{
-    return trainer ? trainer->tape : NULL;
 }
 #endif
 
@@ -33906,175 +33837,18 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 
 /* The stream of metrics
  *
- * A record becomes values (table.c), which every sink gets in turn, and is added to the summary.
- * Nothing here may stop a training: only creation can fail. What a sink loses is counted, the first
- * loss is a warning, and dtrain_metrics_finish says how much was lost.
- *
- * The library's writers are sinks like the host's, through the same table of functions. Medians are
- * over the last 1024 steps: fixed memory, however long the run. */
+ * A record becomes a list of metrics (table.c), which every sink gets in turn, and is added to the
+ * summary. Only creation can fail: nothing later stops a training. What a sink loses is counted,
+ * the first loss is a warning, and dtrain_metrics_finish says how much was lost. The library's
+ * writers are sinks like the host's. */
 
 /* ==== src/monitor/monitor_internal.h ========================================================== */
 
 /* The stream of metrics and its writers
  *
  * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
- * file.c (text, and files that cannot stop a training), console.c, lines.c, prometheus.c,
- * tensorboard.c (the writers), histogram.c and nvml.c (what is measured here). */
-
-/* ---- The table --------------------------------------------------------------------------------*/
-
-/* X(ID, name, group, flags, from, base name, base scale, help). from: the dtrain_figure that the
- * metric is made of, and how; 0: it is set from the record */
-/* clang-format off */
-#define DTRAIN__METRIC_LIST(X)                                                                     \
-    DTRAIN__ROW(X, LOSS, "loss", "loss", 0, 0, "Mean loss over micro-batches and ranks.")          \
-    DTRAIN__ROW(X, VAL_LOSS, "val_loss", "loss", 0, 0, "Mean loss of the last evaluation.")        \
-    DTRAIN__ROW(X, VAL_ACCURACY, "val_accuracy", "loss", 0, 0,                                     \
-                "Share of right answers in the last evaluation, 0 to 1.")                          \
-    DTRAIN__ROW(X, GRAD_NORM, "grad_norm", "optimizer", 0, 0, "Gradient norm before clipping.")    \
-    X(LR, "lr", "optimizer", 0, 0, "learning_rate", 1, "Learning rate.")                           \
-    X(TOKENS, "tokens", "throughput", DTRAIN__COUNTS, 0, "tokens_total", 1,                        \
-      "Tokens or samples of all ranks.")                                                           \
-    DTRAIN__ROW(X, RATE, "tokens_per_second", "throughput", 0, 0,                                  \
-                "Tokens or samples of all ranks a second.")                                        \
-    DTRAIN__TIME(X, STEP, "step", RANKS, "Time of a step, slowest rank.")                          \
-    X(COMM, "comm_ms", "time", 0, 0, "comm_seconds", 1e-3,                                         \
-      "Time with an operation in flight, mean of ranks.")                                          \
-    DTRAIN__TIME(X, EXPOSED_COMM, "exposed_comm", RANKS,                                           \
-                 "Time that ranks waited in communication, mean.")                                 \
-    DTRAIN__TIME(X, DATA, "data", RANKS, "Time in wait for batches, slowest rank.")                \
-    DTRAIN__EACH(X, COMM_BYTES, "comm_bytes", "sent", RANKS,                                       \
-                 "Bytes that rank 0 sent in the step.")                                            \
-    DTRAIN__ROW(X, LOSS_SCALE, "loss_scale", "optimizer", 0, 0, "Loss scale of the step.")         \
-    X(SKIPPED, "skipped_steps", "optimizer", DTRAIN__COUNTS, 0, "skipped_steps_total", 1,          \
-      "Steps without an update.")                                                                  \
-    X(STRAGGLER, "straggler_score", "ranks", 0, 0, "straggler_ratio", 1,                           \
-      "Slowest rank's compute time by the median's.")                                              \
-    DTRAIN__ROW(X, SLOWEST, "slowest_rank", "ranks", DTRAIN_METRIC_INTEGER, 0,                     \
-                "Rank that computed longest.")                                                     \
-    DTRAIN__TIME(X, FORWARD, "forward", MEAN, "Time in the forward pass, mean of ranks.")          \
-    DTRAIN__TIME(X, BACKWARD, "backward", MEAN, "Time in the backward pass, mean of ranks.")       \
-    DTRAIN__TIME(X, HIDDEN_COMM, "hidden_comm", MEAN,                                              \
-                 "Communication behind compute, mean of ranks.")                                   \
-    DTRAIN__TIME(X, OPTIMIZER, "optimizer", MEAN, "Time in norm and update, mean of ranks.")       \
-    DTRAIN__TIME(X, CHECKPOINT, "checkpoint", MEAN,                                                \
-                 "Time in saving before the step, mean of ranks.")                                 \
-    DTRAIN__TIMES(X, STEP, "step", "a step")                                                       \
-    DTRAIN__TIMES(X, DATA, "data", "wait for batches")                                             \
-    DTRAIN__TIMES(X, FORWARD, "forward", "the forward pass")                                       \
-    DTRAIN__TIMES(X, BACKWARD, "backward", "the backward pass")                                    \
-    DTRAIN__TIMES(X, EXPOSED_COMM, "exposed_comm", "exposed communication")                        \
-    DTRAIN__TIMES(X, HIDDEN_COMM, "hidden_comm", "hidden communication")                           \
-    DTRAIN__TIMES(X, OPTIMIZER, "optimizer", "norm and update")                                    \
-    DTRAIN__TIMES(X, CHECKPOINT, "checkpoint", "saving")                                           \
-    DTRAIN__SPREAD(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,            \
-                   "Bytes sent in the step")                                                       \
-    DTRAIN__EACH(X, TENSOR_BYTES, "tensor_bytes", "sent", RANKS,                                   \
-                 "Bytes that rank 0 sent in the step over the tensor axis.")                       \
-    DTRAIN__TIME(X, TENSOR_EXPOSED, "tensor_exposed", MEAN,                                        \
-                 "Exposed communication of the tensor axis, mean of ranks.")                       \
-    DTRAIN__EACH(X, PIPELINE_BYTES, "pipeline_bytes", "sent", RANKS,                               \
-                 "Bytes that rank 0 sent in the step over the pipeline axis.")                     \
-    DTRAIN__TIME(X, BUBBLE, "bubble", MEAN,                                                        \
-                 "Wait for other stages of the pipeline, mean of ranks.")                          \
-    DTRAIN__ROW(X, BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS,                       \
-                DTRAIN__FROM(MEAN, BUS), "Bus bandwidth as nccl-tests have it, mean of ranks.")    \
-    DTRAIN__KIND(X, ALL_REDUCE, "all_reduce") /* in the order of dtrain_collective_kind ... */     \
-    DTRAIN__KIND(X, REDUCE_SCATTER, "reduce_scatter")                                              \
-    DTRAIN__KIND(X, ALL_GATHER, "all_gather")                                                      \
-    DTRAIN__KIND(X, BROADCAST, "broadcast")                                                        \
-    DTRAIN__KIND(X, REDUCE, "reduce")                                                              \
-    DTRAIN__KIND(X, SEND, "send")                                                                  \
-    DTRAIN__KIND(X, ALL_TO_ALL, "all_to_all") /* ... without those that move nothing */            \
-    X(FLOPS, "flops_per_second", "throughput", 0, 0, "flops_per_second", 1,                        \
-      "Floating-point operations of all ranks a second.")                                          \
-    X(PEAK_SHARE, "peak_share", "throughput", 0, 0, "flops_ratio", 1,                              \
-      "Share of the devices' peak.")                                                               \
-    DTRAIN__EACH(X, MEMORY, "memory_bytes", "memory", MAX,                                         \
-                 "Device memory allocated, largest rank.")                                         \
-    DTRAIN__EACH(X, MEMORY_PEAK, "memory_peak_bytes", "memory", MAX,                               \
-                 "Most device memory so far, largest rank.")                                       \
-    DTRAIN__EACH(X, ACTIVATIONS, "memory_activation_bytes", "memory", MAX,                         \
-                 "Activations of the largest pass, largest rank.")                                 \
-    X(GPU_UTILIZATION, "gpu_utilization", "nvml", DTRAIN_METRIC_RANKS,                             \
-      DTRAIN__FROM(MEAN, GPU_UTILIZATION), "gpu_utilization_ratio", 1,                             \
-      "GPU utilization, mean of ranks.")                                                           \
-    DTRAIN__EACH(X, GPU_MEMORY, "gpu_memory_bytes", "nvml", MAX,                                   \
-                 "GPU memory in use, largest rank.")                                               \
-    X(GPU_CLOCK, "gpu_clock_hz", "nvml", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_CLOCK),       \
-      "gpu_clock_hertz", 1, "Clock of the multiprocessors, mean of ranks.")                        \
-    DTRAIN__ROW(X, GPU_POWER, "gpu_power_watts", "nvml", DTRAIN_METRIC_RANKS,                      \
-                DTRAIN__FROM(MEAN, GPU_POWER), "Power, mean of ranks.")                            \
-    DTRAIN__ROW(X, GPU_TEMPERATURE, "gpu_temperature_celsius", "nvml", DTRAIN_METRIC_RANKS,        \
-                DTRAIN__FROM(MAX, GPU_TEMPERATURE), "Temperature, hottest GPU.")                   \
-    X(GPU_THROTTLE, "gpu_throttle", "nvml", DTRAIN__INTEGERS, DTRAIN__FROM(RANKS, GPU_THROTTLE),   \
-      "gpu_throttle_reasons", 1, "NVML's bits of why clocks are low, of any rank.")                \
-    DTRAIN__EACH(X, GPU_ECC, "gpu_ecc_errors", "nvml", RANKS,                                      \
-                 "Uncorrected ECC errors of all ranks' GPUs.")                                     \
-    DTRAIN__HELD_LIST(X, MEMORY_, "memory_", "held")                                               \
-    DTRAIN__HELD_LIST(X, PREDICTED_, "predicted_", "predicted")                                    \
-    DTRAIN__HELD(X, PREDICTED_ACTIVATION, "predicted_activation_bytes",                            \
-                 "predicted for activations and their gradients")                                  \
-    DTRAIN__HELD(X, PREDICTED, "predicted_bytes", "that were predicted")
-
-#define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
-#define DTRAIN__INTEGERS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
-
-/* A metric in base units; one of integers of each rank; a time of each rank. */
-#define DTRAIN__ROW(X, ID, name, group, flags, from, help)                                         \
-    X(ID, name, group, flags, from, name, 1, help)
-#define DTRAIN__EACH(X, ID, name, group, take, help)                                               \
-    X(ID, name, group, DTRAIN__INTEGERS, DTRAIN__FROM(take, ID), name, 1, help)
-#define DTRAIN__TIME(X, ID, part, take, help)                                                      \
-    X(ID, part "_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(take, ID), part "_seconds", 1e-3,  \
-      help)
-/* Least, mean and most of a figure over ranks, and the rank that has most. */
-#define DTRAIN__SPREAD(X, ID, part, unit, base_unit, flags, scale, what)                           \
-    X(ID##_MIN, part unit "_min", "ranks", flags, DTRAIN__FROM(SPREAD_MIN, ID),                    \
-      part "_min" base_unit, scale, what ", least of ranks.")                                      \
-    X(ID##_MEAN, part unit "_mean", "ranks", flags, DTRAIN__FROM(SPREAD_MEAN, ID),                 \
-      part "_mean" base_unit, scale, what ", mean of ranks.")                                      \
-    X(ID##_MAX, part unit "_max", "ranks", flags, DTRAIN__FROM(SPREAD_MAX, ID),                    \
-      part "_max" base_unit, scale, what ", most of ranks.")                                       \
-    X(ID##_RANK, part unit "_rank", "ranks", DTRAIN_METRIC_INTEGER, DTRAIN__FROM(SPREAD_RANK, ID), \
-      part "_max_rank", 1, what ", rank that has most.")
-#define DTRAIN__TIMES(X, ID, part, text)                                                           \
-    DTRAIN__SPREAD(X, ID, part, "_ms", "_seconds", 0, 1e-3, "Time in " text)
-#define DTRAIN__KIND(X, ID, kind)                                                                  \
-    DTRAIN__ROW(X, ID, kind "_bytes", "sent", DTRAIN__INTEGERS, DTRAIN__SENT_BY(ID),               \
-                "Bytes that rank 0 sent in the step by " kind ".")
-#define DTRAIN__HELD(X, ID, name, text)                                                            \
-    DTRAIN__ROW(X, ID, name, "memory", DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED, 0,             \
-                "Bytes of rank 0 " text ".")
-#define DTRAIN__HELD_LIST(X, WHAT, what, verb)                                                     \
-    DTRAIN__HELD(X, WHAT##PARAM, what "param_bytes", verb " for parameters")                       \
-    DTRAIN__HELD(X, WHAT##GRAD, what "grad_bytes", verb " for gradients")                          \
-    DTRAIN__HELD(X, WHAT##OPTIMIZER, what "optimizer_bytes", verb " for optimizer state")          \
-    DTRAIN__HELD(X, WHAT##BUFFER, what "buffer_bytes", verb " to gather and reduce")               \
-    DTRAIN__HELD(X, WHAT##HOST, what "host_bytes", verb " in host memory")
-/* clang-format on */
-
-/* The ways to make a metric of a figure: the metric is set from the record, and each rank has the
- * figure too; it is the mean or the largest of all ranks; or it is one of the four of a spread. */
-enum {
-    DTRAIN__TAKE_RANKS = 1,
-    DTRAIN__TAKE_MEAN,
-    DTRAIN__TAKE_MAX,
-    DTRAIN__TAKE_SPREAD_MIN,
-    DTRAIN__TAKE_SPREAD_MEAN,
-    DTRAIN__TAKE_SPREAD_MAX,
-    DTRAIN__TAKE_SPREAD_RANK
-};
-#define DTRAIN__FROM(take, figure) (DTRAIN__TAKE_##take + 8 * DTRAIN_FIGURE_##figure)
-#define DTRAIN__SENT_BY(kind) \
-    (DTRAIN__TAKE_RANKS + 8 * (DTRAIN_FIGURE_COMM_BYTES + (int)DTRAIN_COLLECTIVE_##kind))
-
-enum {
-#define DTRAIN__METRIC_NUMBER(ID, name, group, flags, from, base, scale, help) DTRAIN__METRIC_##ID,
-    DTRAIN__METRIC_LIST(DTRAIN__METRIC_NUMBER)
-#undef DTRAIN__METRIC_NUMBER
-        DTRAIN__METRIC_COUNT
-};
+ * file.c (numbers, and files that cannot stop a training), console.c, lines.c, prometheus.c,
+ * tensorboard.c (the writers), histogram.c and nvml.c (measurements of the monitor itself). */
 
 /* Return false for NaN and infinity, also under -ffast-math. */
 static inline bool dtrain__finite(double value)
@@ -34091,81 +33865,72 @@ static inline double dtrain__wall_time(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* ---- Text and files ---------------------------------------------------------------------------*/
-
 /* A file that records are appended to: the whole of a record, or nothing of it if the file can be
  * cut. */
 typedef struct dtrain__records {
+    FILE *stream; /* the host's; NULL: fd */
     int fd;       /* -1: none */
     int64_t size; /* of the whole records; -1: it cannot be cut (a pipe) */
     bool torn;    /* it ends with a part of a record */
     const char *path;
 } dtrain__records;
 
-/* The signals that this thread had blocked, and those that were pending, before a write. */
-typedef struct dtrain__quiet {
-    sigset_t blocked, pending;
-} dtrain__quiet;
-
-/* ---- Writers ----------------------------------------------------------------------------------*/
-
-typedef struct dtrain__console {
-    bool terminal, color;
-    double redraw_at; /* the live line is drawn again from then on */
-} dtrain__console;
-
-typedef struct dtrain__prometheus {
-    double write_at;                         /* when the file may be replaced again */
-    double kind_bytes[DTRAIN__METRIC_COUNT]; /* so far, of KIND_bytes */
-    char *next;                              /* (next_bytes) path of the next version */
-    size_t next_bytes;
-} dtrain__prometheus;
-
-typedef struct dtrain__tensorboard {
-    dtrain__records file;
-    char *path; /* of the file; owned */
-    size_t path_bytes;
-    dtrain__text *record; /* under way: metrics->text */
-    size_t open[8];       /* (depth) offsets in it where its open messages begin */
-    int depth;
-} dtrain__tensorboard;
-
 typedef struct dtrain__nvml {
     void *library, *device;
     bool started;
     double ask_at;
     float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no answer */
-    char reason[200]; /* why there is nothing; "" */
+    char reason[200];                                                   /* why there is none; "" */
 } dtrain__nvml;
 
+#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 105 that table.c has, and added ones */
 #define DTRAIN__WRITERS 4
+#define DTRAIN__NEXT ".next"   /* what the next version of Prometheus's file is called */
+#define DTRAIN__EVENT_FILE 160 /* bytes of the name of TensorBoard's file, at most */
 
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_comm *comm;               /* the ranks of the run: the trainer's, or all */
-    size_t bytes;                    /* of all this, with the sinks, infos and texts after it */
-    dtrain_metrics_desc desc;        /* resolved */
-    dtrain_metrics_sink *sinks;      /* (sink_count) */
-    dtrain_metrics_sink_info *infos; /* likewise */
+    dtrain_comm *comm;        /* the ranks of the run: the trainer's, or all */
+    size_t bytes;             /* of all this, with the texts after it */
+    dtrain_metrics_desc desc; /* resolved */
+    dtrain_metrics_sink sinks[DTRAIN__WRITERS + DTRAIN_METRICS_SINKS + 1];
+    dtrain_metrics_sink_info infos[DTRAIN__WRITERS + DTRAIN_METRICS_SINKS];
     size_t sink_count;
-    size_t opened; /* the first of them, which are to be finished */
+    size_t opened; /* the first of them, which are to be finished ... */
+    size_t failed; /* ... but for these: creation failed, and no file gets an end of this run */
     bool busy;     /* a sink is being called: it must not call back */
     bool finished;
     dtrain__text text; /* the record that a writer is making */
 
-    dtrain__console console;
+    struct {
+        dtrain__records file;
+        bool terminal, color;
+        double redraw_at; /* the live line is drawn again from then on */
+    } console;
     dtrain__records jsonl;
-    dtrain__prometheus prometheus;
-    dtrain__tensorboard tensorboard;
+    struct {
+        double write_at;                                 /* when the file may be replaced again */
+        double sent[DTRAIN_COLLECTIVE_KINDS];            /* in all steps */
+        const char *sent_names[DTRAIN_COLLECTIVE_KINDS]; /* "send_bytes" */
+        char *next;                                      /* path of the next version */
+    } prometheus;
+    struct {
+        dtrain__records file;
+        char *path;     /* file.path */
+        size_t open[8]; /* (depth) offsets in the text where its open messages begin */
+        int depth;
+    } tensorboard;
 
     dtrain_metrics_sample sample; /* the last step, as sinks see it */
-    double values[DTRAIN__METRIC_COUNT];
-    bool known[DTRAIN__METRIC_COUNT];
+    dtrain_metric metrics[DTRAIN__METRICS_MOST];
+    double flops, peak_share;          /* of the last step: a second of all ranks, of their peak */
+    double throttle, ecc;              /* of all ranks' GPUs */
+    dtrain_memory held, planned;       /* of this rank; planned: without no_plan */
+    uint64_t planned_passes;           /* activations and their gradients */
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
-    size_t histograms_bytes;
 
     double started; /* when the first step began */
     dtrain_step_record last;
@@ -34173,88 +33938,70 @@ struct dtrain_metrics {
 };
 
 /* monitor/table.c */
-DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void);
-DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics,
-                                          const dtrain_step_record *record);
-DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank);
+DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics);
 
 /* monitor/file.c */
+/* Begin a record in the text that all writers share. */
 DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
+DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
                                          const char *nan, const char *inf, const char *minus_inf);
 DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done);
-DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet);
-DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet);
-DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
-                                                size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append);
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
                                                      const dtrain__text *record);
 DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
 
-/* The functions of a writer's sink, whose user is the dtrain_metrics. */
-#define DTRAIN__WRITER(name)                                                                  \
-    DTRAIN__PRIVATE dtrain_result dtrain__##name##_open(                                      \
-        void *user, const dtrain_metrics_desc *desc, const dtrain_metrics_sample *sample);    \
-    DTRAIN__PRIVATE dtrain_result dtrain__##name##_step(void *user,                           \
-                                                        const dtrain_metrics_sample *sample); \
-    DTRAIN__PRIVATE dtrain_result dtrain__##name##_finish(void *user, const dtrain_summary *s)
-DTRAIN__WRITER(console);
-DTRAIN__WRITER(jsonl);
-DTRAIN__WRITER(prometheus);
-DTRAIN__WRITER(tensorboard);
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
-                                                            const dtrain_histogram *histogram);
+/* monitor/console.c */
+DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metrics_sample *sample);
+
+/* monitor/lines.c */
+DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metrics_sample *sample);
+
+/* monitor/prometheus.c */
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_sink(void *user,
+                                                      const dtrain_metrics_sample *sample);
+
+/* monitor/tensorboard.c */
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
+                                                       const dtrain_metrics_sample *sample);
 
 /* monitor/metrics.c */
-DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, const dtrain_histogram *histogram,
-                                        const dtrain_summary *end);
+/* Call all sinks, count the results and warn of a sink's first failure. */
+DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_moment moment);
 
 /* monitor/histogram.c */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
 
 /* monitor/nvml.c */
-DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics);
+DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
-/* The library's writers; each one's user is the dtrain_metrics. */
-static const dtrain_metrics_sink dtrain__writers[DTRAIN__WRITERS] = {
-    {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
-     NULL},
-    {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish, NULL},
-    {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
-     dtrain__prometheus_finish, NULL},
-    {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
-     dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}};
-
-/* Prepare for the call of a sink: an error that stands afterwards is the sink's. */
-static void dtrain__sink_enter(dtrain_metrics *metrics)
+/* Call a sink. An error that stands afterwards is the sink's. */
+static dtrain_result dtrain__sink_call(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
+                                       dtrain_metrics_moment moment)
 {
+    metrics->sample.moment = moment;
     metrics->busy = true;
     (void)dtrain__set_last_error(DTRAIN_OK, "");
+    const dtrain_result result = sink->take(sink->user, &metrics->sample);
+    metrics->busy = false;
+    return result;
 }
 
-/* Hand the end to all sinks, or a histogram, or without both the sample of a step. Count the
- * results; the sentence of a sink's first failure is a warning. */
-DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, const dtrain_histogram *histogram,
-                                        const dtrain_summary *end)
+DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_moment moment)
 {
-    for (size_t i = 0; i < metrics->opened; i++) {
+    for (size_t i = metrics->failed; i < metrics->opened; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i];
         dtrain_metrics_sink_info *info = &metrics->infos[i];
-        if (end ? !sink->finish : histogram ? !sink->histogram : !sink->step) continue;
-        dtrain__sink_enter(metrics);
-        const dtrain_result result = end         ? sink->finish(sink->user, end)
-                                     : histogram ? sink->histogram(sink->user, histogram)
-                                                 : sink->step(sink->user, &metrics->sample);
+        if (moment == DTRAIN_METRICS_HISTOGRAM && !sink->histograms) continue;
+        const dtrain_result result = dtrain__sink_call(metrics, sink, moment);
         const char *why = dtrain_last_error();
-        metrics->busy = false;
         if (result == DTRAIN_OK) info->written++;
         else if (info->lost++ == 0)
             dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
@@ -34265,7 +34012,7 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, const dtrain_hi
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Copy the texts of desc into memory, one behind the other; NULL: count their bytes. An empty text
+/* Copy the texts of desc into memory, one after the other; NULL: count their bytes. An empty text
  * is none. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
@@ -34289,37 +34036,46 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
     const bool first = dtrain_comm_rank(metrics->comm) == 0;
+    const dtrain_metrics_sink writers[DTRAIN__WRITERS] = {
+        {false, false, "progress", dtrain__console_sink, metrics},
+        {false, false, "json lines", dtrain__jsonl_sink, metrics},
+        {false, false, "prometheus", dtrain__prometheus_sink, metrics},
+        {false, true, "tensorboard", dtrain__tensorboard_sink, metrics}};
     const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
                                                 desc->prometheus_path, desc->tensorboard_dir};
     for (size_t i = 0; i < DTRAIN__WRITERS + desc->sink_count; i++) {
         const bool own = i < DTRAIN__WRITERS;
-        dtrain_metrics_sink *sink = &metrics->sinks[metrics->sink_count];
-        *sink = own ? dtrain__writers[i] : desc->sinks[i - DTRAIN__WRITERS];
-        if (!sink->name)
+        const dtrain_metrics_sink *sink = own ? &writers[i] : &desc->sinks[i - DTRAIN__WRITERS];
+        if (!sink->name || !sink->take)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_metrics_create: sink %zu of desc has no name",
+                               "dtrain_metrics_create: sink %zu of desc has no name or no take",
                                i - DTRAIN__WRITERS);
-        if (own) sink->user = metrics;
         if (own ? !first || !paths[i] : !first && !sink->every_rank) continue;
         metrics->infos[metrics->sink_count].name = sink->name;
-        metrics->infos[metrics->sink_count++].path = own ? paths[i] : "";
+        metrics->infos[metrics->sink_count].path = own ? paths[i] : "";
+        metrics->sinks[metrics->sink_count++] = *sink;
     }
     if (desc->histogram_every) DTRAIN__TRY(dtrain__histograms_create(metrics));
-    dtrain__metrics_plan(metrics);
-    dtrain__nvml_open(metrics);
-    for (size_t i = 0; i < metrics->sink_count; i++, metrics->opened++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i];
-        dtrain__sink_enter(metrics);
-        const dtrain_result result =
-            sink->open ? sink->open(sink->user, desc, &metrics->sample) : DTRAIN_OK;
-        metrics->busy = false;
+    const dtrain_trainer *trainer = desc->trainer; /* a loss may be one that cannot be planned */
+    const dtrain_result plan =
+        trainer ? dtrain__trainer_seen(trainer)->memory(trainer, &metrics->held, &metrics->planned)
+                : dtrain_fail(DTRAIN_ERROR_USAGE, "desc has no trainer");
+    metrics->planned_passes = metrics->planned.activations + metrics->planned.activation_grads;
+    if (plan != DTRAIN_OK)
+        snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
+    if (dtrain__nvml_open(metrics) != DTRAIN_OK)
+        snprintf(metrics->nvml.reason, sizeof metrics->nvml.reason, "%s", dtrain_last_error());
+    dtrain__metrics_list(metrics);
+    for (; metrics->opened < metrics->sink_count; metrics->opened++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[metrics->opened];
+        const dtrain_result result = dtrain__sink_call(metrics, sink, DTRAIN_METRICS_OPEN);
         if (result == DTRAIN_OK) continue;
         if (!dtrain_last_error()[0])
             (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
                               sink->name, dtrain_result_text(result));
         return result;
     }
-    return DTRAIN_OK;
+    return dtrain__set_last_error(DTRAIN_OK, ""); /* no GPU and no plan are no errors */
 }
 
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
@@ -34333,44 +34089,44 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: run_name has more than 200 bytes");
-    /* one piece of memory: metrics, sinks, infos, texts */
-    const size_t each = sizeof(dtrain_metrics_sink) + sizeof(dtrain_metrics_sink_info);
+    if (desc->sink_count > DTRAIN_METRICS_SINKS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: desc has %zu sinks, at most %d are possible",
+                           desc->sink_count, DTRAIN_METRICS_SINKS);
+    /* one piece of memory: metrics, texts, names of files */
     dtrain_metrics_desc resolved = *desc;
-    size_t bytes = sizeof(dtrain_metrics) + dtrain__strings_keep(&resolved, NULL), room, lists;
-    if (!dtrain__size_add(DTRAIN__WRITERS, desc->sink_count, &room) ||
-        !dtrain__size_mul(room, each, &lists) || !dtrain__size_add(bytes, lists, &bytes))
-        bytes = SIZE_MAX; /* which nobody has */
+    const size_t texts = dtrain__strings_keep(&resolved, NULL);
+    const size_t bytes =
+        sizeof(dtrain_metrics) + 2 * texts + sizeof DTRAIN__NEXT + DTRAIN__EVENT_FILE;
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, bytes, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->bytes = bytes;
-    metrics->sinks = (dtrain_metrics_sink *)(void *)(metrics + 1);
-    metrics->infos = (dtrain_metrics_sink_info *)(void *)(metrics->sinks + room);
-    (void)dtrain__strings_keep(&resolved, (char *)(metrics->infos + room));
+    char *names = (char *)(metrics + 1) + texts;
+    (void)dtrain__strings_keep(&resolved, names - texts);
+    metrics->prometheus.next = names;
+    if (resolved.prometheus_path) names += strlen(resolved.prometheus_path) + sizeof DTRAIN__NEXT;
+    metrics->tensorboard.path = names;
     metrics->desc = resolved;
     metrics->allocator = world->allocator;
     metrics->text.allocator = &metrics->allocator;
     metrics->world = world;
     metrics->comm =
         desc->trainer ? dtrain__trainer_seen(desc->trainer)->groups->all : dtrain_world_comm(world);
-    metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
+    metrics->console.file.size = metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
     dtrain_summary *s = &metrics->summary;
     s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
     s->tokens_per_second = s->step_ms = s->comm_ms = s->exposed_comm_ms = s->data_ms = DTRAIN__NAN;
-    metrics->sample.count = DTRAIN__METRIC_COUNT;
-    metrics->sample.metrics = dtrain__metric_table();
-    metrics->sample.values = metrics->values;
-    metrics->sample.known = metrics->known;
+    metrics->sample.metrics = metrics->metrics;
     metrics->sample.record = &metrics->last;
-    metrics->sample.wall_time = dtrain__wall_time();
+    metrics->sample.desc = &metrics->desc;
     const dtrain_result result = dtrain__metrics_open(metrics);
     if (result == DTRAIN_OK) *out = metrics;
     if (result == DTRAIN_OK) return DTRAIN_OK;
-    for (size_t i = 0; i < metrics->sink_count; i++) /* ours write no end of this run */
-        if (metrics->sinks[i].user == metrics) metrics->sinks[i].finish = NULL;
+    while (metrics->sinks[metrics->failed].user == metrics) metrics->failed++;
     dtrain_metrics_destroy(metrics);
     return result;
 }
@@ -34418,15 +34174,15 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->tensor_bytes += record->tensor_bytes;
-    s->pipeline_bytes += record->pipeline_bytes;
-    if (record->ranks && record->figures[DTRAIN_FIGURE_BUBBLE].max_rank >= 0)
-        dtrain__mean_add(&s->bubble_ms, 1e3 * record->figures[DTRAIN_FIGURE_BUBBLE].mean, s->steps);
     s->seconds = now - metrics->started;
     dtrain__nvml_sample(metrics);
-    dtrain__metrics_fill(metrics, record);
-    dtrain__sinks_take(metrics, NULL, NULL);
+    dtrain__metrics_list(metrics);
+    const dtrain_spread *figures = metrics->last.figures;
+    s->comm_bytes += record->comm_bytes;
+    s->tensor_bytes += (uint64_t)figures[DTRAIN_FIGURE_TENSOR_BYTES].own;
+    s->pipeline_bytes += (uint64_t)figures[DTRAIN_FIGURE_PIPELINE_BYTES].own;
+    dtrain__mean_add(&s->bubble_ms, 1e3 * figures[DTRAIN_FIGURE_BUBBLE].mean, s->steps);
+    dtrain__sinks_take(metrics, DTRAIN_METRICS_STEP);
     const uint32_t every = metrics->desc.histogram_every;
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
 }
@@ -34462,7 +34218,9 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
     dtrain_metrics_query(metrics, &info);
-    dtrain__sinks_take(metrics, NULL, &info.summary);
+    metrics->sample.summary = &info.summary;
+    dtrain__sinks_take(metrics, DTRAIN_METRICS_FINISH);
+    metrics->sample.summary = NULL;
     dtrain__text *text = dtrain__record_begin(metrics);
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *sink = &metrics->infos[i];
@@ -34494,204 +34252,278 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
-    dtrain__free(&allocator, metrics->histograms, 1, metrics->histograms_bytes);
+    dtrain__histograms_destroy(metrics);
     dtrain__text_free(&metrics->text);
-    dtrain__free(&allocator, metrics->prometheus.next, metrics->prometheus.next_bytes, 1);
-    dtrain__free(&allocator, metrics->tensorboard.path, metrics->tensorboard.path_bytes, 1);
     dtrain__free(&allocator, metrics, 1, metrics->bytes);
 }
 
 /* ==== src/monitor/table.c ===================================================================== */
 
-/* The values of a step
+/* The metrics of a step
  *
- * The table of metrics is DTRAIN__METRIC_LIST in monitor_internal.h. Here the values of a step are
- * set from its record and from the figures of all ranks in it. A value that was not measured is
- * unknown, and no writer shows it. */
+ * One table has all metrics there are: how each is shown, and which number of the stream is its
+ * value. A metric that was not measured is not listed, so that no sink has to ask what is known. */
 
-DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void)
-{
-    static const dtrain_metric table[] = {
-#define DTRAIN__METRIC_ROW(ID, name, group, flags, from, base, scale, help) \
-    {flags, name, group, help, base, scale},
-        DTRAIN__METRIC_LIST(DTRAIN__METRIC_ROW)
-#undef DTRAIN__METRIC_ROW
-    };
-    return table;
-}
+/* ---- The table --------------------------------------------------------------------------------*/
 
-/* The `from` of each metric, and its two parts. */
-#define DTRAIN__TAKE_OF(id) (dtrain__metric_from[id] % 8)
-#define DTRAIN__FIGURE_OF(id) (dtrain__metric_from[id] / 8)
-static const int dtrain__metric_from[] = {
-#define DTRAIN__METRIC_SOURCE(ID, name, group, flags, from, base, scale, help) from,
-    DTRAIN__METRIC_LIST(DTRAIN__METRIC_SOURCE)
-#undef DTRAIN__METRIC_SOURCE
+/* The type of a value: a double, one in seconds that is shown in milliseconds, a uint64_t, and an
+ * int that is negative where it is unknown. */
+enum { DTRAIN__REAL, DTRAIN__SECONDS, DTRAIN__COUNT, DTRAIN__INT };
+
+/* The rule by which a metric is listed: in all steps, where it is finite, or finite and ... */
+enum {
+    DTRAIN__ALWAYS,
+    DTRAIN__MEASURED, /* the value, or its figure by any rank */
+    DTRAIN__USED,     /* some rank's figure is above 0 */
+    DTRAIN__POSITIVE, /* above 0 */
+    DTRAIN__SCALED,   /* with loss scaling, or where a step was skipped */
+    DTRAIN__RANKS,    /* in a record of two ranks or more */
+    DTRAIN__HELD,     /* with a trainer */
+    DTRAIN__PLANNED,  /* with a plan of its memory */
+    DTRAIN__RULES
 };
 
-/* Return the factor from a figure's unit to the metric's: figures of time are in seconds, and the
- * metrics whose base unit is the second in milliseconds. */
-static double dtrain__metric_unit(int id)
-{
-    return dtrain__metric_table()[id].base_scale < 1 ? 1e3 : 1;
-}
+typedef struct dtrain__metric_row {
+    dtrain_metric shown;
+    int type, rule;
+    size_t at; /* of the value in dtrain_metrics */
+} dtrain__metric_row;
 
-static void dtrain__set(dtrain_metrics *metrics, int id, double value)
-{
-    metrics->values[id] = value;
-    metrics->known[id] = true;
-}
+/* clang-format off */
+/* The name in JSON, the name in base units, and the factor to them. */
+#define DTRAIN__BASE(name) name, name, 1
+#define DTRAIN__MS(part) part "_ms", part "_seconds", 1e-3
+#define DTRAIN__AT(member) offsetof(dtrain_metrics, member)
+#define DTRAIN__FIGURE(of, take) DTRAIN__AT(last.figures[DTRAIN_FIGURE_##of].take)
+/* A number of the stream; one of which each rank has a share; a figure; times. */
+#define DTRAIN__NUMBER(names, group, flags, type, rule, member, help) \
+    {{names, group, flags, -1, 0, help}, DTRAIN__##type, DTRAIN__##rule, DTRAIN__AT(member)}
+#define DTRAIN__EACH_AT(names, group, flags, of, type, rule, member, help) \
+    {{names, group, flags, DTRAIN_FIGURE_##of, 0, help}, DTRAIN__##type, DTRAIN__##rule, \
+     DTRAIN__AT(member)}
+#define DTRAIN__EACH(names, group, flags, of, take, help) \
+    {{names, group, flags, DTRAIN_FIGURE_##of, 0, help}, DTRAIN__REAL, DTRAIN__MEASURED, \
+     DTRAIN__FIGURE(of, take)}
+#define DTRAIN__TIME(part, of, member, help) \
+    DTRAIN__EACH_AT(DTRAIN__MS(part), "time", 0, of, REAL, ALWAYS, member, help)
+#define DTRAIN__MEAN(part, of, help) \
+    {{DTRAIN__MS(part), "time", 0, DTRAIN_FIGURE_##of, 0, help ", mean of ranks."}, \
+     DTRAIN__SECONDS, DTRAIN__MEASURED, DTRAIN__FIGURE(of, mean)}
+/* Least, mean and most of a figure over ranks, and the rank that has most. */
+#define DTRAIN__SPREAD(part, unit, base_unit, scale, flags, type, of, what) \
+    {{part unit "_min", part "_min" base_unit, scale, "ranks", flags, -1, 0, \
+      what ", least of ranks."}, type, DTRAIN__RANKS, DTRAIN__FIGURE(of, min)}, \
+    {{part unit "_mean", part "_mean" base_unit, scale, "ranks", flags, -1, 0, \
+      what ", mean of ranks."}, type, DTRAIN__RANKS, DTRAIN__FIGURE(of, mean)}, \
+    {{part unit "_max", part "_max" base_unit, scale, "ranks", flags, -1, 0, \
+      what ", most of ranks."}, type, DTRAIN__RANKS, DTRAIN__FIGURE(of, max)}, \
+    {{part unit "_rank", part "_max_rank", 1, "ranks", DTRAIN_METRIC_INTEGER, -1, 0, \
+      what ", rank that has most."}, DTRAIN__INT, DTRAIN__RANKS, DTRAIN__FIGURE(of, max_rank)}
+#define DTRAIN__SPREAD_MS(part, of, what) \
+    DTRAIN__SPREAD(part, "_ms", "_seconds", 1e-3, 0, DTRAIN__SECONDS, of, "Time in " what)
+#define DTRAIN__KIND(kind, of) \
+    {{DTRAIN__BASE(kind "_bytes"), "sent", DTRAIN__I, \
+      DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##of, 0, \
+      "Bytes that rank 0 sent in the step by " kind "."}, DTRAIN__REAL, DTRAIN__USED, \
+     DTRAIN__AT(last.figures[DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##of].own)}
+#define DTRAIN__MEMORY(name, rule, member, what) \
+    {{DTRAIN__BASE(name "_bytes"), "memory", DTRAIN__I | DTRAIN_METRIC_FIXED, -1, 0, \
+      "Bytes of rank 0 " what "."}, DTRAIN__COUNT, rule, DTRAIN__AT(member)}
+#define DTRAIN__MEMORIES(prefix, rule, memory, verb) \
+    DTRAIN__MEMORY(prefix "param", rule, memory.params, verb " for parameters"), \
+    DTRAIN__MEMORY(prefix "grad", rule, memory.grads, verb " for gradients"), \
+    DTRAIN__MEMORY(prefix "optimizer", rule, memory.optimizer, verb " for optimizer state"), \
+    DTRAIN__MEMORY(prefix "buffer", rule, memory.buffers, verb " to gather and reduce"), \
+    DTRAIN__MEMORY(prefix "host", rule, memory.host, verb " in host memory")
+#define DTRAIN__I DTRAIN_METRIC_INTEGER
+#define DTRAIN__SUM (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
+#define DTRAIN__NAMES(name, base) name, base, 1
 
-/* Set a value unless it is NaN, which figures use for what was not measured. */
-static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
-{
-    if (dtrain__finite(value)) dtrain__set(metrics, id, value);
-}
+static const dtrain__metric_row dtrain__metric_rows[] = {
+    DTRAIN__NUMBER(DTRAIN__BASE("loss"), "loss", 0, REAL, ALWAYS, last.loss,
+                   "Mean loss over micro-batches and ranks."),
+    DTRAIN__NUMBER(DTRAIN__BASE("val_loss"), "loss", 0, REAL, MEASURED, last.val_loss,
+                   "Mean loss of the last evaluation."),
+    DTRAIN__NUMBER(DTRAIN__BASE("val_accuracy"), "loss", 0, REAL, MEASURED, last.val_accuracy,
+                   "Share of right answers in the last evaluation, 0 to 1."),
+    DTRAIN__NUMBER(DTRAIN__BASE("grad_norm"), "optimizer", 0, REAL, ALWAYS, last.grad_norm,
+                   "Gradient norm before clipping."),
+    DTRAIN__NUMBER(DTRAIN__NAMES("lr", "learning_rate"), "optimizer", 0, REAL, ALWAYS, last.lr,
+                   "Learning rate."),
+    DTRAIN__NUMBER(DTRAIN__NAMES("tokens", "tokens_total"), "throughput", DTRAIN__SUM, COUNT,
+                   ALWAYS, last.tokens, "Tokens or samples of all ranks."),
+    DTRAIN__NUMBER(DTRAIN__BASE("tokens_per_second"), "throughput", 0, REAL, ALWAYS,
+                   last.tokens_per_second, "Tokens or samples of all ranks a second."),
+    DTRAIN__TIME("step", STEP, last.step_ms, "Time of a step, slowest rank."),
+    DTRAIN__NUMBER(DTRAIN__MS("comm"), "time", 0, REAL, ALWAYS, last.comm_ms,
+                   "Time with an operation in flight, mean of ranks."),
+    DTRAIN__TIME("exposed_comm", EXPOSED_COMM, last.exposed_comm_ms,
+                 "Time that ranks waited in communication, mean."),
+    DTRAIN__TIME("data", DATA, last.data_ms, "Time in wait for batches, slowest rank."),
+    DTRAIN__EACH_AT(DTRAIN__BASE("comm_bytes"), "sent", DTRAIN__I, COMM_BYTES, COUNT, ALWAYS,
+                   last.comm_bytes, "Bytes that rank 0 sent in the step."),
+    DTRAIN__NUMBER(DTRAIN__BASE("loss_scale"), "optimizer", 0, REAL, POSITIVE, last.loss_scale,
+                   "Loss scale of the step."),
+    DTRAIN__NUMBER(DTRAIN__NAMES("skipped_steps", "skipped_steps_total"), "optimizer", DTRAIN__SUM,
+                   COUNT, SCALED, last.skipped_steps, "Steps without an update."),
+    DTRAIN__NUMBER(DTRAIN__NAMES("straggler_score", "straggler_ratio"), "ranks", 0, REAL, RANKS,
+                   last.straggler_score, "Slowest rank's compute time by the median's."),
+    DTRAIN__NUMBER(DTRAIN__BASE("slowest_rank"), "ranks", DTRAIN__I, INT, RANKS, last.slowest_rank,
+                   "Rank that computed longest."),
+    DTRAIN__MEAN("forward", FORWARD, "Time in the forward pass"),
+    DTRAIN__MEAN("backward", BACKWARD, "Time in the backward pass"),
+    DTRAIN__MEAN("hidden_comm", HIDDEN_COMM, "Communication that compute hides"),
+    DTRAIN__MEAN("optimizer", OPTIMIZER, "Time in norm and update"),
+    DTRAIN__MEAN("checkpoint", CHECKPOINT, "Time in saving before the step"),
+    DTRAIN__SPREAD_MS("step", STEP, "a step"),
+    DTRAIN__SPREAD_MS("data", DATA, "wait for batches"),
+    DTRAIN__SPREAD_MS("forward", FORWARD, "the forward pass"),
+    DTRAIN__SPREAD_MS("backward", BACKWARD, "the backward pass"),
+    DTRAIN__SPREAD_MS("exposed_comm", EXPOSED_COMM, "exposed communication"),
+    DTRAIN__SPREAD_MS("hidden_comm", HIDDEN_COMM, "hidden communication"),
+    DTRAIN__SPREAD_MS("optimizer", OPTIMIZER, "norm and update"),
+    DTRAIN__SPREAD_MS("checkpoint", CHECKPOINT, "saving"),
+    DTRAIN__SPREAD("comm", "_bytes", "_bytes", 1, DTRAIN__I, DTRAIN__REAL, COMM_BYTES,
+                   "Bytes sent in the step"),
+    DTRAIN__EACH(DTRAIN__BASE("tensor_bytes"), "sent", DTRAIN__I, TENSOR_BYTES, own,
+                 "Bytes that rank 0 sent in the step over the tensor axis."),
+    DTRAIN__MEAN("tensor_exposed", TENSOR_EXPOSED, "Exposed communication of the tensor axis"),
+    DTRAIN__EACH(DTRAIN__BASE("pipeline_bytes"), "sent", DTRAIN__I, PIPELINE_BYTES, own,
+                 "Bytes that rank 0 sent in the step over the pipeline axis."),
+    DTRAIN__MEAN("bubble", BUBBLE, "Wait for other stages of the pipeline"),
+    DTRAIN__EACH(DTRAIN__BASE("bus_bytes_per_second"), "sent", 0, BUS, mean,
+                 "Bus bandwidth as nccl-tests have it, mean of ranks."),
+    DTRAIN__KIND("all_reduce", ALL_REDUCE),
+    DTRAIN__KIND("reduce_scatter", REDUCE_SCATTER),
+    DTRAIN__KIND("all_gather", ALL_GATHER),
+    DTRAIN__KIND("broadcast", BROADCAST),
+    DTRAIN__KIND("reduce", REDUCE),
+    DTRAIN__KIND("send", SEND),
+    DTRAIN__KIND("all_to_all", ALL_TO_ALL),
+    DTRAIN__NUMBER(DTRAIN__BASE("flops_per_second"), "throughput", 0, REAL, MEASURED, flops,
+                   "Floating-point operations of all ranks a second."),
+    DTRAIN__NUMBER(DTRAIN__NAMES("peak_share", "flops_ratio"), "throughput", 0, REAL, MEASURED,
+                   peak_share, "Share of the devices' peak."),
+    DTRAIN__EACH(DTRAIN__BASE("memory_bytes"), "memory", DTRAIN__I, MEMORY, max,
+                 "Device memory allocated, largest rank."),
+    DTRAIN__EACH(DTRAIN__BASE("memory_peak_bytes"), "memory", DTRAIN__I, MEMORY_PEAK, max,
+                 "Most device memory so far, largest rank."),
+    DTRAIN__EACH(DTRAIN__BASE("memory_activation_bytes"), "memory", DTRAIN__I, ACTIVATIONS, max,
+                 "Activations of the largest pass, largest rank."),
+    DTRAIN__EACH(DTRAIN__NAMES("gpu_utilization", "gpu_utilization_ratio"), "nvml", 0,
+                 GPU_UTILIZATION, mean, "GPU utilization, mean of ranks."),
+    DTRAIN__EACH(DTRAIN__BASE("gpu_memory_bytes"), "nvml", DTRAIN__I, GPU_MEMORY, max,
+                 "GPU memory in use, largest rank."),
+    DTRAIN__EACH(DTRAIN__NAMES("gpu_clock_hz", "gpu_clock_hertz"), "nvml", 0, GPU_CLOCK, mean,
+                 "Clock of the multiprocessors, mean of ranks."),
+    DTRAIN__EACH(DTRAIN__BASE("gpu_power_watts"), "nvml", 0, GPU_POWER, mean,
+                 "Power, mean of ranks."),
+    DTRAIN__EACH(DTRAIN__BASE("gpu_temperature_celsius"), "nvml", 0, GPU_TEMPERATURE, max,
+                 "Temperature, hottest GPU."),
+    DTRAIN__EACH_AT(DTRAIN__NAMES("gpu_throttle", "gpu_throttle_reasons"), "nvml", DTRAIN__I,
+                   GPU_THROTTLE, REAL, MEASURED, throttle,
+                   "NVML's bits of why clocks are low, of any rank."),
+    DTRAIN__EACH_AT(DTRAIN__BASE("gpu_ecc_errors"), "nvml", DTRAIN__I, GPU_ECC, REAL, MEASURED,
+                   ecc, "Uncorrected ECC errors of all ranks' GPUs."),
+    DTRAIN__MEMORIES("memory_", DTRAIN__HELD, held, "held"),
+    DTRAIN__MEMORIES("predicted_", DTRAIN__PLANNED, planned, "predicted"),
+    DTRAIN__MEMORY("predicted_activation", DTRAIN__PLANNED, planned_passes,
+                   "predicted for activations and their gradients"),
+    DTRAIN__MEMORY("predicted", DTRAIN__PLANNED, planned.total, "that were predicted"),
+};
+/* clang-format on */
 
-/* Return a metric of one rank of the run, in the metric's unit; NaN: not measured, or ranks have
- * none. */
-DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
+/* ---- The values -------------------------------------------------------------------------------*/
+
+/* Complete the stream's copy of the record: figures that no rank has measured are NaN, as all are
+ * in a record without figures, and without a trainer, which would exchange them, the figures of
+ * this rank's GPU are all there are. Then compute the numbers that are no figures. Throttle reasons
+ * are the union of all ranks' bits, ECC errors the sum. Figures are fp32, which is exact below
+ * 2^24; NVML's reasons are bits up to 2^9. */
+static void dtrain__metrics_prepare(dtrain_metrics *metrics)
 {
+    const dtrain_spread unknown = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1, 0};
     const dtrain_metrics_sample *sample = &metrics->sample;
-    const int take = DTRAIN__TAKE_OF(id),
-              at = rank * (int)sample->figure_stride + DTRAIN__FIGURE_OF(id);
-    if (!take || take >= DTRAIN__TAKE_SPREAD_MIN || !sample->figures) return DTRAIN__NAN;
-    return dtrain__metric_unit(id) * (double)sample->figures[at];
-}
-
-/* Set the two GPU metrics that are neither a mean nor a maximum: throttle reasons are the union of
- * all ranks' bits, ECC errors the sum. Figures are fp32, which is exact below 2^24; NVML's reasons
- * are bits up to 2^9. */
-static void dtrain__fill_gpu_sums(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    const bool each = metrics->sample.figures != NULL;
-    const dtrain_spread *throttle = &record->figures[DTRAIN_FIGURE_GPU_THROTTLE];
-    const dtrain_spread *ecc = &record->figures[DTRAIN_FIGURE_GPU_ECC];
+    dtrain_step_record *r = &metrics->last;
+    dtrain_spread *figures = r->figures;
     uint64_t bits = 0;
     double errors = 0;
-    for (int r = 0; each && r < record->ranks; r++) {
-        const double one = dtrain__rank_value(metrics, DTRAIN__METRIC_GPU_THROTTLE, r);
-        const double lost = dtrain__rank_value(metrics, DTRAIN__METRIC_GPU_ECC, r);
-        if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;
-        if (dtrain__finite(lost)) errors += lost;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
+        const int gpu = f - DTRAIN_FIGURE_GPU_UTILIZATION;
+        if (r->ranks == 0 || figures[f].max_rank < 0) figures[f] = unknown;
+        if (metrics->desc.trainer || gpu < 0 || !dtrain__is_finite(metrics->nvml.figures[gpu]))
+            continue;
+        figures[f].mean = figures[f].max = (double)metrics->nvml.figures[gpu];
+        figures[f].max_rank = dtrain_world_rank(metrics->world);
     }
-    if (throttle->max_rank >= 0)
-        dtrain__set(metrics, DTRAIN__METRIC_GPU_THROTTLE, each ? (double)bits : throttle->max);
-    if (ecc->max_rank >= 0) dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, each ? errors : ecc->max);
-}
-
-/* Set the values of a step, but for those with DTRAIN_METRIC_FIXED, which are set once. */
-DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
-    const dtrain_spread *figures = record->figures;
-    const int ranks = record->ranks;
-    metrics->sample.step = record->step;
-    metrics->sample.wall_time = dtrain__wall_time();
-    metrics->sample.figures = trainer && ranks == trainer->ranks ? trainer->words : NULL;
-    metrics->sample.figure_stride = trainer ? trainer->word_count : 0;
-    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
-        if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
-    dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
-    dtrain__set_measured(metrics, DTRAIN__METRIC_VAL_LOSS, record->val_loss);
-    dtrain__set_measured(metrics, DTRAIN__METRIC_VAL_ACCURACY, record->val_accuracy);
-    dtrain__set(metrics, DTRAIN__METRIC_GRAD_NORM, record->grad_norm);
-    dtrain__set(metrics, DTRAIN__METRIC_LR, record->lr);
-    dtrain__set(metrics, DTRAIN__METRIC_TOKENS, (double)record->tokens);
-    dtrain__set(metrics, DTRAIN__METRIC_RATE, record->tokens_per_second);
-    dtrain__set(metrics, DTRAIN__METRIC_STEP, record->step_ms);
-    dtrain__set(metrics, DTRAIN__METRIC_COMM, record->comm_ms);
-    dtrain__set(metrics, DTRAIN__METRIC_EXPOSED_COMM, record->exposed_comm_ms);
-    dtrain__set(metrics, DTRAIN__METRIC_DATA, record->data_ms);
-    dtrain__set(metrics, DTRAIN__METRIC_COMM_BYTES, (double)record->comm_bytes);
-    if (record->loss_scale > 0) dtrain__set(metrics, DTRAIN__METRIC_LOSS_SCALE, record->loss_scale);
-    if (record->loss_scale > 0 || record->skipped_steps)
-        dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
-    /* kinds of collectives that any rank has used */
-    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const int figure = DTRAIN__FIGURE_OF(id);
-        const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
-        if (own || (ranks > 0 && figures[figure].max_rank >= 0 && figures[figure].max > 0))
-            dtrain__set(metrics, id, (double)own);
+    for (int rank = 0; sample->figures && rank < r->ranks; rank++) {
+        const float *own = sample->figures + (size_t)rank * sample->figure_stride;
+        const float reasons = own[DTRAIN_FIGURE_GPU_THROTTLE], lost = own[DTRAIN_FIGURE_GPU_ECC];
+        if (dtrain__is_finite(reasons) && reasons >= 0) bits |= (uint64_t)reasons;
+        if (dtrain__is_finite(lost)) errors += (double)lost;
     }
-    if (ranks && figures[DTRAIN_FIGURE_TENSOR_BYTES].max_rank >= 0)
-        dtrain__set(metrics, DTRAIN__METRIC_TENSOR_BYTES, (double)record->tensor_bytes);
-    if (ranks && figures[DTRAIN_FIGURE_PIPELINE_BYTES].max_rank >= 0)
-        dtrain__set(metrics, DTRAIN__METRIC_PIPELINE_BYTES, (double)record->pipeline_bytes);
-    /* without a trainer, which would exchange them, the figures of this rank's GPU */
-    for (int id = DTRAIN__METRIC_GPU_UTILIZATION; !trainer && id <= DTRAIN__METRIC_GPU_ECC; id++)
-        dtrain__set_measured(
-            metrics, id,
-            (double)metrics->nvml.figures[DTRAIN__FIGURE_OF(id) - DTRAIN_FIGURE_GPU_UTILIZATION]);
-    if (ranks == 0) return;
-    if (ranks > 1) {
-        dtrain__set(metrics, DTRAIN__METRIC_STRAGGLER, record->straggler_score);
-        dtrain__set(metrics, DTRAIN__METRIC_SLOWEST, record->slowest_rank);
-    }
-    /* what is made of the figures of all ranks; spreads need at least two */
-    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        const int take = DTRAIN__TAKE_OF(id);
-        const dtrain_spread *all = &figures[DTRAIN__FIGURE_OF(id)];
-        if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0) continue;
-        if (take >= DTRAIN__TAKE_SPREAD_MIN && ranks < 2) continue;
-        const double unit = dtrain__metric_unit(id);
-        const bool mean = take == DTRAIN__TAKE_MEAN || take == DTRAIN__TAKE_SPREAD_MEAN;
-        dtrain__set_measured(metrics, id,
-                             take == DTRAIN__TAKE_SPREAD_RANK  ? all->max_rank
-                             : take == DTRAIN__TAKE_SPREAD_MIN ? unit * all->min
-                             : mean                            ? unit * all->mean
-                                                               : unit * all->max);
-    }
-    dtrain__fill_gpu_sums(metrics, record);
+    metrics->throttle = sample->figures ? (double)bits : figures[DTRAIN_FIGURE_GPU_THROTTLE].max;
+    metrics->ecc = sample->figures ? errors : figures[DTRAIN_FIGURE_GPU_ECC].max;
     const double seconds = figures[DTRAIN_FIGURE_STEP].max;
     const double flops = figures[DTRAIN_FIGURE_FLOPS].mean;
-    if (!(flops > 0 && seconds > 0)) return;
-    const double rate = flops * ranks / seconds;
-    dtrain__set(metrics, DTRAIN__METRIC_FLOPS, rate);
-    if (metrics->desc.peak_flops > 0)
-        dtrain__set(metrics, DTRAIN__METRIC_PEAK_SHARE, rate / (ranks * metrics->desc.peak_flops));
+    metrics->flops = flops > 0 && seconds > 0 ? flops * r->ranks / seconds : DTRAIN__NAN;
+    metrics->peak_share = metrics->desc.peak_flops > 0
+                              ? metrics->flops / (r->ranks * metrics->desc.peak_flops)
+                              : DTRAIN__NAN;
 }
 
-/* Set the metrics of memory that are held or predicted, which begin with `first`. */
-static void dtrain__set_memory(dtrain_metrics *metrics, int first, const dtrain_memory *memory)
-{
-    const uint64_t bytes[] = {memory->params, memory->grads, memory->optimizer, memory->buffers,
-                              memory->host}; /* in the order of DTRAIN__HELD_LIST */
-    for (int i = 0; i < (int)(sizeof bytes / sizeof *bytes); i++)
-        dtrain__set(metrics, first + i, (double)bytes[i]);
-}
-
-/* Set the bytes that the rank holds, and those that a plan predicts. A loss that cannot be planned
- * has no prediction, and a reason in no_plan. */
-DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
+/* List the metrics of the last step; before the first one only those that are fixed. */
+DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics)
 {
     const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
-    dtrain_memory held, planned;
-    memset(&held, 0, sizeof held);
-    memset(&planned, 0, sizeof planned);
-    snprintf(metrics->no_plan, sizeof metrics->no_plan, "desc has no trainer");
-    if (!trainer) return;
-    const dtrain_result result = trainer->memory(metrics->desc.trainer, &held, &planned);
-    dtrain__set_memory(metrics, DTRAIN__METRIC_MEMORY_PARAM, &held);
-    snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s",
-             result == DTRAIN_OK ? "" : dtrain_last_error());
-    if (result != DTRAIN_OK) return;
-    dtrain__set_memory(metrics, DTRAIN__METRIC_PREDICTED_PARAM, &planned);
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_ACTIVATION,
-                (double)(planned.activations + planned.activation_grads));
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)planned.total);
+    dtrain_metrics_sample *sample = &metrics->sample;
+    const dtrain_step_record *r = &metrics->last;
+    const bool begun = metrics->summary.steps > 0;
+    bool holds[DTRAIN__RULES] = {begun, begun, begun, begun, false, false, false, false};
+    holds[DTRAIN__SCALED] = begun && (r->loss_scale > 0 || r->skipped_steps);
+    holds[DTRAIN__RANKS] = begun && r->ranks > 1;
+    holds[DTRAIN__HELD] = trainer != NULL;
+    holds[DTRAIN__PLANNED] = !metrics->no_plan[0];
+    sample->step = r->step;
+    sample->wall_time = dtrain__wall_time();
+    sample->figures = trainer && r->ranks == trainer->ranks ? trainer->words : NULL;
+    sample->figure_stride = trainer ? trainer->word_count : 0;
+    sample->count = 0;
+    dtrain__metrics_prepare(metrics);
+    for (size_t i = 0; i < sizeof dtrain__metric_rows / sizeof *dtrain__metric_rows; i++) {
+        const dtrain__metric_row *row = &dtrain__metric_rows[i];
+        const void *at = (const char *)metrics + row->at;
+        const dtrain_spread *figure = row->shown.figure < 0 ? NULL : &r->figures[row->shown.figure];
+        double value = DTRAIN__NAN;
+        if (!holds[row->rule]) continue;
+        if (row->rule == DTRAIN__MEASURED && figure && figure->max_rank < 0) continue;
+        if (row->rule == DTRAIN__USED && !(figure->max > 0)) continue;
+        if (row->type == DTRAIN__COUNT) value = (double)*(const uint64_t *)at;
+        else if (row->type != DTRAIN__INT) value = *(const double *)at;
+        else if (*(const int *)at >= 0) value = *(const int *)at;
+        if (row->rule != DTRAIN__ALWAYS && !dtrain__finite(value)) continue;
+        if (row->rule == DTRAIN__POSITIVE && !(value > 0)) continue;
+        metrics->metrics[sample->count] = row->shown;
+        metrics->metrics[sample->count++].value =
+            row->type == DTRAIN__SECONDS ? 1e3 * value : value;
+    }
+    for (int i = 0; i < DTRAIN_ADDED_FIGURES; i++) {
+        const char *name = r->added[i].name;
+        const dtrain_metric added = {DTRAIN__BASE(name),     "added", 0, -1, r->added[i].value,
+                                     "Added by the program."};
+        if (name) metrics->metrics[sample->count++] = added;
+    }
 }
 
 /* ==== src/monitor/file.c ====================================================================== */
 
-/* Text, and files that cannot stop a training
+/* Numbers, and files that cannot stop a training
  *
  * A pipe without a reader (SIGPIPE) or a limit on the size of files (SIGXFSZ) is an error of the
  * write here, not the end of the process. A record that was written in part is cut off again, so
  * that a disk that is full for a while costs whole records, and readers never see half of one. A
  * pipe cannot be cut: there the next record begins with a line end. */
 
-/* Begin a record in the text that all writers share. */
 DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
 {
     metrics->text.bytes = 0;
@@ -34703,7 +34535,7 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
  * 0.100000001; nine are always enough), or an integer whole; or the format's word for NaN, for
  * infinity or for minus infinity. The decimal point of the host's locale, of several bytes even,
  * becomes a point. */
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
+DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
                                          const char *nan, const char *inf, const char *minus_inf)
 {
     char number[64];
@@ -34713,8 +34545,7 @@ DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint3
         dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
         return;
     }
-    if (flags & DTRAIN_METRIC_INTEGER)
-        snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
+    if (integer) snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
     else {
         const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
         for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
@@ -34730,60 +34561,45 @@ DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint3
     dtrain__text_append(text, number, bytes);
 }
 
+/* Write all bytes, or *written of them. A signal that a failed write causes is blocked and
+ * accepted, unless one was pending before. */
+static bool dtrain__records_write(const dtrain__records *file, const void *data, size_t bytes,
+                                  size_t *written)
+{
+    const struct timespec at_once = {0, 0};
+    sigset_t set, pending, blocked;
+    sigemptyset(&pending);
+    sigemptyset(&set);
+    sigaddset(&set, SIGPIPE);
+    sigaddset(&set, SIGXFSZ);
+    sigpending(&pending);
+    pthread_sigmask(SIG_BLOCK, &set, &blocked);
+    errno = 0;
+    *written = 0;
+    if (file->stream) {
+        if (fwrite(data, 1, bytes, file->stream) == bytes && fflush(file->stream) == 0)
+            *written = bytes;
+        else clearerr(file->stream);
+    }
+    for (ssize_t wrote = 0; !file->stream && *written < bytes; *written += (size_t)wrote) {
+        wrote = write(file->fd, (const char *)data + *written, bytes - *written);
+        if (wrote < 0 && errno == EINTR) wrote = 0;
+        else if (wrote <= 0) break;
+    }
+    const int error = errno;
+    sigemptyset(&set);
+    if (error == EPIPE && sigismember(&pending, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
+    if (error == EFBIG && sigismember(&pending, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
+    if (error == EPIPE || error == EFBIG) sigtimedwait(&set, NULL, &at_once);
+    pthread_sigmask(SIG_SETMASK, &blocked, NULL);
+    errno = error;
+    return *written == bytes;
+}
+
 /* Leave the error of a file: what could not be done, and why by errno. */
 DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, done, strerror(errno));
-}
-
-/* Block the signals of a failed write in this thread ... */
-DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet)
-{
-    sigset_t set;
-    sigemptyset(&quiet->pending);
-    sigemptyset(&set);
-    sigaddset(&set, SIGPIPE);
-    sigaddset(&set, SIGXFSZ);
-    sigpending(&quiet->pending);
-    pthread_sigmask(SIG_BLOCK, &set, &quiet->blocked);
-}
-
-/* ... and accept one that the write has caused, unless one was pending before. errno stays. */
-DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
-{
-    const struct timespec at_once = {0, 0};
-    const int error = errno;
-    sigset_t set;
-    sigemptyset(&set);
-    if (error == EPIPE && sigismember(&quiet->pending, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
-    if (error == EFBIG && sigismember(&quiet->pending, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
-    if (error == EPIPE || error == EFBIG) sigtimedwait(&set, NULL, &at_once);
-    pthread_sigmask(SIG_SETMASK, &quiet->blocked, NULL);
-    errno = error;
-}
-
-/* Write all bytes, or *written of them. */
-static bool dtrain__write_some(int fd, const void *data, size_t bytes, size_t *written)
-{
-    dtrain__quiet quiet;
-    ssize_t wrote = 0;
-    dtrain__quiet_begin(&quiet);
-    errno = 0;
-    for (*written = 0; *written < bytes; *written += (size_t)wrote) {
-        wrote = write(fd, (const char *)data + *written, bytes - *written);
-        if (wrote < 0 && errno == EINTR) wrote = 0;
-        else if (wrote <= 0) break;
-    }
-    dtrain__quiet_end(&quiet);
-    return *written == bytes;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
-                                                size_t bytes)
-{
-    size_t written;
-    const bool all = dtrain__write_some(fd, data, bytes, &written);
-    return all ? DTRAIN_OK : dtrain__file_fail(path, "written");
 }
 
 /* Open a file to append records to. It does not block: training must not wait for the reader of a
@@ -34795,6 +34611,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
     char block[4096];
     struct stat status;
     const int how = O_WRONLY | O_CREAT | O_APPEND | O_NOCTTY | O_NONBLOCK;
+    file->stream = NULL;
     file->path = path;
     file->torn = false;
     file->size = -1;
@@ -34827,17 +34644,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
 {
     size_t written = 0;
     if (record->failed) return DTRAIN_ERROR_MEMORY;
-    if (file->torn) {
-        DTRAIN__TRY(dtrain__write_all(file->fd, file->path, "\n", 1));
+    if (file->torn && dtrain__records_write(file, "\n", 1, &written)) {
         if (file->size >= 0) file->size++;
         file->torn = false;
     }
-    if (dtrain__write_some(file->fd, record->at, record->bytes, &written)) {
+    if (!file->torn && dtrain__records_write(file, record->at, record->bytes, &written)) {
         if (file->size >= 0) file->size += (int64_t)record->bytes;
         return DTRAIN_OK;
     }
     const dtrain_result failed = dtrain__file_fail(file->path, "written");
-    if (written > 0) file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
+    if (written > 0 && !file->stream)
+        file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
     return failed;
 }
 
@@ -34892,23 +34709,6 @@ static const char *dtrain__console_time_left(const dtrain_metrics *metrics, char
     return word;
 }
 
-DTRAIN__PRINTF(2, 3)
-static dtrain_result dtrain__console_write(const dtrain_metrics *metrics, const char *format, ...)
-{
-    FILE *file = metrics->desc.progress;
-    dtrain__quiet quiet;
-    va_list args;
-    va_start(args, format);
-    dtrain__quiet_begin(&quiet);
-    errno = 0;
-    const bool written = vfprintf(file, format, args) >= 0 && fflush(file) == 0;
-    dtrain__quiet_end(&quiet);
-    va_end(args);
-    if (written) return DTRAIN_OK;
-    clearerr(file);
-    return dtrain__file_fail("the progress", "written");
-}
-
 /* Write the steps done in whole percent, rounded down so that 100% is the end; "-" when unknown. */
 static const char *dtrain__console_done(const dtrain_metrics *metrics, char *word)
 {
@@ -34918,31 +34718,34 @@ static const char *dtrain__console_done(const dtrain_metrics *metrics, char *wor
     return word;
 }
 
-/* Draw the live line over itself. '\r' goes back over one row only, so figures that the width of
- * the terminal has no room for are left out: two spaces stand before each, the most important
- * first. The bar needs a terminal of 60 columns. */
-static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
+/* Add the live line, over the one before. '\r' goes back over one row only, so figures that the
+ * width of the terminal has no room for are left out: two spaces stand before each, the most
+ * important first. The bar needs a terminal of 60 columns. */
+static void dtrain__console_draw(dtrain_metrics *metrics, dtrain__text *line)
 {
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step, total = metrics->desc.total_steps;
     char rate[DTRAIN__CONSOLE_WORD], word[DTRAIN__CONSOLE_WORD], bar[] = "[          ]";
-    dtrain__text *line = dtrain__record_begin(metrics);
-    size_t bar_at = 0, bar_end = 0;
     struct winsize size;
     const bool known = ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0;
     const size_t room = known && size.ws_col > 1 ? size.ws_col - 1u : 79;
+    dtrain__text_add(line, "\r");
+    size_t begin = line->bytes; /* of what has a width */
     dtrain__text_add(line, "step %lld", (long long)done);
     if (total > 0) {
         const int64_t width = (int64_t)sizeof bar - 3;
         const int64_t filled =
             done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
+        const char *color = metrics->console.color ? "\033[32m" : "";
+        const char *plain = metrics->console.color ? "\033[0m" : "";
         memset(bar + 1, '=', (size_t)filled);
         if (filled < width) bar[1 + filled] = '>';
         dtrain__text_add(line, "/%lld ", (long long)total);
-        bar_at = line->bytes;
-        dtrain__text_add(line, "%s", room < 59 ? "" : bar);
-        bar_end = line->bytes;
-        dtrain__text_add(line, "%s%s", room < 59 ? "" : " ", dtrain__console_done(metrics, word));
+        if (room >= 59) {
+            dtrain__text_add(line, "%s%s%s ", color, bar, plain);
+            begin += strlen(color) + strlen(plain);
+        }
+        dtrain__text_add(line, "%s", dtrain__console_done(metrics, word));
         dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, word));
     }
     dtrain__text_add(line, "  loss %.4f  |g| %.3f  lr %.1e  %s tok/s  %.1f ms", r->loss,
@@ -34951,79 +34754,64 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
     if (dtrain_comm_size(metrics->comm) > 1)
         dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
     if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
-    if (line->failed) return DTRAIN_ERROR_MEMORY;
-    if (line->bytes > room) {
-        size_t end = room;
-        while (end > 0 && memcmp(line->at + end, "  ", 2) != 0) end--;
-        line->bytes = end > 0 ? end : room; /* not even the first fits: a part of it */
+    if (!line->failed && line->bytes - begin > room) {
+        size_t end = begin + room;
+        while (end > begin && memcmp(line->at + end, "  ", 2) != 0) end--;
+        line->bytes = end > begin ? end : begin + room; /* not even the first: a part of it */
     }
-    if (!metrics->console.color) bar_at = bar_end = 0;
-    return dtrain__console_write(metrics, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line->at,
-                                 bar_end ? "\033[32m" : "", (int)(bar_end - bar_at),
-                                 line->at + bar_at, bar_end ? "\033[0m" : "",
-                                 (int)(line->bytes - bar_end), line->at + bar_end);
+    dtrain__text_add(line, "\033[K");
 }
 
-/* Show a step. On a terminal an evaluation is a line that stays, with the live line below it. A
- * table has rows of the first step, every progress_every-th, evaluated ones and the last; each of
- * its columns is one word, so that awk and sort can read it as well. */
-DTRAIN__PRIVATE dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
+/* Show a step. On a terminal an evaluation is a line that stays, with the live line below it; the
+ * end draws the last step, which may have come too soon after another one. A table has rows of the
+ * first step, every progress_every-th, evaluated ones and the last; each of its columns is one
+ * word, so that awk and sort can read it as well. */
+DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    const dtrain_step_record *r = sample->record;
-    const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
-    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], val[DTRAIN__CONSOLE_WORD] = "-";
-    char share[DTRAIN__CONSOLE_WORD];
-    dtrain_result result = DTRAIN_OK, last;
+    dtrain__records *file = &metrics->console.file;
+    dtrain__text *text = dtrain__record_begin(metrics);
+    const dtrain_step_record *r = &metrics->last;
+    const bool evaluated = dtrain__finite(r->val_loss),
+               end = sample->moment == DTRAIN_METRICS_FINISH;
+    if (sample->moment == DTRAIN_METRICS_OPEN) { /* ask whether lines can be redrawn, and colored */
+        const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
+        file->stream = metrics->desc.progress;
+        file->path = "the progress";
+        metrics->console.terminal = fileno(file->stream) >= 0 && isatty(fileno(file->stream)) &&
+                                    term && term[0] && strcmp(term, "dumb") != 0;
+        metrics->console.color = !no_color || !no_color[0];
+        return DTRAIN_OK;
+    }
     if (metrics->console.terminal) {
         const double now = dtrain_seconds();
-        if (evaluated)
-            result = dtrain__console_write(metrics, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                                           (long long)r->step, r->loss, r->val_loss);
-        else if (now < metrics->console.redraw_at) return DTRAIN_OK;
+        if (metrics->summary.steps == 0) return DTRAIN_OK;
+        if (!end && evaluated)
+            dtrain__text_add(text, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+                             (long long)r->step, r->loss, r->val_loss);
+        else if (!end && now < metrics->console.redraw_at) return DTRAIN_OK;
         metrics->console.redraw_at = now + 0.1;
-        last = dtrain__console_draw(metrics);
-        return result == DTRAIN_OK ? last : result;
+        dtrain__console_draw(metrics, text);
+        if (end) dtrain__text_add(text, "\n");
+    } else {
+        if (end ||
+            (metrics->summary.steps != 1 && !evaluated &&
+             r->step % metrics->desc.progress_every != 0 && r->step != metrics->desc.total_steps))
+            return DTRAIN_OK;
+        char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], share[DTRAIN__CONSOLE_WORD];
+        char val[DTRAIN__CONSOLE_WORD] = "-";
+        if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
+        if (metrics->summary.steps == 1)
+            dtrain__text_add(text, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n", "step",
+                             "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms",
+                             "exposed", "data_ms", "eta", "done");
+        dtrain__text_add(text, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
+                         (long long)r->step, r->loss, val, r->grad_norm, r->lr,
+                         dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
+                         r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
+                         dtrain__console_done(metrics, share));
     }
-    if (!first && !evaluated && r->step % metrics->desc.progress_every != 0 &&
-        r->step != metrics->desc.total_steps)
-        return DTRAIN_OK;
-    if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
-    if (first)
-        result = dtrain__console_write(metrics, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n",
-                                       "step", "loss", "val_loss", "grad_norm", "lr", "tok/s",
-                                       "step_ms", "comm_ms", "exposed", "data_ms", "eta", "done");
-    last = dtrain__console_write(
-        metrics, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
-        (long long)r->step, r->loss, val, r->grad_norm, r->lr,
-        dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
-        r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
-        dtrain__console_done(metrics, share));
-    return result == DTRAIN_OK ? last : result;
-}
-
-/* Draw the last step, which may have come too soon after another one, and end the live line. */
-DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    if (!metrics->console.terminal || summary->steps == 0) return DTRAIN_OK;
-    const dtrain_result drawn = dtrain__console_draw(metrics);
-    const dtrain_result ended = dtrain__console_write(metrics, "\n");
-    return drawn == DTRAIN_OK ? ended : drawn;
-}
-
-/* Ask whether the file is a terminal that can redraw the live line, and may have colors. */
-DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
-                                                   const dtrain_metrics_sample *sample)
-{
-    dtrain__console *console = &((dtrain_metrics *)user)->console;
-    FILE *file = desc->progress;
-    const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    (void)sample;
-    console->terminal =
-        fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;
-    console->color = !no_color || !no_color[0];
-    return DTRAIN_OK;
+    return dtrain__records_append(file, text);
 }
 
 /* ==== src/monitor/lines.c ===================================================================== */
@@ -35031,107 +34819,88 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metr
 /* A JSON line a step: monitor/metrics.h has its keys. */
 
 /* Add `, "key": value`. */
-static void dtrain__json_add(dtrain__text *text, const char *key, double value, uint32_t flags)
+static void dtrain__json_add(dtrain__text *text, const char *key, double value, bool integer)
 {
     dtrain__text_add(text, ", \"%s\": ", key);
-    dtrain__text_number(text, value, flags, "null", "null", "null");
+    dtrain__text_number(text, value, integer, "null", "null", "null");
 }
 
-/* Add the metrics of which DTRAIN_METRIC_FIXED is set, or not. */
-static void dtrain__json_add_known(dtrain__text *text, const dtrain_metrics_sample *sample,
-                                   uint32_t fixed)
+static void dtrain__json_add_summary(dtrain__text *text, const dtrain_metrics *metrics,
+                                     const dtrain_summary *s)
 {
-    for (size_t i = 0; i < sample->count; i++)
-        if (sample->known[i] && (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) == fixed)
-            dtrain__json_add(text, sample->metrics[i].name, sample->values[i],
-                             sample->metrics[i].flags);
-    dtrain__text_add(text, "}\n");
+    dtrain__json_add(text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, true);
+    dtrain__json_add(text, "loss", s->last_loss, false);
+    if (dtrain__finite(s->val_loss)) dtrain__json_add(text, "val_loss", s->val_loss, false);
+    if (dtrain__finite(s->val_accuracy))
+        dtrain__json_add(text, "val_accuracy", s->val_accuracy, false);
+    dtrain__json_add(text, "ranks", dtrain_comm_size(metrics->comm), true);
+    dtrain__json_add(text, "steps", (double)s->steps, true);
+    dtrain__json_add(text, "tokens", (double)s->tokens, true);
+    dtrain__json_add(text, "first_loss", s->first_loss, false);
+    dtrain__json_add(text, "last_loss", s->last_loss, false);
+    dtrain__json_add(text, "seconds", s->seconds, false);
+    dtrain__json_add(text, "tokens_per_second", s->tokens_per_second, false);
+    dtrain__json_add(text, "step_ms", s->step_ms, false);
+    dtrain__json_add(text, "comm_ms", s->comm_ms, false);
+    dtrain__json_add(text, "exposed_comm_ms", s->exposed_comm_ms, false);
+    dtrain__json_add(text, "data_ms", s->data_ms, false);
+    dtrain__json_add(text, "scaling", s->scaling, false);
+    dtrain__json_add(text, "comm_bytes", (double)s->comm_bytes, true);
+    if (s->tensor_bytes) dtrain__json_add(text, "tensor_bytes", (double)s->tensor_bytes, true);
+    if (s->pipeline_bytes)
+        dtrain__json_add(text, "pipeline_bytes", (double)s->pipeline_bytes, true);
 }
 
-/* Add a time in seconds with milliseconds, whatever the decimal point of the host's locale is. */
-static void dtrain__add_time(dtrain__text *text, double seconds)
-{
-    const long long ms = (long long)(1e3 * seconds);
-    dtrain__text_add(text, "%lld.%03lld", ms / 1000, ms % 1000);
-}
-
-/* Begin with a line that says what runs, how it is divided, and where. */
-DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
-                                                 const dtrain_metrics_sample *sample)
+/* Write a line that says what runs, how it is divided and where, a line of a step, or the line of
+ * the summary, which has the metrics that are fixed. */
+DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
+    const dtrain_metrics_desc *desc = &metrics->desc;
+    dtrain__records *file = &metrics->jsonl;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain_device_info device;
-    dtrain_strategy_info how;
-    dtrain_world_info world;
-    char host[65] = "";
-    (void)gethostname(host, sizeof host - 1);
-    dtrain_world_query(metrics->world, &world);
-    const dtrain__trainer_view *trainer = dtrain__trainer_seen(desc->trainer);
-    dtrain_strategy_query(trainer ? trainer->state.strategy : NULL, &how);
-    DTRAIN__TRY(dtrain_device_query(dtrain_world_device(metrics->world), &device));
-    const char *const texts[][2] = {{"run", desc->run_name},
-                                    {"host", host},
-                                    {"device", device.name},
-                                    {"strategy", how.name},
-                                    {"config", desc->config}};
-    dtrain__text_add(text, "{\"start\": true, \"wall_time\": ");
-    dtrain__add_time(text, sample->wall_time);
-    dtrain__text_add(text,
-                     ", \"dtrain\": \"%s\", \"first_step\": %lld, \"ranks\": %d, \"nodes\": %d, "
-                     "\"threads\": %u, \"shard_ranks\": %d, \"replicas\": %d, \"parameters\": %llu",
-                     DTRAIN_VERSION_STRING, (long long)desc->first_step,
-                     dtrain_comm_size(metrics->comm), world.node_count, world.threads,
-                     how.shard_ranks, how.replicas, (unsigned long long)how.total_elements);
-    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
-        dtrain__text_add(text, ", \"%s\": ", texts[i][0]);
-        dtrain__text_add_string(text, texts[i][1] ? texts[i][1] : "");
+    const bool open = sample->moment == DTRAIN_METRICS_OPEN, end = sample->summary != NULL;
+    /* milliseconds, whatever the decimal point of the host's locale is */
+    const long long ms = (long long)(1e3 * (end ? dtrain__wall_time() : sample->wall_time));
+    if (open || end) dtrain__text_add(text, open ? "{\"start\": true" : "{\"final\": true");
+    else dtrain__text_add(text, "{\"step\": %lld", (long long)sample->step);
+    dtrain__text_add(text, ", \"wall_time\": %lld.%03lld", ms / 1000, ms % 1000);
+    if (open) {
+        const dtrain__trainer_view *trainer = dtrain__trainer_seen(desc->trainer);
+        dtrain_device_info device;
+        dtrain_strategy_info how;
+        dtrain_world_info world;
+        char host[65] = "";
+        (void)gethostname(host, sizeof host - 1);
+        dtrain_world_query(metrics->world, &world);
+        dtrain_strategy_query(trainer ? trainer->state.strategy : NULL, &how);
+        DTRAIN__TRY(dtrain_device_query(dtrain_world_device(metrics->world), &device));
+        const char *const texts[][2] = {
+            {"dtrain", DTRAIN_VERSION_STRING}, {"run", desc->run_name}, {"host", host},
+            {"device", device.name},           {"strategy", how.name},  {"config", desc->config}};
+        dtrain__json_add(text, "first_step", (double)desc->first_step, true);
+        dtrain__json_add(text, "ranks", dtrain_comm_size(metrics->comm), true);
+        dtrain__json_add(text, "nodes", world.node_count, true);
+        dtrain__json_add(text, "threads", world.threads, true);
+        dtrain__json_add(text, "shard_ranks", how.shard_ranks, true);
+        dtrain__json_add(text, "replicas", how.replicas, true);
+        dtrain__json_add(text, "parameters", (double)how.total_elements, true);
+        for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+            dtrain__text_add(text, ", \"%s\": ", texts[i][0]);
+            dtrain__text_add_string(text, texts[i][1] ? texts[i][1] : "");
+        }
+        DTRAIN__TRY(dtrain__records_open(file, desc->jsonl_path, desc->append));
+    }
+    if (end) dtrain__json_add_summary(text, metrics, sample->summary);
+    for (size_t i = 0; !open && i < sample->count; i++) {
+        const dtrain_metric *metric = &sample->metrics[i];
+        if (!(metric->flags & DTRAIN_METRIC_FIXED) != end)
+            dtrain__json_add(text, metric->name, metric->value,
+                             metric->flags & DTRAIN_METRIC_INTEGER);
     }
     dtrain__text_add(text, "}\n");
-    DTRAIN__TRY(dtrain__records_open(&metrics->jsonl, desc->jsonl_path, desc->append));
-    return dtrain__records_append(&metrics->jsonl, text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "{\"step\": %lld, \"wall_time\": ", (long long)sample->step);
-    dtrain__add_time(text, sample->wall_time);
-    dtrain__json_add_known(text, sample, 0);
-    return dtrain__records_append(&metrics->jsonl, text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    const uint32_t integer = DTRAIN_METRIC_INTEGER;
-    dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "{\"final\": true, \"wall_time\": ");
-    dtrain__add_time(text, dtrain__wall_time());
-    dtrain__json_add(text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
-    dtrain__json_add(text, "loss", s->last_loss, 0);
-    if (dtrain__finite(s->val_loss)) dtrain__json_add(text, "val_loss", s->val_loss, 0);
-    if (dtrain__finite(s->val_accuracy)) dtrain__json_add(text, "val_accuracy", s->val_accuracy, 0);
-    dtrain__json_add(text, "ranks", dtrain_comm_size(metrics->comm), integer);
-    dtrain__json_add(text, "steps", (double)s->steps, integer);
-    dtrain__json_add(text, "tokens", (double)s->tokens, integer);
-    dtrain__json_add(text, "first_loss", s->first_loss, 0);
-    dtrain__json_add(text, "last_loss", s->last_loss, 0);
-    dtrain__json_add(text, "seconds", s->seconds, 0);
-    dtrain__json_add(text, "tokens_per_second", s->tokens_per_second, 0);
-    dtrain__json_add(text, "step_ms", s->step_ms, 0);
-    dtrain__json_add(text, "comm_ms", s->comm_ms, 0);
-    dtrain__json_add(text, "exposed_comm_ms", s->exposed_comm_ms, 0);
-    dtrain__json_add(text, "data_ms", s->data_ms, 0);
-    dtrain__json_add(text, "scaling", s->scaling, 0);
-    dtrain__json_add(text, "comm_bytes", (double)s->comm_bytes, integer);
-    if (s->tensor_bytes) dtrain__json_add(text, "tensor_bytes", (double)s->tensor_bytes, integer);
-    if (s->pipeline_bytes)
-        dtrain__json_add(text, "pipeline_bytes", (double)s->pipeline_bytes, integer);
-    dtrain__json_add_known(text, &metrics->sample, DTRAIN_METRIC_FIXED);
-    const dtrain_result result = dtrain__records_append(&metrics->jsonl, text);
-    const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
+    const dtrain_result result = dtrain__records_append(file, text);
+    const dtrain_result closed = end ? dtrain__records_close(file) : DTRAIN_OK;
     return result == DTRAIN_OK ? closed : result;
 }
 
@@ -35154,137 +34923,116 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
  *
  * Values that are not finite are NaN, +Inf and -Inf. */
 
-/* A metric of the file, which begins with its first sample. */
-typedef struct dtrain__metric_family {
-    const char *prefix, *name; /* dtrain_PREFIXNAME */
-    const char *help, *more;   /* its sentences */
-    bool counter, begun;
-} dtrain__metric_family;
-
-/* Add a sample, with labels besides that of the run, whose name is escaped. */
-static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_family *f,
-                                   const char *labels, double value)
+/* Add a sample of dtrain_PREFIXNAME, with labels besides that of the run, whose name is escaped.
+ * The first of a metric comes with its help and its type. */
+static void dtrain__prometheus_add(dtrain_metrics *metrics, const char *prefix,
+                                   const dtrain_metric *m, double value, const char *labels,
+                                   bool first)
 {
     dtrain__text *text = &metrics->text;
     const bool whole = value == floor(value) && fabs(value) < 9e15;
-    if (!f->begun)
-        dtrain__text_add(text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", f->prefix,
-                         f->name, f->help, f->more, f->prefix, f->name,
-                         f->counter ? "counter" : "gauge");
-    f->begun = true;
-    dtrain__text_add(text, "dtrain_%s%s{run=\"", f->prefix, f->name);
+    if (first)
+        dtrain__text_add(text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", prefix, m->base,
+                         m->help, prefix[0] ? " Here: of each rank." : "", prefix, m->base,
+                         m->flags & DTRAIN_METRIC_COUNTER && !prefix[0] ? "counter" : "gauge");
+    dtrain__text_add(text, "dtrain_%s%s{run=\"", prefix, m->base);
     for (const char *at = metrics->desc.run_name; *at; at++) {
         if (strchr("\n\\\"", *at)) dtrain__text_append(text, "\\", 1);
         dtrain__text_append(text, *at == '\n' ? "n" : at, 1);
     }
     dtrain__text_add(text, "\"%s} ", labels);
-    dtrain__text_number(text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
+    dtrain__text_number(text, value, whole, "NaN", "+Inf", "-Inf");
     dtrain__text_append(text, "\n", 1);
 }
 
-/* Write one number of the whole run. */
-static void dtrain__prometheus_one(dtrain_metrics *metrics, const char *name, const char *help,
-                                   bool counter, double value)
-{
-    dtrain__metric_family family = {"", name, help, "", counter, false};
-    dtrain__prometheus_add(metrics, &family, "", value);
-}
-
-/* Replace the file by one with all metrics; after a failure the version before is still there. */
+/* Replace the file by one with the state of the run, the last evaluation and all metrics; after a
+ * failure the version before is still there. */
 static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
 {
-    dtrain__prometheus *p = &metrics->prometheus;
-    const dtrain_metric *table = dtrain__metric_table();
-    const char *path = metrics->desc.prometheus_path;
+    const dtrain_metrics_sample *sample = &metrics->sample;
+    const dtrain_summary *s = &metrics->summary;
     const dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__metric_family sent = {
-        "", "sent_bytes_total", "Bytes that rank 0 sent, by kind of collective.", "", true, false};
-    char label[64];
-    dtrain__prometheus_one(metrics, "finished", "1 when the run is over.", false, finished);
-    dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true,
-                           (double)metrics->summary.steps);
-    if (metrics->summary.steps > 0) {
-        dtrain__prometheus_one(metrics, "step", "Number of the last step, from 1.", false,
-                               (double)metrics->last.step);
-        dtrain__prometheus_one(
-            metrics, "last_step_timestamp_seconds",
-            "When the last step was reported, in whole seconds.", false,
-            floor(metrics->sample.wall_time)); /* nine digits would be tens of them */
-    }
-    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        const dtrain_metric *row = &table[id];
-        dtrain__metric_family each = {"rank_", row->base, row->help, " Here: of each rank.",
-                                      false,   false};
-        bool known = metrics->known[id];
-        double value = metrics->values[id];
-        /* of the last evaluation, not just in its second */
-        if (id == DTRAIN__METRIC_VAL_LOSS)
-            known = dtrain__finite(value = metrics->summary.val_loss);
-        if (id == DTRAIN__METRIC_VAL_ACCURACY)
-            known = dtrain__finite(value = metrics->summary.val_accuracy);
-        if (!known) continue;
-        dtrain__prometheus_one(metrics, row->base, row->help,
-                               (row->flags & DTRAIN_METRIC_COUNTER) != 0, value * row->base_scale);
-        for (int r = 0; row->flags & DTRAIN_METRIC_RANKS && r < metrics->last.ranks; r++) {
-            value = dtrain__rank_value(metrics, id, r);
+    const uint32_t counter = DTRAIN_METRIC_COUNTER;
+    const double steps = (double)s->steps, unknown = DTRAIN__NAN;
+    const dtrain_metric rows[] = {
+        {"", "finished", 1, "", 0, -1, (double)finished, "1 when the run is over."},
+        {"", "steps_total", 1, "", counter, -1, steps, "Steps that this run has made."},
+        {"", "step", 1, "", 0, -1, steps > 0 ? (double)sample->step : unknown,
+         "Number of the last step, from 1."},
+        {"", "last_step_timestamp_seconds", 1, "", 0, -1, /* nine digits would be tens of them */
+         steps > 0 ? floor(sample->wall_time) : unknown,
+         "When the last step was reported, in whole seconds."},
+        {"", "val_loss", 1, "", 0, -1, s->val_loss, "Mean loss of the last evaluation."},
+        {"", "val_accuracy", 1, "", 0, -1, s->val_accuracy,
+         "Share of right answers in the last evaluation, 0 to 1."},
+        {"", "sent_bytes_total", 1, "", counter, -1, unknown,
+         "Bytes that rank 0 sent, by kind of collective."},
+    };
+    const size_t count = sizeof rows / sizeof *rows;
+    char *next = metrics->prometheus.next, label[64];
+    dtrain__records file;
+    bool first = true;
+    for (size_t i = 0; i < count; i++)
+        if (dtrain__finite(rows[i].value))
+            dtrain__prometheus_add(metrics, "", &rows[i], rows[i].value, "", true);
+    for (size_t i = 0; i < sample->count; i++) {
+        const dtrain_metric *m = &sample->metrics[i];
+        first = true;
+        if (strcmp(m->group, "loss") == 0 && strcmp(m->name, "loss") != 0) continue; /* above */
+        dtrain__prometheus_add(metrics, "", m, m->value * m->base_scale, "", true);
+        for (int r = 0; m->figure >= 0 && sample->figures && r < metrics->last.ranks; r++) {
+            const size_t at = (size_t)r * sample->figure_stride + (size_t)m->figure;
+            if (!dtrain__is_finite(sample->figures[at])) continue;
             snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
-            if (dtrain__finite(value))
-                dtrain__prometheus_add(metrics, &each, label, value * row->base_scale);
+            dtrain__prometheus_add(metrics, "rank_", m, (double)sample->figures[at], label, first);
+            first = false;
         }
     }
-    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const int kind = (int)(strlen(table[id].name) - strlen("_bytes"));
-        snprintf(label, sizeof label, ",op=\"%.*s\"", kind, table[id].name);
-        if (p->kind_bytes[id] > 0) dtrain__prometheus_add(metrics, &sent, label, p->kind_bytes[id]);
+    first = true;
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
+        const char *name = metrics->prometheus.sent_names[kind];
+        const double sent = metrics->prometheus.sent[kind];
+        if (!(sent > 0)) continue;
+        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
+        dtrain__prometheus_add(metrics, "", &rows[count - 1], sent, label, first);
+        first = false;
     }
-    if (text->failed) return DTRAIN_ERROR_MEMORY;
-    const int file = dtrain__open_new(p->next);
-    if (file < 0) return dtrain__file_fail(p->next, "opened");
-    dtrain_result result = dtrain__write_all(file, p->next, text->at, text->bytes);
-    const bool closed = close(file) == 0 || errno == EINTR;
-    if (result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
-        result = dtrain__file_fail(path, "replaced");
-    if (result != DTRAIN_OK) unlink(p->next);
+    snprintf(next, strlen(metrics->desc.prometheus_path) + sizeof DTRAIN__NEXT, "%s" DTRAIN__NEXT,
+             metrics->desc.prometheus_path);
+    (void)unlink(next);
+    DTRAIN__TRY(dtrain__records_open(&file, next, false));
+    dtrain_result result = dtrain__records_append(&file, text);
+    const dtrain_result closed = dtrain__records_close(&file);
+    if (result == DTRAIN_OK) result = closed;
+    if (result == DTRAIN_OK && rename(next, metrics->desc.prometheus_path) != 0)
+        result = dtrain__file_fail(metrics->desc.prometheus_path, "replaced");
+    if (result != DTRAIN_OK) unlink(next);
     return result;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_sink(void *user,
                                                       const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__prometheus *p = &metrics->prometheus;
-    const char *path = desc->prometheus_path;
+    const char *path = metrics->desc.prometheus_path;
     const size_t length = strlen(path);
-    (void)sample;
+    const double now = dtrain_seconds();
+    const bool end = sample->moment == DTRAIN_METRICS_FINISH;
     if (length < 6 || strcmp(path + length - 5, ".prom") != 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: the Prometheus file %s does not end in .prom: "
                            "node_exporter would not read it",
                            path);
-    p->next_bytes = length + sizeof ".next";
-    p->next = (char *)dtrain__alloc(&metrics->allocator, p->next_bytes, 1, "a path");
-    if (!p->next) return DTRAIN_ERROR_MEMORY;
-    snprintf(p->next, p->next_bytes, "%s.next", path);
+    if (sample->moment != DTRAIN_METRICS_STEP) return dtrain__prometheus_replace(metrics, end);
+    for (size_t i = 0; i < sample->count; i++) {
+        const int kind = sample->metrics[i].figure - DTRAIN_FIGURE_COMM_BYTES;
+        if (kind <= 0 || kind >= DTRAIN_COLLECTIVE_KINDS) continue;
+        metrics->prometheus.sent[kind] += sample->metrics[i].value;
+        metrics->prometheus.sent_names[kind] = sample->metrics[i].name;
+    }
+    if (now < metrics->prometheus.write_at) return DTRAIN_OK;
+    metrics->prometheus.write_at = now + 1;
     return dtrain__prometheus_replace(metrics, false);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_step(void *user,
-                                                      const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__prometheus *p = &metrics->prometheus;
-    const double now = dtrain_seconds();
-    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++)
-        if (sample->known[id]) p->kind_bytes[id] += sample->values[id];
-    if (now < p->write_at) return DTRAIN_OK;
-    p->write_at = now + 1;
-    return dtrain__prometheus_replace(metrics, false);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary *summary)
-{
-    (void)summary;
-    return dtrain__prometheus_replace((dtrain_metrics *)user, true);
 }
 
 /* ==== src/monitor/tensorboard.c =============================================================== */
@@ -35315,63 +35063,68 @@ enum { DTRAIN__PB_VARINT = 0, DTRAIN__PB_64 = 1, DTRAIN__PB_BYTES = 2, DTRAIN__P
 
 #define DTRAIN__PB_LENGTH 5 /* bytes of a length that is filled in later */
 
-static void dtrain__pb_varint(dtrain__tensorboard *t, uint64_t value)
+static void dtrain__pb_varint(dtrain_metrics *m, uint64_t value)
 {
     unsigned char text[10];
     size_t n = 0;
     for (; value >= 128; value >>= 7) text[n++] = (unsigned char)(value | 128);
     text[n++] = (unsigned char)value;
-    dtrain__text_append(t->record, text, n);
+    dtrain__text_append(&m->text, text, n);
 }
 
 /* Add fields to the message that is open. Each is a digit, its number, and a letter:
  *     i l    an int, an int64_t           f d    a double as 4 bytes, as 8 bytes
  *     s b    a string; bytes, as size_t and const void *
  *     {      begins a message inside of the open one; } has no number and ends it */
-static void dtrain__pb_add(dtrain__tensorboard *t, const char *fields, ...)
+static void dtrain__pb_list(dtrain_metrics *m, const char *fields, va_list args)
 {
-    va_list args;
-    va_start(args, fields);
     for (const char *at = fields; *at; at++) {
         const uint32_t field = *at == '}' ? 0u : (uint32_t)(*at++ - '0') << 3;
         uint64_t length;
         if (*at == 'i' || *at == 'l') {
-            dtrain__pb_varint(t, field | DTRAIN__PB_VARINT);
-            dtrain__pb_varint(t,
+            dtrain__pb_varint(m, field | DTRAIN__PB_VARINT);
+            dtrain__pb_varint(m,
                               (uint64_t)(*at == 'l' ? va_arg(args, int64_t) : va_arg(args, int)));
         } else if (*at == 'd') {
             const double value = va_arg(args, double);
-            dtrain__pb_varint(t, field | DTRAIN__PB_64);
-            dtrain__text_append(t->record, &value, sizeof value);
+            dtrain__pb_varint(m, field | DTRAIN__PB_64);
+            dtrain__text_append(&m->text, &value, sizeof value);
         } else if (*at == 'f') { /* what fp32 cannot hold is infinite */
             const double value = va_arg(args, double);
             const float most = dtrain__f32_from_bits(0x7f800000u);
             const float rounded = value > (double)FLT_MAX    ? most
                                   : value < -(double)FLT_MAX ? -most
                                                              : (float)value;
-            dtrain__pb_varint(t, field | DTRAIN__PB_32);
-            dtrain__text_append(t->record, &rounded, sizeof rounded);
+            dtrain__pb_varint(m, field | DTRAIN__PB_32);
+            dtrain__text_append(&m->text, &rounded, sizeof rounded);
         } else if (*at == 's' || *at == 'b') {
             length = *at == 'b' ? va_arg(args, size_t) : 0;
             const void *data = va_arg(args, const void *);
             if (*at == 's') length = strlen((const char *)data);
-            dtrain__pb_varint(t, field | DTRAIN__PB_BYTES);
-            dtrain__pb_varint(t, length);
-            dtrain__text_append(t->record, data, (size_t)length);
+            dtrain__pb_varint(m, field | DTRAIN__PB_BYTES);
+            dtrain__pb_varint(m, length);
+            dtrain__text_append(&m->text, data, (size_t)length);
         } else if (*at == '{') {
             const char zeros[DTRAIN__PB_LENGTH] = {0};
-            dtrain__pb_varint(t, field | DTRAIN__PB_BYTES);
-            dtrain__text_append(t->record, zeros, sizeof zeros);
-            t->open[t->depth++] = t->record->bytes;
+            dtrain__pb_varint(m, field | DTRAIN__PB_BYTES);
+            dtrain__text_append(&m->text, zeros, sizeof zeros);
+            m->tensorboard.open[m->tensorboard.depth++] = m->text.bytes;
         } else {
-            const size_t begin = t->open[--t->depth];
-            if (t->record->failed) continue;
-            length = t->record->bytes - begin;
-            unsigned char *head = (unsigned char *)t->record->at + begin - DTRAIN__PB_LENGTH;
+            const size_t begin = m->tensorboard.open[--m->tensorboard.depth];
+            if (m->text.failed) continue;
+            length = m->text.bytes - begin;
+            unsigned char *head = (unsigned char *)m->text.at + begin - DTRAIN__PB_LENGTH;
             for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
                 head[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
         }
     }
+}
+
+static void dtrain__pb_add(dtrain_metrics *m, const char *fields, ...)
+{
+    va_list args;
+    va_start(args, fields);
+    dtrain__pb_list(m, fields, args);
     va_end(args);
 }
 
@@ -35386,104 +35139,94 @@ static uint32_t dtrain__masked_crc(const void *data, size_t bytes)
 }
 
 /* Begin a record with an Event. Its fields: 3 the version, 5 a summary, 7 a session. */
-static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_t step)
+static void dtrain__event_begin(dtrain_metrics *m, double wall_time, int64_t step)
 {
     const char zeros[DTRAIN__RECORD_HEAD] = {0};
-    t->depth = 0;
-    t->record->bytes = 0;
-    t->record->failed = false;
-    dtrain__text_append(t->record, zeros, sizeof zeros);
-    dtrain__pb_add(t, "1d2l", wall_time, step);
+    m->tensorboard.depth = 0;
+    dtrain__text_append(dtrain__record_begin(m), zeros, sizeof zeros);
+    dtrain__pb_add(m, "1d2l", wall_time, step);
 }
 
 /* Complete the record and write it. */
-static dtrain_result dtrain__event_end(dtrain__tensorboard *t)
+static dtrain_result dtrain__event_end(dtrain_metrics *m)
 {
-    if (t->record->failed) return DTRAIN_ERROR_MEMORY;
-    char *head = t->record->at;
-    const uint64_t length = t->record->bytes - DTRAIN__RECORD_HEAD;
+    if (m->text.failed) return DTRAIN_ERROR_MEMORY;
+    char *head = m->text.at;
+    const uint64_t length = m->text.bytes - DTRAIN__RECORD_HEAD;
     const uint32_t crc = dtrain__masked_crc(head + DTRAIN__RECORD_HEAD, (size_t)length);
     memcpy(head, &length, sizeof length);
     const uint32_t head_crc = dtrain__masked_crc(head, sizeof length);
     memcpy(head + sizeof length, &head_crc, sizeof head_crc);
-    dtrain__text_append(t->record, &crc, sizeof crc);
-    if (t->file.torn)
+    dtrain__text_append(&m->text, &crc, sizeof crc);
+    if (m->tensorboard.file.torn)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
-                           t->path);
-    return dtrain__records_append(&t->file, t->record);
+                           m->tensorboard.path);
+    return dtrain__records_append(&m->tensorboard.file, &m->text);
+}
+
+/* Write an Event of these fields. */
+static dtrain_result dtrain__event_put(dtrain_metrics *m, double wall_time, int64_t step,
+                                       const char *fields, ...)
+{
+    va_list args;
+    dtrain__event_begin(m, wall_time, step);
+    va_start(args, fields);
+    dtrain__pb_list(m, fields, args);
+    va_end(args);
+    return dtrain__event_end(m);
 }
 
 /* ---- Hyper-parameters -------------------------------------------------------------------------*/
 
-enum { DTRAIN__HPARAM_STRING = 1, DTRAIN__HPARAM_BOOL = 2, DTRAIN__HPARAM_NUMBER = 3 };
-
-typedef struct dtrain__hparam {
-    const char *name, *value; /* not ended by 0 */
-    size_t name_bytes, value_bytes;
-    double number;
-    int kind;
-} dtrain__hparam;
-
-/* Take the next line of NAME=VALUE; false: there is none. Lines without = are skipped. */
-static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
-{
-    while (**text) {
-        char value[64], *end;
-        const char *line = *text;
-        const size_t bytes = strcspn(line, "\n");
-        const char *equals = (const char *)memchr(line, '=', bytes);
-        *text += bytes + (line[bytes] == '\n');
-        if (!equals || equals == line) continue;
-        h->name = line;
-        h->name_bytes = (size_t)(equals - line);
-        h->value = equals + 1;
-        h->value_bytes = bytes - h->name_bytes - 1;
-        snprintf(value, sizeof value, "%.*s", (int)dtrain__min((int64_t)h->value_bytes, 63),
-                 h->value);
-        h->number = strtod(value, &end);
-        h->kind = DTRAIN__HPARAM_STRING;
-        if (value[0] && end == value + h->value_bytes && dtrain__finite(h->number))
-            h->kind = DTRAIN__HPARAM_NUMBER;
-        else if (strcmp(value, "true") == 0 || strcmp(value, "false") == 0)
-            h->kind = DTRAIN__HPARAM_BOOL;
-        return true;
-    }
-    return false;
-}
-
 /* Begin a value of the hparams plugin, all of which is in its metadata. */
 #define DTRAIN__HPARAMS "1{1s9{1{1s2{1i" /* tag, "hparams", version of the plugin's data: 0 */
 
+enum { DTRAIN__HPARAM_STRING = 1, DTRAIN__HPARAM_BOOL = 2, DTRAIN__HPARAM_NUMBER = 3 };
+
+/* Add the column of each line NAME=VALUE, or its value. Lines without = are skipped. */
+static void dtrain__hparams_add(dtrain_metrics *m, bool values)
+{
+    for (const char *line = m->desc.hparams, *next; *line; line = next) {
+        char text[64], *end;
+        const size_t bytes = strcspn(line, "\n");
+        const char *equals = (const char *)memchr(line, '=', bytes);
+        next = line + bytes + (line[bytes] == '\n');
+        if (!equals || equals == line) continue;
+        const size_t name = (size_t)(equals - line), rest = bytes - name - 1;
+        snprintf(text, sizeof text, "%.*s", (int)dtrain__min((int64_t)rest, 63), equals + 1);
+        const double number = strtod(text, &end);
+        int kind = DTRAIN__HPARAM_STRING;
+        if (text[0] && end == text + rest && dtrain__finite(number)) kind = DTRAIN__HPARAM_NUMBER;
+        else if (strcmp(text, "true") == 0 || strcmp(text, "false") == 0)
+            kind = DTRAIN__HPARAM_BOOL;
+        dtrain__pb_add(m, values ? "1{1b2{" : "4{1b", name, line);
+        if (!values) dtrain__pb_add(m, "4i}", kind);
+        else if (kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_add(m, "2d}}", number);
+        else if (kind == DTRAIN__HPARAM_BOOL) dtrain__pb_add(m, "4i}}", text[0] == 't');
+        else dtrain__pb_add(m, "3b}}", rest, equals + 1);
+    }
+}
+
 /* Write which columns the table of the HPARAMS tab has, and which values this run has. Numbers are
  * written as in the locale "C", whatever the host's is. */
-static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_metrics_desc *desc,
-                                           double now)
+static dtrain_result dtrain__hparams_write(dtrain_metrics *m, double now)
 {
     static const char *const shown[] = {"loss/loss", "loss/val_loss",
                                         "throughput/tokens_per_second", "time/step_ms"};
     const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
     if (!c) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a locale");
-    const locale_t before = uselocale(c); /* of this thread alone */
-    const char *lines = desc->hparams;
-    dtrain__hparam h;
-    dtrain__event_begin(t, now, 0);
-    dtrain__pb_add(t, "5{" DTRAIN__HPARAMS "2{3d", "_hparams_/experiment", "hparams", 0, now);
-    while (dtrain__hparam_next(&lines, &h))
-        dtrain__pb_add(t, "4{1b4i}", h.name_bytes, h.name, h.kind);
+    const locale_t before = uselocale(c); /* only of this thread */
+    dtrain__event_begin(m, now, 0);
+    dtrain__pb_add(m, "5{" DTRAIN__HPARAMS "2{3d", "_hparams_/experiment", "hparams", 0, now);
+    dtrain__hparams_add(m, false);
     for (size_t i = 0; i < sizeof shown / sizeof *shown; i++)
-        dtrain__pb_add(t, "5{1{2s}}", shown[i]);
-    dtrain__pb_add(t, "}}}}}" DTRAIN__HPARAMS "3{", "_hparams_/session_start_info", "hparams", 0);
-    for (lines = desc->hparams; dtrain__hparam_next(&lines, &h);) {
-        dtrain__pb_add(t, "1{1b2{", h.name_bytes, h.name);
-        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_add(t, "2d", h.number);
-        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_add(t, "4i", *h.value == 't');
-        else dtrain__pb_add(t, "3b", h.value_bytes, h.value);
-        dtrain__pb_add(t, "}}");
-    }
-    dtrain__pb_add(t, "4s5d}}}}}}", desc->run_name, now);
+        dtrain__pb_add(m, "5{1{2s}}", shown[i]);
+    dtrain__pb_add(m, "}}}}}" DTRAIN__HPARAMS "3{", "_hparams_/session_start_info", "hparams", 0);
+    dtrain__hparams_add(m, true);
+    dtrain__pb_add(m, "4s5d}}}}}}", m->desc.run_name, now);
     uselocale(before);
     freelocale(c);
-    return dtrain__event_end(t);
+    return dtrain__event_end(m);
 }
 
 /* ---- Files ------------------------------------------------------------------------------------*/
@@ -35491,21 +35234,20 @@ static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_
 /* Make the directory and those around it, and a file in it. The seconds in its name come after the
  * seconds of all files there: a run may start twice in a second, on another host, or after the
  * clock was set back. */
-static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *directory)
+static dtrain_result dtrain__event_open(dtrain_metrics *m)
 {
     static const char head[] = "events.out.tfevents.";
+    const char *directory = m->desc.tensorboard_dir;
+    char *path = m->tensorboard.path;
     long long seconds = (long long)time(NULL), found;
     char host[65] = "host";
     (void)gethostname(host, sizeof host - 1);
-    t->path_bytes = strlen(directory) + 160;
-    t->path = (char *)dtrain__alloc(t->record->allocator, t->path_bytes, 1, "a path");
-    if (!t->path) return DTRAIN_ERROR_MEMORY;
-    snprintf(t->path, t->path_bytes, "%s", directory);
-    for (char *at = t->path, end = 1; end; at++) {
+    strcpy(path, directory);
+    for (char *at = path, end = 1; end; at++) {
         end = at[1];
         if (end != '/' && end != 0) continue;
         at[1] = 0;
-        const bool made = mkdir(t->path, 0777) == 0 || errno == EEXIST;
+        const bool made = mkdir(path, 0777) == 0 || errno == EEXIST;
         if (!made && end == 0)
             return dtrain_fail(DTRAIN_ERROR_FILE,
                                "dtrain_metrics_create: the directory %s cannot be made: %s",
@@ -35519,81 +35261,57 @@ static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *dire
             found < 9999999999LL)
             seconds = found + 1;
     if (files) closedir(files);
-    snprintf(t->path, t->path_bytes, "%s/%s%010lld.%s.%ld.0", directory, head, seconds, host,
-             (long)getpid());
-    return dtrain__records_open(&t->file, t->path, false);
+    snprintf(path, strlen(directory) + DTRAIN__EVENT_FILE, "%s/%s%010lld.%s.%ld.0", directory, head,
+             seconds, host, (long)getpid());
+    return dtrain__records_open(&m->tensorboard.file, path, false);
 }
 
 /* ---- The sink ---------------------------------------------------------------------------------*/
 
 /* Write what comes before the first step: the version, where this session begins, its
- * configuration and its hyper-parameters. */
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
+ * configuration and its hyper-parameters; all scalars of a step in one record, with the first also
+ * those that are fixed; a histogram; and that the session has ended well, for the HPARAMS tab. */
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
                                                        const dtrain_metrics_sample *sample)
 {
-    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    const double now = sample->wall_time;
-    t->record = &((dtrain_metrics *)user)->text;
-    DTRAIN__TRY(dtrain__event_open(t, desc->tensorboard_dir));
-    dtrain__event_begin(t, now, 0);
-    dtrain__pb_add(t, "3s", "brain.Event:2");
-    DTRAIN__TRY(dtrain__event_end(t));
-    dtrain__event_begin(t, now, desc->first_step);
-    dtrain__pb_add(t, "7{1i}", 1); /* START */
-    DTRAIN__TRY(dtrain__event_end(t));
-    if (desc->config) { /* a tensor (2) of strings (7), of shape (1) */
-        dtrain__event_begin(t, now, desc->first_step);
-        dtrain__pb_add(t, "5{1{1s9{1{1s}4i}8{1i2{2{1i}}8s}}}", "config/text_summary", "text", 2, 7,
-                       1, desc->config);
-        DTRAIN__TRY(dtrain__event_end(t));
-    }
-    return desc->hparams ? dtrain__hparams_write(t, desc, now) : DTRAIN_OK;
-}
-
-/* Write all scalars of a step in one record. Those that are fixed come with the first. */
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_step(void *user,
-                                                       const dtrain_metrics_sample *sample)
-{
-    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    const bool first = ((dtrain_metrics *)user)->summary.steps == 1;
-    dtrain__event_begin(t, sample->wall_time, sample->step);
-    dtrain__pb_add(t, "5{");
-    for (size_t i = 0; i < sample->count; i++) {
-        const dtrain_metric *metric = &sample->metrics[i];
-        char tag[96];
-        if (!sample->known[i] || (!first && metric->flags & DTRAIN_METRIC_FIXED)) continue;
-        snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
-        dtrain__pb_add(t, "1{1s2f}", tag, sample->values[i]);
-    }
-    dtrain__pb_add(t, "}");
-    return dtrain__event_end(t);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_histogram *h)
-{
-    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    dtrain__event_begin(t, h->wall_time, h->step);
-    dtrain__pb_add(t, "5{1{1s5{1d2d3d4d5d6b7b}}}", h->tag, h->min, h->max, (double)h->count, h->sum,
-                   h->sum_squares, h->bucket_count * sizeof *h->limits, (const void *)h->limits,
-                   h->bucket_count * sizeof *h->buckets, (const void *)h->buckets);
-    return dtrain__event_end(t);
-}
-
-/* Say that the session has ended well, where the HPARAMS tab has it, and close the file. */
-DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *summary)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__tensorboard *t = &metrics->tensorboard;
-    const double now = (double)time(NULL);
+    dtrain_metrics *m = (dtrain_metrics *)user;
+    const dtrain_histogram *h = sample->histogram;
+    const bool open = sample->moment == DTRAIN_METRICS_OPEN;
+    const double now = open ? sample->wall_time : (double)time(NULL);
+    const int64_t step = m->desc.first_step;
     dtrain_result result = DTRAIN_OK;
-    (void)summary;
-    if (metrics->desc.hparams) {
-        dtrain__event_begin(t, now, metrics->sample.step);
-        dtrain__pb_add(t, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}", "_hparams_/session_end_info",
-                       "hparams", 0, 1, now); /* 1: STATUS_SUCCESS */
-        result = dtrain__event_end(t);
+    if (open) {
+        DTRAIN__TRY(dtrain__event_open(m));
+        DTRAIN__TRY(dtrain__event_put(m, now, 0, "3s", "brain.Event:2"));
+        DTRAIN__TRY(dtrain__event_put(m, now, step, "7{1i}", 1)); /* START */
+        if (m->desc.config) /* a tensor (2) of strings (7), of shape (1) */
+            DTRAIN__TRY(dtrain__event_put(m, now, step, "5{1{1s9{1{1s}4i}8{1i2{2{1i}}8s}}}",
+                                          "config/text_summary", "text", 2, 7, 1, m->desc.config));
+        return m->desc.hparams ? dtrain__hparams_write(m, now) : DTRAIN_OK;
     }
-    const dtrain_result closed = dtrain__records_close(&t->file);
+    if (sample->moment == DTRAIN_METRICS_STEP) {
+        dtrain__event_begin(m, sample->wall_time, sample->step);
+        dtrain__pb_add(m, "5{");
+        for (size_t i = 0; i < sample->count; i++) {
+            const dtrain_metric *metric = &sample->metrics[i];
+            char tag[96];
+            if (m->summary.steps > 1 && metric->flags & DTRAIN_METRIC_FIXED) continue;
+            snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
+            dtrain__pb_add(m, "1{1s2f}", tag, metric->value);
+        }
+        dtrain__pb_add(m, "}");
+        return dtrain__event_end(m);
+    }
+    if (h)
+        return dtrain__event_put(m, h->wall_time, h->step, "5{1{1s5{1d2d3d4d5d6b7b}}}", h->tag,
+                                 h->min, h->max, (double)h->count, h->sum, h->sum_squares,
+                                 h->bucket_count * sizeof *h->limits, (const void *)h->limits,
+                                 h->bucket_count * sizeof *h->buckets, (const void *)h->buckets);
+    if (m->desc.hparams)
+        result =
+            dtrain__event_put(m, now, sample->step, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}",
+                              "_hparams_/session_end_info", "hparams", 0, 1 /* success */, now);
+    const dtrain_result closed = dtrain__records_close(&m->tensorboard.file);
     return result == DTRAIN_OK ? closed : result;
 }
 
@@ -35614,8 +35332,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrai
  * bucket of their sign.
  *
  * The cost of a step with histograms is one pass over values and gradients (1 ns an element and
- * rank, divided by the ranks that share the work), a copy to the host on a GPU, and a reduce and an
- * all-gather of 132 KB for every 8 parameters. */
+ * rank, divided by the ranks that share the work), a copy to the host on a GPU, and a reduce of
+ * 132 KB for every 8 parameters. */
 
 #define DTRAIN__SIDE 512 /* buckets of a sign: 4 for each of 128 powers of 2 */
 #define DTRAIN__BUCKETS (2 * DTRAIN__SIDE + 1) /* the one around 0 is in the middle */
@@ -35623,29 +35341,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrai
 #define DTRAIN__TOGETHER 16                    /* histograms in one reduce */
 #define DTRAIN__CHUNK 16384                    /* values of one copy to the host */
 
-/* The figures of a histogram beside its buckets; ranks gather them as words of 8 bytes. */
-typedef struct dtrain__moments {
-    double min, max, sum, sum_squares, count, nonfinite;
-} dtrain__moments;
-
-#define DTRAIN__MOMENT_WORDS (sizeof(dtrain__moments) / sizeof(int64_t))
+/* The part of a histogram that ranks add up. A double counts exactly up to 2^53. */
+typedef struct dtrain__tally {
+    double buckets[DTRAIN__BUCKETS], sum, sum_squares, nonfinite;
+} dtrain__tally;
 
 typedef struct dtrain__histograms {
-    dtrain_world *world;
-    const dtrain__trainer_view *trainer; /* rank 0 of its ranks writes */
-    int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
-    dtrain__moments *mine;                                    /* (TOGETHER), this rank's of `all` */
-    double limits[DTRAIN__BUCKETS], buckets[DTRAIN__BUCKETS]; /* of the one that is written */
+    dtrain__tally tallies[DTRAIN__TOGETHER];
+    double most[DTRAIN__TOGETHER][2]; /* the largest of -value and of value */
+    double limits[DTRAIN__BUCKETS];   /* of the histogram that is written */
     float chunk[DTRAIN__CHUNK];
-    dtrain__moments all[1]; /* (ranks, TOGETHER) */
 } dtrain__histograms;
 
 /* Count values, times a scale, of the device's memory or the host's. */
-static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
+static dtrain_result dtrain__histogram_fill(dtrain_metrics *metrics, int slot, const float *values,
                                             int64_t count, float scale)
 {
-    dtrain_device *device = dtrain_world_device(h->world);
-    dtrain__moments *m = &h->mine[slot];
+    dtrain_device *device = dtrain_world_device(metrics->world);
+    dtrain__histograms *h = metrics->histograms;
+    dtrain__tally *t = &h->tallies[slot];
+    double *most = h->most[slot];
+    memset(t, 0, sizeof *t);
+    most[0] = most[1] = -DBL_MAX;
     for (int64_t first = 0; values && first < count; first += DTRAIN__CHUNK) {
         const int64_t n = dtrain__min(count - first, DTRAIN__CHUNK);
         const float *chunk = values + first;
@@ -35658,17 +35375,16 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
             const uint32_t bits = dtrain__f32_bits(value);
             const int magnitude = (int)(bits >> 21 & 0x3ff) - DTRAIN__LOWEST;
             if (!dtrain__is_finite(value)) {
-                m->nonfinite++;
+                t->nonfinite++;
                 continue;
             }
             const int side = magnitude < 0 ? -1 : (int)dtrain__min(magnitude, DTRAIN__SIDE - 1);
-            h->counts[slot][bits >> 31 ? DTRAIN__SIDE - 1 - side : DTRAIN__SIDE + 1 + side]++;
+            t->buckets[bits >> 31 ? DTRAIN__SIDE - 1 - side : DTRAIN__SIDE + 1 + side]++;
             const double x = (double)value;
-            if (m->count == 0 || x < m->min) m->min = x;
-            if (m->count == 0 || x > m->max) m->max = x;
-            m->sum += x;
-            m->sum_squares += x * x;
-            m->count++;
+            if (-x > most[0]) most[0] = -x;
+            if (x > most[1]) most[1] = x;
+            t->sum += x;
+            t->sum_squares += x * x;
         }
     }
     return DTRAIN_OK;
@@ -35680,50 +35396,48 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
                                                int used)
 {
     dtrain__histograms *h = metrics->histograms;
-    const size_t buckets = (size_t)used * DTRAIN__BUCKETS;
+    const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
+    const size_t words = (size_t)used * sizeof(dtrain__tally) / sizeof(double);
     size_t count;
-    const dtrain_param *params = dtrain__params_of(h->trainer->state.strategy, &count);
-    DTRAIN__TRY(dtrain_reduce(metrics->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
+    const dtrain_param *params = dtrain__params_of(trainer->state.strategy, &count);
+    DTRAIN__TRY(dtrain_reduce(metrics->comm, h->tallies, h->tallies, words, DTRAIN_DTYPE_F64,
                               DTRAIN_REDUCE_SUM, 0, NULL));
-    DTRAIN__TRY(dtrain_all_gather(metrics->comm, h->mine, h->all,
-                                  DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS, DTRAIN_DTYPE_I64, NULL));
-    for (int slot = 0; h->trainer->rank == 0 && slot < used; slot++) {
-        const int64_t *counts = h->counts[slot];
+    DTRAIN__TRY(dtrain_reduce(metrics->comm, h->most, h->most, 2 * (size_t)used, DTRAIN_DTYPE_F64,
+                              DTRAIN_REDUCE_MAX, 0, NULL));
+    for (int slot = 0; trainer->rank == 0 && slot < used; slot++) {
+        dtrain__tally *t = &h->tallies[slot];
         char tag[600];
         dtrain_histogram whole;
         memset(&whole, 0, sizeof whole);
-        for (int r = 0; r < h->trainer->ranks; r++) {
-            const dtrain__moments *m = &h->all[r * DTRAIN__TOGETHER + slot];
-            if (m->count > 0 && (whole.count == 0 || m->min < whole.min)) whole.min = m->min;
-            if (m->count > 0 && (whole.count == 0 || m->max > whole.max)) whole.max = m->max;
-            whole.sum += m->sum;
-            whole.sum_squares += m->sum_squares;
-            whole.count += (uint64_t)m->count;
-            whole.nonfinite += (uint64_t)m->nonfinite;
-        }
         int first = 0, last = DTRAIN__BUCKETS - 1;
-        while (first < last && counts[first] == 0) first++;
-        while (first < last && counts[last] == 0) last--;
+        while (first < last && t->buckets[first] == 0) first++;
+        while (first < last && t->buckets[last] == 0) last--;
         for (int i = first; i <= last; i++) { /* a run of empty buckets becomes one */
-            if (i < last && counts[i] == 0 && counts[i + 1] == 0) continue;
+            const double in = t->buckets[i];
+            if (i < last && in == 0 && t->buckets[i + 1] == 0) continue;
             const int side = i < DTRAIN__SIDE ? DTRAIN__SIDE - 1 - i : i - DTRAIN__SIDE;
             const double limit = ldexp(1 + 0.25 * (side % 4), side / 4 - 64); /* the upper one */
             h->limits[whole.bucket_count] = i == DTRAIN__BUCKETS - 1 ? DBL_MAX
                                             : i < DTRAIN__SIDE       ? -limit
                                                                      : limit;
-            h->buckets[whole.bucket_count++] = (double)counts[i];
+            t->buckets[whole.bucket_count++] = in;
+            whole.count += (uint64_t)in;
         }
         const int head = snprintf(tag, sizeof tag, slot % 2 ? "weights.grad/" : "weights/");
         dtrain__name_cut(tag + head, 512, params[parameters[slot / 2]].name);
         whole.step = metrics->sample.step;
         whole.wall_time = metrics->sample.wall_time;
         whole.tag = tag;
+        if (whole.count) whole.min = -h->most[slot][0], whole.max = h->most[slot][1];
+        whole.sum = t->sum;
+        whole.sum_squares = t->sum_squares;
+        whole.nonfinite = (uint64_t)t->nonfinite;
         whole.limits = h->limits;
-        whole.buckets = h->buckets;
-        dtrain__sinks_take(metrics, &whole, NULL);
+        whole.buckets = t->buckets;
+        metrics->sample.histogram = &whole;
+        dtrain__sinks_take(metrics, DTRAIN_METRICS_HISTOGRAM);
+        metrics->sample.histogram = NULL;
     }
-    memset(h->counts, 0, sizeof h->counts);
-    memset(h->mine, 0, DTRAIN__TOGETHER * sizeof *h->mine);
     return DTRAIN_OK;
 }
 
@@ -35733,8 +35447,8 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
  * several stages what they share. */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 {
-    dtrain__histograms *h = metrics->histograms;
-    const dtrain_strategy *strategy = h->trainer->state.strategy;
+    const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
+    const dtrain_strategy *strategy = trainer->state.strategy;
     const double scale = metrics->last.loss_scale;
     const float unscale = scale > 0 ? (float)(1 / scale) : 1;
     size_t parameters[DTRAIN__TOGETHER / 2], count;
@@ -35742,12 +35456,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
     int used = 0;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_metrics_step"));
     for (size_t i = 0; i < count; i++) {
-        const bool whole = h->trainer->groups->tensor_rank && params[i].cut.axis == DTRAIN_CUT_NONE;
+        const bool whole = trainer->groups->tensor_rank && params[i].cut.axis == DTRAIN_CUT_NONE;
         dtrain_shard part;
         int holders;
         if (!dtrain__is_updated(&params[i])) continue;
         memset(&part, 0, sizeof part);
-        if (!whole && dtrain__stage_first(strategy, i) == h->trainer->groups->pipeline_rank &&
+        if (!whole && dtrain__stage_first(strategy, i) == trainer->groups->pipeline_rank &&
             dtrain__shard_of(strategy, i, &part)) {
             const int number = dtrain__holders(strategy, i, &holders);
             const int64_t all = part.count, rest = all % holders;
@@ -35757,8 +35471,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
             part.count = all / holders + (number < rest);
         }
         parameters[used / 2] = i;
-        DTRAIN__TRY(dtrain__histogram_fill(h, used++, part.value, part.count, 1));
-        DTRAIN__TRY(dtrain__histogram_fill(h, used++, part.grad, part.count, unscale));
+        DTRAIN__TRY(dtrain__histogram_fill(metrics, used++, part.value, part.count, 1));
+        DTRAIN__TRY(dtrain__histogram_fill(metrics, used++, part.grad, part.count, unscale));
         if (used < DTRAIN__TOGETHER) continue;
         DTRAIN__TRY(dtrain__histograms_reduce(metrics, parameters, used));
         used = 0;
@@ -35768,19 +35482,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
 {
-    const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);
-    if (!trainer)
+    if (!metrics->desc.trainer)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: histogram_every needs a trainer in desc");
-    const size_t all = sizeof(dtrain__moments) * DTRAIN__TOGETHER * (size_t)trainer->ranks;
-    metrics->histograms_bytes = sizeof(dtrain__histograms) + all;
-    dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
-        &metrics->allocator, 1, metrics->histograms_bytes, "histograms");
-    if (!h) return DTRAIN_ERROR_MEMORY;
-    h->world = metrics->world;
-    h->trainer = trainer;
-    h->mine = h->all + trainer->rank * DTRAIN__TOGETHER;
-    return DTRAIN_OK;
+    metrics->histograms = (dtrain__histograms *)dtrain__alloc(
+        &metrics->allocator, 1, sizeof *metrics->histograms, "histograms");
+    return metrics->histograms ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
+{
+    dtrain__free(&metrics->allocator, metrics->histograms, 1, sizeof *metrics->histograms);
 }
 
 /* ==== src/monitor/nvml.c ====================================================================== */
@@ -35853,54 +35565,50 @@ static void dtrain__nvml_forget(dtrain__nvml *nvml)
         nvml->figures[i] = (float)DTRAIN__NAN;
 }
 
-/* Load the library and find the GPU. Nothing fails: the reason says what is missing. */
-DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
+/* Load the library and find the GPU. An error is the reason why there are no GPU metrics. */
+DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics)
 {
     dtrain__nvml *nvml = &metrics->nvml;
+    dtrain_world *world = metrics->world;
     const char *asked = getenv("DTRAIN_NVML");
-    const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
-    const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
-    dtrain_device_info info;
-    dtrain_world_info world;
+    const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1", *why = NULL;
+    const bool gpu = !dtrain_world_device(world)->ops->host_memory;
+    int code = DTRAIN__NVML_NOT_SUPPORTED;
+    dtrain_device_info device;
+    dtrain_world_info info;
     dtrain__nvml_call call;
     char uuid[48];
     dtrain__nvml_forget(nvml);
     if (!gpu && (!asked || !asked[0]))
-        snprintf(nvml->reason, sizeof nvml->reason, "the ranks compute on the CPU");
-    else if (!dlopen || !dlsym || !dlclose)
-        snprintf(nvml->reason, sizeof nvml->reason,
-                 "this program is linked without dlopen (add -ldl)");
-    if (nvml->reason[0]) return;
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the ranks compute on the CPU");
+    if (!dlopen || !dlsym || !dlclose)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this program is linked without dlopen (add -ldl)");
     nvml->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!nvml->library) {
-        const char *why = dlerror ? dlerror() : NULL;
-        snprintf(nvml->reason, sizeof nvml->reason, "%.190s",
-                 why ? why : "the library cannot be loaded");
-        return;
-    }
-    int code = dtrain__nvml_find(nvml, "nvmlInit_v2", &call) ? call.plain()
-                                                             : (int)DTRAIN__NVML_NOT_SUPPORTED;
+    if (!nvml->library && dlerror) why = dlerror();
+    if (!nvml->library)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%.190s",
+                           why ? why : "the library cannot be loaded");
+    if (dtrain__nvml_find(nvml, "nvmlInit_v2", &call)) code = call.plain();
     nvml->started = code == DTRAIN__NVML_OK;
-    if (!nvml->started) {
-        snprintf(nvml->reason, sizeof nvml->reason, "%.140s cannot be started (its error %d)", path,
-                 code);
-        return;
-    }
+    if (!nvml->started)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%.140s cannot be started (its error %d)",
+                           path, code);
     /* a GPU has an id; where ranks compute on a CPU and NVML was asked for by its path, this rank's
      * is the GPU with its number on this host */
     code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain_world_query(metrics->world, &world);
-    if (gpu && dtrain_device_query(dtrain_world_device(metrics->world), &info) == DTRAIN_OK &&
-        strlen(info.id) == 36) { /* "GPU-" and 32 digits */
-        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", info.id, info.id + 12,
-                 info.id + 16, info.id + 20, info.id + 24);
+    dtrain_world_query(world, &info);
+    if (gpu && dtrain_device_query(dtrain_world_device(world), &device) == DTRAIN_OK &&
+        strlen(device.id) == 36) { /* "GPU-" and 32 digits */
+        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", device.id, device.id + 12,
+                 device.id + 16, device.id + 20, device.id + 24);
         if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByUUID", &call))
             code = call.by_uuid(uuid, &nvml->device);
     } else if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByIndex_v2", &call))
-        code = call.by_index((unsigned)world.local_rank, &nvml->device);
-    if (code != DTRAIN__NVML_OK)
-        snprintf(nvml->reason, sizeof nvml->reason,
-                 "NVML does not know this rank's GPU (its error %d)", code);
+        code = call.by_index((unsigned)info.local_rank, &nvml->device);
+    if (code == DTRAIN__NVML_OK) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "NVML does not know this rank's GPU (its error %d)", code);
 }
 
 /* Ask all questions, if it is time to, and hand the answers to the trainer, whose next step sends
@@ -36211,7 +35919,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
 }
 #endif
 
-/* ---- The device and its kernels; kernels of layers belong to ring 3 --------------------------*/
+/* ---- The device and its kernels; products and kernels of layers belong to ring 3 -------------*/
 
 /* ==== src/device/device.c ===================================================================== */
 
@@ -36257,25 +35965,6 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
 {
     return device->ops->host_memory || !device->ops->is_device_memory ||
            !device->ops->is_device_memory(device, memory);
-}
-
-/* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps, and op
- * transposes a or b if the flags, those of dtrain_gemm_args, say so. */
-DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m,
-                                              int64_t n, int64_t k, float alpha, const float *a,
-                                              const float *b, float beta, float *c)
-{
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = m, args.n = n, args.k = k;
-    args.alpha = alpha, args.beta = beta;
-    args.a = a, args.b = b, args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    args.ldc = n;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
-    return device->ops->gemm(device, &args);
 }
 
 DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info)
@@ -36368,16 +36057,17 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 /* Matrix multiplication: what the driver (gemm.c) and the kernels share */
 
 /* Which instances of the kernels are compiled: on x86 all that a machine may have, and scalars for
- * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. */
+ * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. Only
+ * kernels of models gain by AVX-512. */
 #if defined(DTRAIN_NO_SIMD)
 #define DTRAIN__HAS_SCALAR 1
 #elif !defined(__x86_64__)
 #define DTRAIN__HAS_GENERIC 1
 #elif !defined(DTRAIN_NATIVE)
-#define DTRAIN__HAS_AVX512 1
+#define DTRAIN__HAS_AVX512 DTRAIN__MODELS
 #define DTRAIN__HAS_AVX2 1
 #define DTRAIN__HAS_SCALAR 1
-#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+#elif DTRAIN__MODELS && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
     defined(__AVX512DQ__)
 #define DTRAIN__HAS_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -36387,7 +36077,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 #endif
 
 /* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
-#if DTRAIN__HAS_AVX512 && DTRAIN__MODELS && defined(__linux__) && \
+#if DTRAIN__HAS_AVX512 && defined(__linux__) && \
     (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
 #define DTRAIN__PAIRS 1
 #else
@@ -36531,18 +36221,18 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
-/* Every kernel that works on ranges. L: of layers, which belong to ring 3, models. M: the layers
+/* Every kernel that works on ranges. L: of layers and Muon, which belong to ring 3, models. M: the layers
  * that gain by AVX-512: products, and batch normalisation (without it ResNet-20 is 3 % slower, in
  * bf16 8 %). P: by patches, which scalars lack. AVX-512 has M and P and takes the others from AVX2:
  * with its own, a training step of a small GPT was no faster on Zen 4. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
-    X(activate) X(activation_backward) X(add) X(axpby) X(dropout) X(sum) X(convert)  \
-    X(adamw) X(sgd) X(lion) X(muon) X(topk)                                          \
-    L(layernorm) L(layernorm_backward) L(layernorm_params) L(embedding)              \
-    L(embedding_backward) L(cross_entropy) L(cross_entropy_backward) L(pointwise)    \
-    L(pointwise_backward) L(softmax) L(softmax_backward) L(rotary) L(permute)        \
-    L(conv_weight) L(conv_weight_sum) L(pool2d) L(pool2d_backward)                   \
+    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
+    L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
+    L(layernorm_params) L(embedding) L(embedding_backward) L(cross_entropy)          \
+    L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
+    L(softmax_backward) L(rotary) L(permute) L(conv_weight) L(conv_weight_sum)       \
+    L(pool2d) L(pool2d_backward)                                                     \
     M(attention) M(attention_backward)                                               \
     M(batchnorm_moments) M(batchnorm) M(batchnorm_sums) M(batchnorm_backward)        \
     P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
@@ -36556,8 +36246,8 @@ typedef struct dtrain__conv_tiles {
 
 typedef struct dtrain__kernels {
     const char *name;
-    const dtrain__isa *gemm;
-    const dtrain__conv_tiles *convolutions;
+    const dtrain__isa *gemm;                /* NULL without models */
+    const dtrain__conv_tiles *convolutions; /* likewise */
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
     DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
@@ -36784,10 +36474,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain_
                                                   dtrain_dtype dtype);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device);
 DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b);
-DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
-                                                  const void *x, dtrain_dtype dtype,
-                                                  bool accumulate, float *sums);
-
 DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
                                         int64_t i, int64_t count, uint32_t *words);
 
@@ -36795,12 +36481,17 @@ DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, 
 /* device/cpu/launch_layers.c */
 DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
                                       double sum, float wanted, double logits_sum);
-#endif
+
+/* device/cpu/launch_gemm.c */
+DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
+                                                  const void *x, dtrain_dtype dtype,
+                                                  bool accumulate, float *sums);
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
 DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product);
 DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
+#endif
 
 /* device/cpu/launch*.c: checks, cuts the work and runs it */
 #define DTRAIN__CPU_LAUNCHER(op)                                          \
@@ -37082,7 +36773,7 @@ static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info
 #ifdef DTRAIN_USE_CBLAS
     const char *name = "cblas";
 #else
-    const char *name = cpu->isa->name;
+    const char *name = cpu->kernels->name;
 #endif
     snprintf(info->name, sizeof info->name, "CPU (%s)", name);
     snprintf(info->kernels, sizeof info->kernels, "%s", name);
@@ -37210,35 +36901,6 @@ DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *
 DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b)
 {
     return a > b ? a : b;
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args)
-{
-    dtrain_activation_backward_args all = *args;
-    if (!args->d_bias) { /* no column sums: one long row */
-        all.n = args->rows * args->n;
-        all.rows = 1;
-    }
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
-                              DTRAIN__LINE, args->rows * args->n, args->dtype);
-}
-
-/* Set sums (n) to the column sums of x (rows, n), or add them. */
-DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
-                                                  const void *x, dtrain_dtype dtype,
-                                                  bool accumulate, float *sums)
-{
-    dtrain_activation_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.accumulate = accumulate;
-    args.rows = rows;
-    args.n = n;
-    args.d_out = x;
-    args.d_in = (void *)(uintptr_t)x; /* the same: only d_bias is made */
-    args.d_bias = sums;
-    args.dtype = dtype;
-    return dtrain__cpu_activation_backward(device, &args);
 }
 
 /* ---- fp64: plain loops ------------------------------------------------------------------------*/
@@ -37410,22 +37072,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
-                                        size_t tensor_count, const dtrain_optimizer_tensor *tensors,
-                                        const dtrain_step_scalars *scalars, float lr_scale,
-                                        dtrain__range_fn range)
-{
-    if (scalars) {
-        update->now = *scalars;
-        update->now.lr *= lr_scale;
-    }
-    for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
-        update->tensor = &tensors[i];
-        DTRAIN__TRY(dtrain__elementwise(device, range, update, tensors[i].count, DTRAIN_DTYPE_F32));
-    }
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__cpu_optimizer(dtrain_device *device, const dtrain_optimizer_args *args,
                                            dtrain__range_fn range)
 {
@@ -37436,8 +37082,16 @@ static dtrain_result dtrain__cpu_optimizer(dtrain_device *device, const dtrain_o
     update.now.correction1 = args->correction1;
     update.now.correction2 = args->correction2;
     update.now.grad_scale = args->grad_scale;
-    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              args->lr_scale, range);
+    if (args->scalars) {
+        update.now = *args->scalars;
+        update.now.lr *= args->lr_scale;
+    }
+    for (size_t i = 0; i < args->tensor_count && !update.now.skip; i++) {
+        update.tensor = &args->tensors[i];
+        DTRAIN__TRY(
+            dtrain__elementwise(device, range, &update, args->tensors[i].count, DTRAIN_DTYPE_F32));
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
@@ -37457,23 +37111,40 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtra
 {
     return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->lion);
 }
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
-{
-    dtrain__update update;
-    memset(&update, 0, sizeof update);
-    update.muon = args;
-    update.now.lr = args->lr;
-    update.now.grad_scale = args->grad_scale;
-    if (args->stage == DTRAIN_MUON_NORMALIZE)
-        update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
-    return dtrain__cpu_update(device, &update, 1, args->tensor, args->scalars, args->lr_scale,
-                              dtrain__cpu_kernels(device)->muon);
-}
+#if DTRAIN__MODELS
 
 /* ==== src/device/cpu/launch_gemm.c ============================================================ */
 
-/* Launchers of matrix products. */
+/* Launchers of matrix products, of what follows them, and of Muon, which is made of them. */
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args)
+{
+    dtrain_activation_backward_args all = *args;
+    if (!args->d_bias) { /* no column sums: one long row */
+        all.n = args->rows * args->n;
+        all.rows = 1;
+    }
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
+                              DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
+/* Set sums (n) to the column sums of x (rows, n), or add them. */
+DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
+                                                  const void *x, dtrain_dtype dtype,
+                                                  bool accumulate, float *sums)
+{
+    dtrain_activation_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.accumulate = accumulate;
+    args.rows = rows;
+    args.n = n;
+    args.d_out = x;
+    args.d_in = (void *)(uintptr_t)x; /* the same: only d_bias is made */
+    args.d_bias = sums;
+    args.dtype = dtype;
+    return dtrain__cpu_activation_backward(device, &args);
+}
 
 /* Multiply. A BLAS library, where the program is linked with one, takes products of fp32; bias, aux
  * and activation follow in a second pass over C. */
@@ -37577,7 +37248,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtra
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, &after, args->rows, 1,
                               args->rows * args->n, args->dtype);
 }
-#if DTRAIN__MODELS
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.muon = args;
+    update.tensor = args->tensor;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    if (args->scalars) {
+        update.now = *args->scalars;
+        update.now.lr *= args->lr_scale;
+    }
+    if (args->stage == DTRAIN_MUON_NORMALIZE)
+        update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
+    if (update.now.skip) return DTRAIN_OK;
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->muon, &update,
+                               args->tensor->count, DTRAIN_DTYPE_F32);
+}
 
 /* ==== src/device/cpu/launch_layers.c ========================================================== */
 
@@ -38966,6 +38655,7 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
     *out = pool;
     return 0;
 }
+#if DTRAIN__MODELS
 
 /* ==== src/device/cpu/gemm.c =================================================================== */
 
@@ -39317,6 +39007,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_a
     product.parts = 1;
     return dtrain__gemm_run(cpu, &product);
 }
+#endif
 
 /* ==== src/device/cpu/kernels.c ================================================================ */
 
@@ -39357,11 +39048,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_a
 #endif
 /* Products by scalars are as fast with few passes of gcc, and compile faster. */
 #if DTRAIN__HAS_SCALAR
+/* clang-format off */
+DTRAIN__COLD /* only correctness counts: half the time and four fifths of the text of -O1 */
 #define DTRAIN__ISA 0
 DTRAIN__COLD
 #include DTRAIN__KERNEL_TEXT
 DTRAIN__HOT
 #undef DTRAIN__ISA
+DTRAIN__HOT
+/* clang-format on */
 #endif
 
 /* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
@@ -39371,7 +39066,8 @@ DTRAIN__HOT
 #else
 #define DTRAIN__RUNS(feature) __builtin_cpu_supports(feature)
 #endif
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
+        DTRAIN__PRIVATE const dtrain__kernels *
+        dtrain__kernels_number(int number)
 {
     int found = 0;
 #if DTRAIN__HAS_AVX512
@@ -39526,11 +39222,7 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 #else
 #define DTRAIN__SUFFIX scalar
 #define DTRAIN__W 1
-#if defined(__clang__)
 #define DTRAIN__ON
-#else /* for correctness alone: half the compiler's work */
-#define DTRAIN__ON __attribute__((optimize("O1")))
-#endif
 #endif
 #define DTRAIN__FAST (DTRAIN__ISA > 0) /* whether instances for single types pay */
 
@@ -40027,6 +39719,7 @@ DTRAIN__ROUTINE void DTRAIN__K(rounded)(void *p, dtrain_dtype dtype, int64_t at,
     for (; i < count; i += DTRAIN__W)
         DTRAIN__K(vstore_half)(half + i, dtype, dtrain__vload_n(buffer + i, count - i), count - i);
 }
+#if DTRAIN__MODELS
 
 /* ==== src/device/cpu/kernels/activation.h ===================================================== */
 
@@ -40551,74 +40244,6 @@ static bool dtrain__has_amx(void)
 #endif
 #undef DTRAIN__ON_AMX
 #endif
-
-/* ==== src/device/cpu/kernels/mix.h ============================================================ */
-
-/* Sums over ranks
- *
- * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
- * output may be one of the inputs. Every input is read once and every output written once: sums
- * stay in registers on the way. Halves are widened, combined in fp32 and rounded once. */
-
-/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_t op)
-{
-    const dtrain__vi magnitude = dtrain__viset(INT32_MAX), infinity = dtrain__viset(0x7f800000);
-    if (op == DTRAIN_REDUCE_SUM) return sum + x;
-    if (op == DTRAIN_REDUCE_PROD) return sum * x;
-    const dtrain__vi better =
-        op == DTRAIN_REDUCE_MIN ? DTRAIN__K(vless)(x, sum) : DTRAIN__K(vless)(sum, x);
-    const dtrain__vi x_nan = dtrain__viless(infinity, dtrain__vbits(x) & magnitude);
-    const dtrain__vi nan = dtrain__viless(infinity, dtrain__vbits(sum) & magnitude);
-    return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
-}
-
-/* Four vectors at a time where that pays, then one. */
-DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
-                                      bool fast)
-{
-    const int64_t count = (int64_t)job->count, w = DTRAIN__W;
-    const bool mean = job->op == DTRAIN_REDUCE_MEAN;
-    const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
-    const char *const *in = job->in;
-    int64_t at = 0;
-    for (; fast && at + 4 * w <= count; at += 4 * w) {
-        dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
-        dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
-        dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
-        dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
-        for (int i = 1; i < job->in_count; i++) {
-            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, w), op);
-            b = DTRAIN__K(mix_step)(b, dtrain__vload_as(in[i], dtype, at + w, w), op);
-            c = DTRAIN__K(mix_step)(c, dtrain__vload_as(in[i], dtype, at + 2 * w, w), op);
-            d = DTRAIN__K(mix_step)(d, dtrain__vload_as(in[i], dtype, at + 3 * w, w), op);
-        }
-        for (int i = 0; i < job->out_count; i++) {
-            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, w);
-            dtrain__vstore_as(job->out[i], dtype, at + w, mean ? b * scale : b, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, mean ? c * scale : c, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, mean ? d * scale : d, w);
-        }
-    }
-    for (; at < count; at += w) {
-        dtrain__v a = dtrain__vload_as(in[0], dtype, at, count - at);
-        for (int i = 1; i < job->in_count; i++)
-            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, count - at), op);
-        for (int i = 0; i < job->out_count; i++)
-            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, count - at);
-    }
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
-{
-    const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
-    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
-    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
-    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
-}
-#if DTRAIN__MODELS
 
 /* ==== src/device/cpu/kernels/convolution.h ==================================================== */
 
@@ -41899,6 +41524,73 @@ DTRAIN__KERNEL_AS(batchnorm_backward)
 #endif
 #if DTRAIN__ISA != 3 /* AVX-512 takes these kernels from AVX2 */
 
+/* ==== src/device/cpu/kernels/mix.h ============================================================ */
+
+/* Sums over ranks
+ *
+ * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
+ * output may be one of the inputs. Every input is read once and every output written once: sums
+ * stay in registers on the way. Halves are widened, combined in fp32 and rounded once. */
+
+/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_t op)
+{
+    const dtrain__vi magnitude = dtrain__viset(INT32_MAX), infinity = dtrain__viset(0x7f800000);
+    if (op == DTRAIN_REDUCE_SUM) return sum + x;
+    if (op == DTRAIN_REDUCE_PROD) return sum * x;
+    const dtrain__vi better =
+        op == DTRAIN_REDUCE_MIN ? DTRAIN__K(vless)(x, sum) : DTRAIN__K(vless)(sum, x);
+    const dtrain__vi x_nan = dtrain__viless(infinity, dtrain__vbits(x) & magnitude);
+    const dtrain__vi nan = dtrain__viless(infinity, dtrain__vbits(sum) & magnitude);
+    return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
+}
+
+/* Four vectors at a time where that pays, then one. */
+DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
+                                      bool fast)
+{
+    const int64_t count = (int64_t)job->count, w = DTRAIN__W;
+    const bool mean = job->op == DTRAIN_REDUCE_MEAN;
+    const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
+    const char *const *in = job->in;
+    int64_t at = 0;
+    for (; fast && at + 4 * w <= count; at += 4 * w) {
+        dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
+        dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
+        dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
+        dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
+        for (int i = 1; i < job->in_count; i++) {
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, w), op);
+            b = DTRAIN__K(mix_step)(b, dtrain__vload_as(in[i], dtype, at + w, w), op);
+            c = DTRAIN__K(mix_step)(c, dtrain__vload_as(in[i], dtype, at + 2 * w, w), op);
+            d = DTRAIN__K(mix_step)(d, dtrain__vload_as(in[i], dtype, at + 3 * w, w), op);
+        }
+        for (int i = 0; i < job->out_count; i++) {
+            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, w);
+            dtrain__vstore_as(job->out[i], dtype, at + w, mean ? b * scale : b, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, mean ? c * scale : c, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, mean ? d * scale : d, w);
+        }
+    }
+    for (; at < count; at += w) {
+        dtrain__v a = dtrain__vload_as(in[0], dtype, at, count - at);
+        for (int i = 1; i < job->in_count; i++)
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, count - at), op);
+        for (int i = 0; i < job->out_count; i++)
+            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, count - at);
+    }
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
+{
+    const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
+    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
+    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+}
+
 /* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
 
 /* Elementwise kernels, sums, conversions, dropout
@@ -42019,33 +41711,6 @@ DTRAIN__KERNEL(lion)
         const dtrain__v old = dtrain__vload_n(t->value + i, n);
         dtrain__vstore_n(t->m + i, dtrain__vfma(rest2, g, beta2 * m), n);
         dtrain__vstore_n(t->value + i, dtrain__vfma(old, decay, down - up), n);
-    }
-}
-
-DTRAIN__KERNEL(muon)
-{
-    const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_muon_args *a = update->muon;
-    const dtrain_optimizer_tensor *t = update->tensor;
-    const float lr = update->now.lr, scale = lr * a->scale;
-    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
-    const dtrain__v momentum = dtrain__vset(a->momentum);
-    const dtrain__v decay = dtrain__vset(1 - lr * t->weight_decay), step = dtrain__vset(-scale);
-    const dtrain__v inverse = dtrain__vset(update->inverse);
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        float *x = a->x + i;
-        if (a->stage == DTRAIN_MUON_MOMENTUM) {
-            const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
-            const dtrain__v m = dtrain__vfma(momentum, dtrain__vload_n(t->m + i, n), g);
-            dtrain__vstore_n(t->m + i, m, n);
-            dtrain__vstore_n(x, a->nesterov ? dtrain__vfma(momentum, m, g) : m, n);
-        } else if (a->stage == DTRAIN_MUON_NORMALIZE) {
-            dtrain__vstore_n(x, dtrain__vload_n(x, n) * inverse, n);
-        } else {
-            const dtrain__v old = dtrain__vload_n(t->value + i, n) * decay;
-            dtrain__vstore_n(t->value + i, dtrain__vfma(step, dtrain__vload_n(x, n), old), n);
-        }
     }
 }
 
@@ -42306,6 +41971,37 @@ DTRAIN__KERNEL(topk)
     for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
 }
 #if DTRAIN__MODELS
+
+/* ==== src/device/cpu/kernels/muon.h =========================================================== */
+
+/* Muon: the element-wise stages of a step, see optim/muon.c */
+
+DTRAIN__KERNEL(muon)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_muon_args *a = update->muon;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const float lr = update->now.lr, scale = lr * a->scale;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v momentum = dtrain__vset(a->momentum);
+    const dtrain__v decay = dtrain__vset(1 - lr * t->weight_decay), step = dtrain__vset(-scale);
+    const dtrain__v inverse = dtrain__vset(update->inverse);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        float *x = a->x + i;
+        if (a->stage == DTRAIN_MUON_MOMENTUM) {
+            const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+            const dtrain__v m = dtrain__vfma(momentum, dtrain__vload_n(t->m + i, n), g);
+            dtrain__vstore_n(t->m + i, m, n);
+            dtrain__vstore_n(x, a->nesterov ? dtrain__vfma(momentum, m, g) : m, n);
+        } else if (a->stage == DTRAIN_MUON_NORMALIZE) {
+            dtrain__vstore_n(x, dtrain__vload_n(x, n) * inverse, n);
+        } else {
+            const dtrain__v old = dtrain__vload_n(t->value + i, n) * decay;
+            dtrain__vstore_n(t->value + i, dtrain__vfma(step, dtrain__vload_n(x, n), old), n);
+        }
+    }
+}
 
 /* ==== src/device/cpu/kernels/layernorm.h ====================================================== */
 
@@ -43018,22 +42714,22 @@ DTRAIN__KERNEL(pool2d_backward)
 #define DTRAIN__SHARED DTRAIN__ENTRY
 #endif
 #if !DTRAIN__MODELS
-#define DTRAIN__TILES NULL
+#define DTRAIN__PRODUCTS NULL, NULL
 #define DTRAIN__ENTRIES \
     DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__ABSENT, DTRAIN__ABSENT, DTRAIN__ABSENT)
-#elif !DTRAIN__FAST
-#define DTRAIN__TILES &DTRAIN__K(convolutions)
+#else
+#define DTRAIN__PRODUCTS &DTRAIN__K(isa), &DTRAIN__K(convolutions)
+#if DTRAIN__FAST
+#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__SHARED, DTRAIN__ENTRY, DTRAIN__ENTRY)
+#else
 #define DTRAIN__ENTRIES \
     DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__SHARED, DTRAIN__ENTRY, DTRAIN__ABSENT)
-#else
-#define DTRAIN__TILES &DTRAIN__K(convolutions)
-#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__SHARED, DTRAIN__ENTRY, DTRAIN__ENTRY)
 #endif
-DTRAIN__UNUSED static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX),
-                                                                  &DTRAIN__K(isa), DTRAIN__TILES,
-                                                                  DTRAIN__K(mix), DTRAIN__ENTRIES};
+#endif
+DTRAIN__UNUSED static const dtrain__kernels DTRAIN__K(kernels) = {
+    DTRAIN__STRING(DTRAIN__SUFFIX), DTRAIN__PRODUCTS, DTRAIN__SHARED(mix) DTRAIN__ENTRIES};
 #undef DTRAIN__SHARED
-#undef DTRAIN__TILES
+#undef DTRAIN__PRODUCTS
 #undef DTRAIN__ENTRIES
 
 /* The other macros have the same text in every instance. */

@@ -915,7 +915,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub,
  * A barrier and a count of 0 become the sum of one integer: NCCL does nothing for an empty
  * operation. */
 
-/* Return the bytes that this rank's send buffer gives or, if `received`, its receive buffer gets. */
+/* Return the bytes that this rank sends or, if `received`, receives. */
 static size_t dtrain_nccl__bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what,
                                  bool received)
 {
@@ -1407,10 +1407,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dt
                                                            const char *text)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
-    char copy[512]; /* text may be the last error, which the next error overwrites */
     if (comm->dead) return dtrain_nccl__comm_error(comm);
-    snprintf(copy, sizeof copy, "%s", dtrain_nccl__strip_rank(comm->hub, text));
-    return dtrain_nccl__fail(comm->hub, code, "%s", copy);
+    return dtrain_nccl__fail(comm->hub, code, "%s", dtrain_nccl__strip_rank(comm->hub, text));
 }
 
 /* ==== src/comm/nccl/memory.c ================================================================== */
@@ -1722,92 +1720,66 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
 
 /* ---- Rendezvous ---------------------------------------------------------------------------------
  *
- * Errors that can be known in advance are found before NCCL is called: each rank tells the others
- * its versions, its device and whether it can go on at all, and all ranks check the same records
- * and so come to the same result. Then the first rank makes the id; the second exchange carries the
- * id, or the reason why there is none. */
+ * Errors that can be known in advance are found before the ranks call NCCL together: each rank
+ * tells the others its version and whether it can continue; the first one also sends the id that it
+ * has made. All ranks check the same records and so come to the same result. (The world has checked
+ * that no two ranks of a node sit on one device: it would not have chosen NCCL.) */
 
-#define DTRAIN_NCCL_HELLO 0x64744e31u /* "dtN1": changes with the struct below */
+#define DTRAIN_NCCL_HELLO 0x64744e32u /* "dtN2": changes with the struct below */
 
 typedef struct dtrain_nccl__hello {
     uint32_t magic;
     int32_t status; /* dtrain_result of this rank's preparations */
     uint32_t version;
-    int32_t world_rank;
-    char device[48];
-    char error[320];
-} dtrain_nccl__hello;
-
-typedef struct dtrain_nccl__id_record {
-    int32_t status;
     char error[320];
     ncclUniqueId id; /* the first rank's is used */
-} dtrain_nccl__id_record;
+} dtrain_nccl__hello;
 
-/* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
- * so far, whose sentence goes to all. */
+/* Exchange the records (size) of the ranks, check them, and get the id. `prepared` is this rank's
+ * result so far, whose sentence goes to all. */
 static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
-                                             void *all, ncclUniqueId *id)
+                                             dtrain_nccl__hello *all, ncclUniqueId *id)
 {
     dtrain_world *world = hub->world;
     dtrain_nccl__hello hello;
-    dtrain_nccl__id_record id_record;
-    dtrain_device_info info;
     const int size = dtrain_world_size(world);
     char first[24], other[24];
     memset(&hello, 0, sizeof hello);
-    memset(&id_record, 0, sizeof id_record);
-    memset(&info, 0, sizeof info);
-    if (prepared == DTRAIN_OK) prepared = hub->device->ops->query(hub->device, &info);
+    if (prepared == DTRAIN_OK && dtrain_world_rank(world) == 0) {
+        const ncclResult_t made = hub->nccl.GetUniqueId(&hello.id);
+        prepared = dtrain_nccl__code(made);
+        if (made != ncclSuccess)
+            dtrain_fail(prepared,
+                        "ncclGetUniqueId failed: %s; %s; is the network interface for NCCL up "
+                        "(NCCL_SOCKET_IFNAME)?",
+                        hub->nccl.GetErrorString(made), hub->nccl.GetLastError(NULL));
+    }
     hello.magic = DTRAIN_NCCL_HELLO;
     hello.status = prepared;
     hello.version = hub->version;
-    hello.world_rank = dtrain_world_rank(world);
-    snprintf(hello.device, sizeof hello.device, "%s", info.id);
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     DTRAIN_NCCL_TRY(dtrain_world_all_gather(world, &hello, sizeof hello, all));
-    const dtrain_nccl__hello *hellos = (const dtrain_nccl__hello *)all;
     for (int i = 0; i < size; i++) {
-        if (hellos[i].magic != DTRAIN_NCCL_HELLO)
+        if (all[i].magic != DTRAIN_NCCL_HELLO)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                                "rank %d of %d was built with another version of dtrain_nccl.h", i,
                                size);
-        if (hellos[i].status != DTRAIN_OK)
-            return dtrain_fail((dtrain_result)hellos[i].status, "on rank %d: %.*s",
-                               hellos[i].world_rank, (int)sizeof hellos[i].error, hellos[i].error);
+        if (all[i].status != DTRAIN_OK)
+            return dtrain_fail((dtrain_result)all[i].status, "on rank %d: %.*s", i,
+                               (int)sizeof all[i].error, all[i].error);
     }
-    for (int i = 1; i < size; i++) {
-        if (hellos[i].version != hellos[0].version)
+    for (int i = 1; i < size; i++)
+        if (all[i].version != all[0].version)
             return dtrain_fail(
                 DTRAIN_ERROR_MISMATCH,
-                "rank %d runs NCCL %s and rank %d NCCL %s: they do not talk to each other; install "
+                "rank 0 runs NCCL %s and rank %d NCCL %s: they do not talk to each other; install "
                 "the same version everywhere",
-                hellos[0].world_rank, dtrain_nccl__version_text(hellos[0].version, first),
-                hellos[i].world_rank, dtrain_nccl__version_text(hellos[i].version, other));
-        for (int j = 0; j < i; j++)
-            if (strncmp(hellos[i].device, hellos[j].device, sizeof hellos[i].device) == 0)
-                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                                   "ranks %d and %d sit on the same device (%.48s), which NCCL "
-                                   "refuses; start as many ranks as there are GPUs, or leave "
-                                   "comm_ops NULL for the local communicator",
-                                   hellos[j].world_rank, hellos[i].world_rank, hellos[i].device);
-    }
-    if (dtrain_world_rank(world) == 0) {
-        const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
-        id_record.status = dtrain_nccl__code(made);
-        snprintf(id_record.error, sizeof id_record.error, "%s; %s", hub->nccl.GetErrorString(made),
-                 hub->nccl.GetLastError(NULL));
-    }
-    DTRAIN_NCCL_TRY(dtrain_world_all_gather(world, &id_record, sizeof id_record, all));
-    memcpy(&id_record, all, sizeof id_record); /* the first rank's */
-    *id = id_record.id;
-    if (id_record.status == DTRAIN_OK) return DTRAIN_OK;
-    return dtrain_fail((dtrain_result)id_record.status,
-                       "ncclGetUniqueId failed on rank 0: %.320s; is the network interface for "
-                       "NCCL up (NCCL_SOCKET_IFNAME)?",
-                       id_record.error);
+                dtrain_nccl__version_text(all[0].version, first), i,
+                dtrain_nccl__version_text(all[i].version, other));
+    *id = all[0].id;
+    return DTRAIN_OK;
 }
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
@@ -1902,11 +1874,8 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     if (result == DTRAIN_OK)
         result = dtrain_nccl__comm_make(hub, dtrain_world_size(world), dtrain_world_rank(world),
                                         NULL, "world", &comm);
-    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
-                           ? sizeof(dtrain_nccl__hello)
-                           : sizeof(dtrain_nccl__id_record);
-    const size_t bytes = one * (size_t)dtrain_world_size(world);
-    void *all = dtrain_nccl__alloc(hub, bytes);
+    const size_t bytes = sizeof(dtrain_nccl__hello) * (size_t)dtrain_world_size(world);
+    dtrain_nccl__hello *all = (dtrain_nccl__hello *)dtrain_nccl__alloc(hub, bytes);
     result = all ? dtrain_nccl__rendezvous(hub, result, all, &id) : DTRAIN_ERROR_MEMORY;
     dtrain_nccl__free(hub, all, bytes);
     if (result == DTRAIN_OK) {

@@ -82,9 +82,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
                                                   const dtrain_optimizer_desc *desc);
 
-/* optim/muon.c, of ring 3: models */
+/* optim/muon.c, of ring 3: models. Without it groups.c refuses Muon, and nothing comes to them. */
+#if DTRAIN__MODELS
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon);
 DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
                                                 const dtrain_shard *const *sources,
                                                 const dtrain_optimizer_args *step);
+#else
+#define dtrain__muon_layout(optimizer, memory, muon) ((void)(muon), (size_t)0)
+#define dtrain__step_muon(device, muon, sources, step) ((void)(muon), DTRAIN_ERROR_UNSUPPORTED)
+#endif

@@ -88,28 +88,6 @@ static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *de
     return scalars;
 }
 
-#if !DTRAIN__MODELS /* no optimizer comes to them: dtrain__check_group refuses Muon */
-DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
-                                           dtrain__muon *muon)
-{
-    (void)optimizer;
-    (void)memory;
-    (void)muon;
-    return 0;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
-                                                const dtrain_shard *const *sources,
-                                                const dtrain_optimizer_args *step)
-{
-    (void)device;
-    (void)muon;
-    (void)sources;
-    (void)step;
-    return DTRAIN_ERROR_UNSUPPORTED;
-}
-#endif
-
 /* Update `count` tensors of a group from number `at` on, all of which have had the same number of
  * updates; with `piece`, which stands for a part of tensor `at`, update that part on the CPU. */
 static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
