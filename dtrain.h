@@ -19300,7 +19300,7 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
         }
         group->count = optimizer->tensor_count - group->first;
     }
-    dtrain__muon_layout(optimizer, next, &optimizer->muon);
+    (void)dtrain__muon_layout(optimizer, next, &optimizer->muon);
     return DTRAIN_OK;
 }
 
