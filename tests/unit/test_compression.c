@@ -18,6 +18,7 @@
  *     test_node_kinds_4_ranks         shards that are sums
  *     test_bytes, test_plan           dense tensors not counted; state without residuals */
 #include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "dtrain.h"
 
 #include "test.h"

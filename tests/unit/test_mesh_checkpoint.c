@@ -10,6 +10,7 @@
  * saved; Q of one part for all of them; the first piece of a weight alone; transposed columns that begin at 0; a
  * part's length for that of the whole in a file; holes that are not looked for. */
 #include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
 #include "state/state_internal.h"
 #include "dtrain.h"
