@@ -239,6 +239,7 @@
        src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
        src/device/cpu/kernels/vectors.h     Vectors
+       src/device/cpu/kernels/mix.h         Sums over ranks
        src/device/cpu/kernels/activation.h  Activations, and what follows a product: bias, activation, and their gradients
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
        src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
@@ -246,7 +247,6 @@
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
-       src/device/cpu/kernels/mix.h         Sums over ranks
        src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/muon.h        Muon: the element-wise stages of a step, see optim/muon.c
@@ -9915,7 +9915,7 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     if (!work->small) {
         const size_t send_bytes = dtrain__send_bytes(what, comm->size);
         const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
-        const bool written = kind->reduces && !kind->cuts && dtrain__gets(what, comm->rank);
+        const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
         const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
                             (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
         const bool read = ((const dtrain__local_comm *)comm)->reads &&
@@ -9941,10 +9941,10 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum from the inputs of all: on the direct path in every rank's
- * result, on the read path in its own, where the root of a reduce computes everything. What is read
- * comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice that no other
- * rank reads. */
+/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
+ * every rank's result, on the read path in its own, where the root of a reduce computes everything.
+ * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
+ * that no other rank reads. */
 static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
@@ -9984,7 +9984,8 @@ static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *w
             if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
             in[i] = copy;
         }
-        dtrain__combine(what, in, size, out, outs, count);
+        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
+                        outs, count);
         for (int i = 0; i < outs; i++) out[i] += count * unit;
     }
     return true;
@@ -10170,10 +10171,12 @@ static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
             work->seen++;
         if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
+        const bool computes =
+            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
         const bool moved = work->path == DTRAIN__COPIED
                                ? base->oldest && dtrain__next_chunk(comm, work)
-                           : work->stage == 1 && kind->reduces ? dtrain__compute_slice(comm, work)
-                                                               : dtrain__take_pieces(comm, work);
+                           : computes ? dtrain__compute_slice(comm, work)
+                                      : dtrain__take_pieces(comm, work);
         if (!moved) return false;
         dtrain__reach(comm, work, work->stage + 1);
     }
@@ -36057,17 +36060,16 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 /* Matrix multiplication: what the driver (gemm.c) and the kernels share */
 
 /* Which instances of the kernels are compiled: on x86 all that a machine may have, and scalars for
- * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. Only
- * kernels of models gain by AVX-512. */
+ * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. */
 #if defined(DTRAIN_NO_SIMD)
 #define DTRAIN__HAS_SCALAR 1
 #elif !defined(__x86_64__)
 #define DTRAIN__HAS_GENERIC 1
 #elif !defined(DTRAIN_NATIVE)
-#define DTRAIN__HAS_AVX512 DTRAIN__MODELS
+#define DTRAIN__HAS_AVX512 1
 #define DTRAIN__HAS_AVX2 1
 #define DTRAIN__HAS_SCALAR 1
-#elif DTRAIN__MODELS && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
     defined(__AVX512DQ__)
 #define DTRAIN__HAS_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -36077,7 +36079,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 #endif
 
 /* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
-#if DTRAIN__HAS_AVX512 && defined(__linux__) && \
+#if DTRAIN__HAS_AVX512 && DTRAIN__MODELS && defined(__linux__) && \
     (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
 #define DTRAIN__PAIRS 1
 #else
@@ -39719,6 +39721,73 @@ DTRAIN__ROUTINE void DTRAIN__K(rounded)(void *p, dtrain_dtype dtype, int64_t at,
     for (; i < count; i += DTRAIN__W)
         DTRAIN__K(vstore_half)(half + i, dtype, dtrain__vload_n(buffer + i, count - i), count - i);
 }
+
+/* ==== src/device/cpu/kernels/mix.h ============================================================ */
+
+/* Sums over ranks
+ *
+ * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
+ * output may be one of the inputs. Every input is read once and every output written once: sums
+ * stay in registers on the way. Halves are widened, combined in fp32 and rounded once. */
+
+/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_t op)
+{
+    const dtrain__vi magnitude = dtrain__viset(INT32_MAX), infinity = dtrain__viset(0x7f800000);
+    if (op == DTRAIN_REDUCE_SUM) return sum + x;
+    if (op == DTRAIN_REDUCE_PROD) return sum * x;
+    const dtrain__vi better =
+        op == DTRAIN_REDUCE_MIN ? DTRAIN__K(vless)(x, sum) : DTRAIN__K(vless)(sum, x);
+    const dtrain__vi x_nan = dtrain__viless(infinity, dtrain__vbits(x) & magnitude);
+    const dtrain__vi nan = dtrain__viless(infinity, dtrain__vbits(sum) & magnitude);
+    return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
+}
+
+/* Four vectors at a time where that pays, then one. */
+DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
+                                      bool fast)
+{
+    const int64_t count = (int64_t)job->count, w = DTRAIN__W;
+    const bool mean = job->op == DTRAIN_REDUCE_MEAN;
+    const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
+    const char *const *in = job->in;
+    int64_t at = 0;
+    for (; fast && at + 4 * w <= count; at += 4 * w) {
+        dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
+        dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
+        dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
+        dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
+        for (int i = 1; i < job->in_count; i++) {
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, w), op);
+            b = DTRAIN__K(mix_step)(b, dtrain__vload_as(in[i], dtype, at + w, w), op);
+            c = DTRAIN__K(mix_step)(c, dtrain__vload_as(in[i], dtype, at + 2 * w, w), op);
+            d = DTRAIN__K(mix_step)(d, dtrain__vload_as(in[i], dtype, at + 3 * w, w), op);
+        }
+        for (int i = 0; i < job->out_count; i++) {
+            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, w);
+            dtrain__vstore_as(job->out[i], dtype, at + w, mean ? b * scale : b, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, mean ? c * scale : c, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, mean ? d * scale : d, w);
+        }
+    }
+    for (; at < count; at += w) {
+        dtrain__v a = dtrain__vload_as(in[0], dtype, at, count - at);
+        for (int i = 1; i < job->in_count; i++)
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, count - at), op);
+        for (int i = 0; i < job->out_count; i++)
+            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, count - at);
+    }
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
+{
+    const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
+    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
+    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+}
 #if DTRAIN__MODELS
 
 /* ==== src/device/cpu/kernels/activation.h ===================================================== */
@@ -41524,73 +41593,6 @@ DTRAIN__KERNEL_AS(batchnorm_backward)
 #endif
 #if DTRAIN__ISA != 3 /* AVX-512 takes these kernels from AVX2 */
 
-/* ==== src/device/cpu/kernels/mix.h ============================================================ */
-
-/* Sums over ranks
- *
- * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
- * output may be one of the inputs. Every input is read once and every output written once: sums
- * stay in registers on the way. Halves are widened, combined in fp32 and rounded once. */
-
-/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_t op)
-{
-    const dtrain__vi magnitude = dtrain__viset(INT32_MAX), infinity = dtrain__viset(0x7f800000);
-    if (op == DTRAIN_REDUCE_SUM) return sum + x;
-    if (op == DTRAIN_REDUCE_PROD) return sum * x;
-    const dtrain__vi better =
-        op == DTRAIN_REDUCE_MIN ? DTRAIN__K(vless)(x, sum) : DTRAIN__K(vless)(sum, x);
-    const dtrain__vi x_nan = dtrain__viless(infinity, dtrain__vbits(x) & magnitude);
-    const dtrain__vi nan = dtrain__viless(infinity, dtrain__vbits(sum) & magnitude);
-    return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
-}
-
-/* Four vectors at a time where that pays, then one. */
-DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
-                                      bool fast)
-{
-    const int64_t count = (int64_t)job->count, w = DTRAIN__W;
-    const bool mean = job->op == DTRAIN_REDUCE_MEAN;
-    const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
-    const char *const *in = job->in;
-    int64_t at = 0;
-    for (; fast && at + 4 * w <= count; at += 4 * w) {
-        dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
-        dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
-        dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
-        dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
-        for (int i = 1; i < job->in_count; i++) {
-            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, w), op);
-            b = DTRAIN__K(mix_step)(b, dtrain__vload_as(in[i], dtype, at + w, w), op);
-            c = DTRAIN__K(mix_step)(c, dtrain__vload_as(in[i], dtype, at + 2 * w, w), op);
-            d = DTRAIN__K(mix_step)(d, dtrain__vload_as(in[i], dtype, at + 3 * w, w), op);
-        }
-        for (int i = 0; i < job->out_count; i++) {
-            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, w);
-            dtrain__vstore_as(job->out[i], dtype, at + w, mean ? b * scale : b, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, mean ? c * scale : c, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, mean ? d * scale : d, w);
-        }
-    }
-    for (; at < count; at += w) {
-        dtrain__v a = dtrain__vload_as(in[0], dtype, at, count - at);
-        for (int i = 1; i < job->in_count; i++)
-            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, count - at), op);
-        for (int i = 0; i < job->out_count; i++)
-            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, count - at);
-    }
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
-{
-    const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
-    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
-    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
-    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
-}
-
 /* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
 
 /* Elementwise kernels, sums, conversions, dropout
@@ -42727,7 +42729,7 @@ DTRAIN__KERNEL(pool2d_backward)
 #endif
 #endif
 DTRAIN__UNUSED static const dtrain__kernels DTRAIN__K(kernels) = {
-    DTRAIN__STRING(DTRAIN__SUFFIX), DTRAIN__PRODUCTS, DTRAIN__SHARED(mix) DTRAIN__ENTRIES};
+    DTRAIN__STRING(DTRAIN__SUFFIX), DTRAIN__PRODUCTS, DTRAIN__K(mix), DTRAIN__ENTRIES};
 #undef DTRAIN__SHARED
 #undef DTRAIN__PRODUCTS
 #undef DTRAIN__ENTRIES

@@ -192,7 +192,7 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     if (!work->small) {
         const size_t send_bytes = dtrain__send_bytes(what, comm->size);
         const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
-        const bool written = kind->reduces && !kind->cuts && dtrain__gets(what, comm->rank);
+        const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
         const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
                             (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
         const bool read = ((const dtrain__local_comm *)comm)->reads &&
@@ -218,10 +218,10 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum from the inputs of all: on the direct path in every rank's
- * result, on the read path in its own, where the root of a reduce computes everything. What is read
- * comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice that no other
- * rank reads. */
+/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
+ * every rank's result, on the read path in its own, where the root of a reduce computes everything.
+ * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
+ * that no other rank reads. */
 static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
@@ -261,7 +261,8 @@ static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *w
             if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
             in[i] = copy;
         }
-        dtrain__combine(what, in, size, out, outs, count);
+        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
+                        outs, count);
         for (int i = 0; i < outs; i++) out[i] += count * unit;
     }
     return true;
@@ -447,10 +448,12 @@ static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
             work->seen++;
         if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
+        const bool computes =
+            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
         const bool moved = work->path == DTRAIN__COPIED
                                ? base->oldest && dtrain__next_chunk(comm, work)
-                           : work->stage == 1 && kind->reduces ? dtrain__compute_slice(comm, work)
-                                                               : dtrain__take_pieces(comm, work);
+                           : computes ? dtrain__compute_slice(comm, work)
+                                      : dtrain__take_pieces(comm, work);
         if (!moved) return false;
         dtrain__reach(comm, work, work->stage + 1);
     }

@@ -7,17 +7,16 @@
 #include "device/backend.h"
 
 /* Which instances of the kernels are compiled: on x86 all that a machine may have, and scalars for
- * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. Only
- * kernels of models gain by AVX-512. */
+ * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. */
 #if defined(DTRAIN_NO_SIMD)
 #define DTRAIN__HAS_SCALAR 1
 #elif !defined(__x86_64__)
 #define DTRAIN__HAS_GENERIC 1
 #elif !defined(DTRAIN_NATIVE)
-#define DTRAIN__HAS_AVX512 DTRAIN__MODELS
+#define DTRAIN__HAS_AVX512 1
 #define DTRAIN__HAS_AVX2 1
 #define DTRAIN__HAS_SCALAR 1
-#elif DTRAIN__MODELS && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
     defined(__AVX512DQ__)
 #define DTRAIN__HAS_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -27,7 +26,7 @@
 #endif
 
 /* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
-#if DTRAIN__HAS_AVX512 && defined(__linux__) && \
+#if DTRAIN__HAS_AVX512 && DTRAIN__MODELS && defined(__linux__) && \
     (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
 #define DTRAIN__PAIRS 1
 #else

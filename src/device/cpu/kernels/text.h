@@ -1,6 +1,7 @@
 /* The text compiled once per instruction set. */
 
 #include "device/cpu/kernels/vectors.h"
+#include "device/cpu/kernels/mix.h"
 #if DTRAIN__MODELS
 #include "device/cpu/kernels/activation.h"
 #include "device/cpu/kernels/gemm.h"
@@ -11,7 +12,6 @@
 #include "device/cpu/kernels/batchnorm.h"
 #endif
 #if DTRAIN__ISA != 3 /* AVX-512 takes these kernels from AVX2 */
-#include "device/cpu/kernels/mix.h"
 #include "device/cpu/kernels/elementwise.h"
 #include "device/cpu/kernels/sparse.h"
 #if DTRAIN__MODELS
