@@ -97,7 +97,9 @@
         "no-tree-bit-ccp,no-tree-reassoc,no-tree-cselim,no-optimize-strlen,no-devirtualize", \
         "no-isolate-erroneous-paths-dereference,no-hoist-adjacent-loads,no-lra-remat,no-ree", \
         "no-tree-builtin-call-dce,no-tree-slp-vectorize,no-tree-loop-vectorize", \
-        "no-tree-loop-distribute-patterns,no-tree-scev-cprop,no-partial-inlining"))
+        "no-tree-loop-distribute-patterns,no-tree-scev-cprop,no-partial-inlining", \
+        "no-early-inlining,no-ipa-icf,no-ipa-pure-const,no-ipa-sra,no-ipa-cp,no-ipa-bit-cp", \
+        "no-ipa-vrp"))
 /* clang-format on */
 #define DTRAIN__HOT _Pragma("GCC pop_options")
 #else

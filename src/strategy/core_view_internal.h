@@ -1,7 +1,8 @@
 /* A strategy as optimizers see it, and with them all rooms above
  *
- * They ask these questions beside the public API, and know nothing of buckets, units and layouts. A parameter is named by its index in the array. None but
- * those that say so sends anything; all are cheap enough for once a parameter and step. */
+ * They ask these questions beside the public API, and know nothing of buckets, units and layouts. A
+ * parameter is named by its index in the array. A function that communicates says so; all are cheap
+ * enough for once a parameter and step. */
 
 #pragma once
 
@@ -101,8 +102,8 @@ DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 /* Sum the squares of all gradients; the host waits. Collective where they are sharded or cut. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
 
-/* Take part in a forward pass without a batch. Tell, at the end of a step, whether it had no samples:
- * the sums of counts are completed. */
+/* Take part in a forward pass without a batch. Complete the sums of counts of a step, and tell
+ * whether it had no samples. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty);
 

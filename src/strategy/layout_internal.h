@@ -45,7 +45,7 @@ typedef struct dtrain__entry {
     bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* the host has given no array: the library's is lent, and drawn */
     bool lends_grad;  /* the same of the gradient */
-    bool here; /* its unit is in a stage that this rank has */
+    bool here;        /* its unit is in a stage that this rank has */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
     bool tied;        /* stages of other ranks have copies of it */

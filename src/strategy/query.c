@@ -77,7 +77,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
             dtrain__add_comm(&info->traffic, strategy->owned[i]);
 }
 
-/* ---- What other rooms ask: strategy/core_view_internal.h ---------------------------------------------*/
+/* ---- Questions of other rooms -----------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
 {

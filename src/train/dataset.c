@@ -294,7 +294,7 @@ static dtrain_result dtrain__images_read(void *user, int64_t first, int64_t coun
 {
     const dtrain_dataset *dataset = (const dtrain_dataset *)user;
     const size_t bytes = dataset->info.item_bytes, before = dataset->format->label_bytes;
-    unsigned char *to = (unsigned char *)items, record[DTRAIN__RECORD_BYTES];
+    unsigned char *to = (unsigned char *)items, record[DTRAIN__RECORD_BYTES] = {0};
     for (int64_t i = 0; i < count; i++, to += bytes) {
         const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
         const int64_t at = first + i - file->first_item;

@@ -302,7 +302,8 @@ static void test_dataset_magics(void)
     write_file("magic", "\x93NUMPY\x01 ", 8);
     check_refused("magic", DTRAIN_DATA_U16, DTRAIN_ERROR_DATA,
                   "have none: it is a .npy file: array.tofile(PATH)");
-    check_refused("magic", DTRAIN_DATA_U32, DTRAIN_ERROR_DATA, "and files of uint32 tokens have none");
+    check_refused("magic", DTRAIN_DATA_U32, DTRAIN_ERROR_DATA,
+                  "and files of uint32 tokens have none");
     write_file("u32", tokens, sizeof tokens);
     CHECK(open_file(path_of("u32"), DTRAIN_DATA_U32, 128256, &dataset) == DTRAIN_OK);
     CHECK(dtrain__dataset_read(dataset, 0, 3, got, NULL) == DTRAIN_OK);
@@ -343,8 +344,9 @@ static void test_dataset_bad_files(void)
     check_refused("header", 0, DTRAIN_ERROR_DATA, "found 1023 bytes");
     check_refused("version", 0, DTRAIN_ERROR_DATA, "1024 bytes, 20240520 and 2;");
     check_refused("version 1", 0, DTRAIN_ERROR_DATA, "1024 bytes, 20240801 and 1;");
-    check_refused("cut", 0, DTRAIN_ERROR_DATA,
-                  "has 1034 bytes; as llm.c's .bin it would have a header of 1024 and 6 items of 2");
+    check_refused(
+        "cut", 0, DTRAIN_ERROR_DATA,
+        "has 1034 bytes; as llm.c's .bin it would have a header of 1024 and 6 items of 2");
     check_refused("longer", 0, DTRAIN_ERROR_DATA, "and 4 items of 2");
     check_refused("huge", 0, DTRAIN_ERROR_DATA, "and 2147483647 items of 2");
     check_refused("too_many", 0, DTRAIN_ERROR_DATA, "and 4294967291 items");

@@ -754,7 +754,9 @@ static void test_refusals(void)
         if (i == 7)
             says = "\"a?b\", at byte 619 of the JSON: a name with control",
             refused[ONE].name = "a\nb";
-        if (i == 8) says = "\"__metadata__\", at byte 650 of the JSON: expected a string", refused[ONE].name = "__metadata__";
+        if (i == 8)
+            says = "\"__metadata__\", at byte 650 of the JSON: expected a string",
+            refused[ONE].name = "__metadata__";
         if (i == 9) says = "dtype is 3, expected F32", j->how_to.dtype = DTRAIN_DTYPE_I32;
         if (i == 10)
             says = "import: two parameters are called \"" N_WPE "\"", refused[UP].name = N_WPE;

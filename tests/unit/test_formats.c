@@ -554,14 +554,12 @@ static void test_safetensors_vectors(void)
     dtrain__text_free(&text);
 
     CHECK(write_header(&text, &one, 1, metadata) == DTRAIN_OK);
-    CHECK(
-        text.bytes == 120 &&
-        memcmp(
-            text.at,
-            "\x70\0\0\0\0\0\0\0{\"attn.0\":{\"dtype\":\"F32\",\"shape\":[1,2,3],"
-            "\"data_offsets\":[0,24]},"
-            "\"__metadata__\":{\"format\":\"pt\",\"a \\\"b\\\"\":\"\xc3\xa9\"}}  ",
-            120) == 0);
+    CHECK(text.bytes == 120 &&
+          memcmp(text.at,
+                 "\x70\0\0\0\0\0\0\0{\"attn.0\":{\"dtype\":\"F32\",\"shape\":[1,2,3],"
+                 "\"data_offsets\":[0,24]},"
+                 "\"__metadata__\":{\"format\":\"pt\",\"a \\\"b\\\"\":\"\xc3\xa9\"}}  ",
+                 120) == 0);
     dtrain__text_free(&text);
 
     CHECK(write_header(&text, &one, 1, metadata) == DTRAIN_OK);
