@@ -54,7 +54,7 @@ DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint
 /* Return the rank of the pipeline axis that has a stage. */
 DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage);
 
-/* ---- May a call go on? ------------------------------------------------------------------------*/
+/* ---- When a call is allowed -------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call);
@@ -62,11 +62,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
-/* Note an update, hash what all ranks must do alike between steps (updates, and flags of parameters
- * such as FROZEN), and fail on all ranks if it differs. */
+/* Add an update's rates to a hash; fail on all ranks if the hash, or a flag of a parameter such as
+ * FROZEN, differs between ranks. */
 DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call);
-/* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
+/* Keep an error for all later calls, and fail the communicators, so that no other rank waits. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
 /* Forget the micro-batches of a step under way. */
@@ -79,9 +79,9 @@ DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
 /* Find the piece of its value, gradient and state that this rank keeps; false: none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard);
-/* Tell whether no rank keeps it as a whole. */
+/* True if no rank keeps the whole parameter. */
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
-/* Tell whether it has memory here; what stages of other ranks alone use has none. */
+/* False if only pipeline stages on other ranks use the parameter. */
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
 /* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
@@ -111,9 +111,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, b
 
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn */
 
-/* Return the CPU that updates what is offloaded; NULL: nothing is. */
+/* Return the CPU device that updates offloaded shards; NULL without offload. */
 DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
-/* Begin: copies down come behind what compute has queued. End: compute comes behind copies up. */
+/* Begin: copies down wait for the compute that is queued. End: compute waits for copies up. */
 DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy);
 /* Queue a copy to host memory (to NULL: none) and, as number `turn`, 0 or 1, its end. */

@@ -43,7 +43,7 @@ typedef struct dtrain__entry {
     bool marked;                   /* ready was called in this backward */
     bool seen;                     /* it had a gradient in this step */
     bool warned;                   /* its missing gradient has been reported */
-    bool lends_value; /* the host has given no array: the library's is lent, and drawn */
+    bool lends_value; /* the host has given no array: the library lends one, and initialises it */
     bool lends_grad;  /* the same of the gradient */
     bool here;        /* its unit is in a stage that this rank has */
     /* Of storages alone: */

@@ -4,7 +4,7 @@
 
 #include "strategy/view_internal.h"
 
-/* What a loss is a mean over; the tape's. */
+/* The samples that a loss is a mean over, as the tape counts them. */
 typedef struct dtrain__samples {
     int64_t terms;             /* ignored ones included; 0: nothing is counted */
     const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
@@ -13,14 +13,14 @@ typedef struct dtrain__samples {
 
 /* Tell whether the terms of a loss must be weighed, in a pass with or without gradients. */
 DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only);
-/* Find by what the second of two means is multiplied where sum `number` of a loss adds them. Then
- * each is averaged over its own samples: see samples.c. Collective over the data axis. */
+/* Compute the factor of the second of two means that sum `number` of a loss adds, so that each is
+ * averaged over its own samples (samples.c). Collective over the data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
                                                   const dtrain__samples *x,
                                                   const dtrain__samples *y, float *factor);
-/* End a loss with so many sums on this rank: where ranks do not know yet how many sums a loss has,
- * take part in further ones of other ranks, without samples. A rank that `joins` has no batch, and
- * takes part in all of them. Collective over the data axis. */
+/* End a loss that has had `sums` sums on this rank. While ranks do not know yet how many sums a
+ * loss has, take part in further sums of other ranks, without samples. A rank that `joins` has no
+ * batch and takes part in all sums. Collective over the data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
                                                bool joins);
 /* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
@@ -37,17 +37,17 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
 /* Note whether the next backward is a schedule of several micro-batches. */
 DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
-/* Note that a micro-batch of a pipeline, not the last one, had a gradient of an entry: should the
- * last one have none, it counts as it is. */
+/* Note that a micro-batch of a pipeline had a gradient of an entry. The gradient counts even if the
+ * last micro-batch has none. */
 DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
-/* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
- * in their order, before finish, which takes the last one's weight (more false). *weight is the one
- * that its loss has set, and becomes that of its samples where they are counted. */
+/* Weigh a micro-batch of a pipeline (samples NULL: without data). Called in the order of
+ * micro-batches, before finish, which takes the weight of the last one (more false). *weight is the
+ * one that the loss has set, and becomes the weight of the samples where they are counted. */
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight);
 /* Return the weight of the backward under way. */
 DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
-/* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let
- * finish take this rank's from device memory (NULL: from its backwards), while it is recorded. */
+/* Return the address in device memory of the sum of all ranks' weights, valid after finish. Let a
+ * recorded finish take this rank's weight from device memory (NULL: from its backwards). */
 DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);

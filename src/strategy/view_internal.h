@@ -21,22 +21,23 @@ DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strateg
 /* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
 DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
                                                     dtrain_comm_info *info);
+/* Return the map of pipeline stages; without a pipeline it has one stage. */
 DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
 /* Tell whether this rank's loss counts: one of the ranks that hold a model sees its loss, with the
  * last stage, and where several do, the last of them. */
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy);
+/* Hash all updates so far and the flags of parameters, which all ranks must have alike. */
 DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy);
-/* Name the call that begins to replace values (NULL: they are whole again), and ask for it: until
- * it succeeds the strategy is not usable. */
+/* Set, or return, the name of the call that has begun to replace values; NULL: values are whole.
+ * Until a load succeeds the strategy is not usable. */
 DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
 DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
 
 /* ---- A parameter ------------------------------------------------------------------------------*/
 
-/* Tell whether an optimizer has state of it here: it was not frozen when the strategy was created,
- * and may be so for some steps. */
+/* True if an optimizer keeps state of the parameter: it was not frozen at creation. */
 DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i);
-/* Count the ranks that keep the same piece as this one; return its number among them. */
+/* Count the ranks that keep the same piece as this rank; return this rank's number among them. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count);
 DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
                                          const dtrain_param *storage, uint32_t dtype,
