@@ -250,8 +250,8 @@ static dtrain_result dtrain__state_scalars(dtrain_state *state)
     const dtrain__state_source *trainer = dtrain__source_of(desc->trainer);
     const dtrain__state_source *loader = dtrain__source_of(desc->loader);
     dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
-    const dtrain__scalar steps[] = {{"strategy.step", dtrain__step_count_of(desc->strategy), 8},
-                                    {NULL, NULL, 0}};
+    const dtrain__scalar steps[] = {
+        {"strategy.step", &dtrain__notes_of(desc->strategy)->sync_count, 8}, {NULL, NULL, 0}};
     DTRAIN__TRY(dtrain__state_numbers(state, steps));
     if (desc->optimizer) {
         const dtrain__scalar updates[] = {{"optimizer.step", &desc->optimizer->step_count, 8},
@@ -351,11 +351,12 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
     DTRAIN__GIVEN("dtrain_state_changed", state);
     dtrain_strategy *strategy = state->desc.strategy;
-    const char *const torn = dtrain__torn(strategy);
-    dtrain__set_torn(strategy, NULL); /* values are whole again */
+    dtrain__notes *notes = dtrain__notes_of(strategy);
+    const char *const torn = notes->torn;
+    notes->torn = NULL; /* values are whole again */
     dtrain_result result = dtrain__between_backwards(strategy, "dtrain_state_changed");
     if (result != DTRAIN_OK) {
-        dtrain__set_torn(strategy, torn);
+        notes->torn = torn;
         return result;
     }
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {

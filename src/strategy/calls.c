@@ -47,11 +47,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
     if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->torn) return DTRAIN_OK;
+    if (!strategy->notes.torn) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: %s failed after it had replaced a part of the values; load a whole "
                        "checkpoint, or end",
-                       call, strategy->torn);
+                       call, strategy->notes.torn);
 }
 
 /* Tell whether this rank is in the middle of a backward: between its first gather or mark and

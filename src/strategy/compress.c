@@ -177,7 +177,7 @@ static dtrain_result dtrain__pack_dense(dtrain_strategy *strategy, dtrain__bucke
 /* Tell whether this step compresses: warm-up steps all-reduce as without compression. */
 static bool dtrain__compresses(const dtrain_strategy *strategy)
 {
-    return strategy->sync_count >= strategy->compressed_from;
+    return strategy->notes.sync_count >= strategy->compressed_from;
 }
 
 /* Compress a bucket and start its exchange. */
@@ -188,7 +188,7 @@ static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucke
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
     hook->comm = comm;
-    hook->step = strategy->sync_count - strategy->compressed_from;
+    hook->step = strategy->notes.sync_count - strategy->compressed_from;
     DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
     return desc->exchange(how, hook, round, bucket->reduces);

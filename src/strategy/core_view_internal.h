@@ -24,7 +24,23 @@ typedef struct dtrain__kept {
     float *velocity;       /* (count), or NULL without topk_momentum */
 } dtrain__kept;
 
+/* The members of a strategy that other rooms read and write themselves. */
+typedef struct dtrain__notes {
+    /* Of tape and trainer: */
+    float weight;               /* of the next backward */
+    bool several;               /* one backward covers several micro-batches (pipeline) */
+    const float *device_weight; /* device memory: the weight of a recorded step; or NULL */
+    float *counts; /* (1 + param_count) device memory: after finish, the sum of all ranks' weights,
+                      and of each parameter how many ranks have a gradient */
+    /* Of checkpoints: */
+    uint64_t sync_count; /* steps that were reduced */
+    const char *torn;    /* the call that failed while it replaced values; NULL: none. Until a load
+                            succeeds the strategy is not usable */
+} dtrain__notes;
+
 /* ---- The whole --------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain__notes *dtrain__notes_of(dtrain_strategy *strategy);
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);

@@ -31,7 +31,8 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
     if (!dtrain__is_finite(weight) || weight < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
                            (double)weight);
-    strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
+    strategy->notes.weight =
+        weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
     return DTRAIN_OK;
 }
 
@@ -44,7 +45,7 @@ static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first,
     memset(&fill, 0, sizeof fill);
     fill.count = (int64_t)count;
     fill.a = value;
-    fill.y = strategy->counts + first;
+    fill.y = strategy->notes.counts + first;
     fill.dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
@@ -76,15 +77,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = 1 + strategy->param_count;
-    if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
-        DTRAIN__TRY(ops->copy(strategy->device, strategy->counts, strategy->device_weight,
-                              sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
+    if (strategy->notes.device_weight) { /* a replayed step: absent gradients are always the same */
+        DTRAIN__TRY(ops->copy(strategy->device, strategy->notes.counts,
+                              strategy->notes.device_weight, sizeof(float),
+                              DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
         dtrain__counts_note(strategy);
         DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)
-        DTRAIN__TRY(ops->zero(strategy->device, strategy->counts, sizeof(float)));
+        DTRAIN__TRY(ops->zero(strategy->device, strategy->notes.counts, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->counts_due = false;
         return DTRAIN_OK;
@@ -94,16 +96,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
         for (end = i + 1; end < count && (strategy->sums[end] > 0) == has;) end++;
         DTRAIN__TRY(dtrain__counts_set(strategy, i, end - i, has));
     }
-    dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->groups.all, strategy->counts, strategy->counts, count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->counts_work);
+    dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->notes.sync_count, "");
+    return dtrain_all_reduce(strategy->groups.all, strategy->notes.counts, strategy->notes.counts,
+                             count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->counts_work);
 }
 
 /* Copy the counts to strategy->sums; the host waits. */
 static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
 {
     strategy->counts_due = false;
-    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->counts,
+    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->notes.counts,
                                        (1 + strategy->param_count) * sizeof(float),
                                        DTRAIN_COPY_DEVICE_TO_HOST);
 }
@@ -125,7 +127,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
     strategy->counts_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__counts_read(strategy));
-    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->counts;
+    else if (ranks > 1 || strategy->notes.device_weight) correct.divisor = strategy->notes.counts;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
         correct.a = (double)passes / (double)strategy->sums[0];
@@ -145,7 +147,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
  * being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
-    if (strategy->counts_due && !strategy->device_weight)
+    if (strategy->counts_due && !strategy->notes.device_weight)
         DTRAIN__TRY(dtrain__counts_read(strategy));
     *empty = strategy->sums[0] == 0;
     return DTRAIN_OK;

@@ -159,10 +159,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     /* where ranks add up: squares of this rank and of the ranks of its model, then counts */
     const size_t squares = 1 + (size_t)dtrain_comm_size(strategy->groups.model);
     strategy->sums_bytes =
-        squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->counts;
+        squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->notes.counts;
     DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, strategy->sums_bytes, &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->counts = (float *)(void *)(strategy->sum_squares + squares * DTRAIN__SQUARES);
+    strategy->notes.counts = (float *)(void *)(strategy->sum_squares + squares * DTRAIN__SQUARES);
     dtrain__steps_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__steps_open(strategy));

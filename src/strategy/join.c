@@ -27,7 +27,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, b
     if (strategy->join_loss)
         DTRAIN__TRY(
             dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_BACKWARD)));
-    strategy->weight = 0;
+    strategy->notes.weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     if (!last) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));

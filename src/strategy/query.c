@@ -70,7 +70,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     memset(info, 0, sizeof *info);
     if (!strategy) return;
     *info = strategy->info;
-    info->sync_count = strategy->sync_count;
+    info->sync_count = strategy->notes.sync_count;
     dtrain_comm_query(strategy->groups.data, &info->traffic);
     for (size_t i = 0; i < strategy->owned_count; i++)
         if (strategy->owned[i] != strategy->tensor_comm)
@@ -78,6 +78,11 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 }
 
 /* ---- Questions of other rooms -----------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain__notes *dtrain__notes_of(dtrain_strategy *strategy)
+{
+    return &strategy->notes;
+}
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
 {

@@ -65,7 +65,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->in_buffer[0] = strategy->in_buffer[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
     strategy->entered = false;
-    strategy->weight = 1;
+    strategy->notes.weight = 1;
     if (!step_done) return;
     strategy->weights = 0;
     strategy->passes = 0;
@@ -292,7 +292,7 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
 {
     const size_t all = strategy->layout.bucket_count;
     const bool last = !strategy->more;
-    strategy->weights += strategy->weight;
+    strategy->weights += strategy->notes.weight;
     strategy->passes++;
     DTRAIN__TRY(dtrain__walk_back(strategy, 0));
     DTRAIN__TRY(dtrain__close_buckets(strategy, all));
@@ -323,7 +323,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
         dtrain__strategy_keep(strategy, dtrain__end_backward(strategy, &missing));
     dtrain__span_end(world, span);
     DTRAIN__TRY(result);
-    if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    if (missing == DTRAIN_OK && last) strategy->notes.sync_count++;
     dtrain__rewind(strategy, last);
     return missing;
 }

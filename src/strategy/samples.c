@@ -24,7 +24,7 @@ static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
            (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
-            strategy->several);
+            strategy->notes.several);
 }
 
 /* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
@@ -64,7 +64,7 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
 {
     if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
     const bool weighs = dtrain__weighs(strategy);
-    strategy->weight =
+    strategy->notes.weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
     return weighs ? strategy->full_batch : 0;
 }
@@ -74,35 +74,15 @@ DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i)
     strategy->layout.entries[i].seen = true;
 }
 
-DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several)
-{
-    strategy->several = several;
-}
-
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight)
 {
-    strategy->weight = *weight;
+    strategy->notes.weight = *weight;
     if (samples) (void)dtrain__weigh_loss(strategy, samples);
-    *weight = strategy->weight;
+    *weight = strategy->notes.weight;
     if (!more) return; /* finish counts the last one */
-    strategy->weights += strategy->weight;
+    strategy->weights += strategy->notes.weight;
     strategy->passes++;
-}
-
-DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
-{
-    return strategy->weight;
-}
-
-DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
-{
-    return strategy->counts;
-}
-
-DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
-{
-    strategy->device_weight = weights;
 }
 
 DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
@@ -163,7 +143,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uin
     const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
     int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
     *factor = 1;
-    if (strategy->device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
+    if (strategy->notes.device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
     DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
     *factor = 0;
     if (mine[1])

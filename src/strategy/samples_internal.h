@@ -35,8 +35,6 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
-/* Note whether the next backward is a schedule of several micro-batches. */
-DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
 /* Note that a micro-batch of a pipeline had a gradient of an entry. The gradient counts even if the
  * last micro-batch has none. */
 DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
@@ -45,9 +43,3 @@ DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
  * one that the loss has set, and becomes the weight of the samples where they are counted. */
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight);
-/* Return the weight of the backward under way. */
-DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
-/* Return the address in device memory of the sum of all ranks' weights, valid after finish. Let a
- * recorded finish take this rank's weight from device memory (NULL: from its backwards). */
-DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);

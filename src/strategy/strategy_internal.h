@@ -103,8 +103,9 @@ struct dtrain_strategy {
     dtrain__layout layout;
     dtrain__stage_map stages;
     dtrain_pipeline_desc pipeline; /* what desc.pipeline points to, if it is not NULL */
-    dtrain_comm **ties; /* (param_count) of a storage, the ranks of several stages that have copies
+    dtrain_comm **ties;  /* (param_count) of a storage, the ranks of several stages that have copies
                            of it, or NULL; those of the same ranks share one */
+    dtrain__notes notes; /* what other rooms read and write */
 
     /* The step under way. */
     dtrain__step_list whole, sharded; /* the steps of buckets */
@@ -117,7 +118,7 @@ struct dtrain_strategy {
     size_t marked_count;      /* calls of ready in this backward */
     bool more;                /* micro-batches of this step follow */
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
-    float weight, weights;    /* of the next backward; sum over those of this step so far */
+    float weights;            /* sum of the weights of this step's backwards so far */
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t full_batch;       /* samples that weigh 1 (samples.c); 0: not agreed on yet */
     /* Sums of means in a loss (samples.c): their samples in the step's first micro-batch, how many
@@ -127,11 +128,9 @@ struct dtrain_strategy {
     uint32_t sums_known, sums_made[2];
     bool sums_agreed[2];
     bool evaluates; /* the trainer's evaluation is under way */
-    bool several;   /* one backward covers several micro-batches (pipeline) */
     /* Takes part, without a batch, in what losses on other ranks agree on; NULL without a tape. */
     dtrain_result (*join_loss)(dtrain_strategy *strategy, dtrain_pass pass);
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
-    uint64_t sync_count;   /* steps that were reduced */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
@@ -140,7 +139,6 @@ struct dtrain_strategy {
     bool entered;          /* that unit was gathered for this backward, and not yet released */
     dtrain_result failure; /* of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
-    const char *torn; /* the call that failed while it replaced values; NULL: none */
 
     /* Memory. */
     dtrain_allocator allocator;
@@ -151,10 +149,9 @@ struct dtrain_strategy {
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
     size_t sums_bytes;    /* of both */
-    float *counts, *sums; /* (1 + param_count) device memory; the host's copy: counts.c */
-    bool counts_due;      /* `sums` has only this rank's part: read `counts` before use */
+    float *sums;          /* (1 + param_count) the host's copy of notes.counts: counts.c */
+    bool counts_due;      /* `sums` has only this rank's part: read the counts before use */
     dtrain_work *counts_work;
-    const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
     dtrain__kept *kept; /* (param_count), kept_count in use */
     size_t kept_count;

@@ -4,22 +4,10 @@
 #include "strategy/view_internal.h"
 #include "strategy/strategy_internal.h"
 
-DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy)
-{
-    return &strategy->sync_count;
-}
-
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy)
 {
     return strategy->layout.node_ranks > 1;
 }
-
-DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call)
-{
-    strategy->torn = call;
-}
-
-DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy) { return strategy->torn; }
 
 DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i)
 {

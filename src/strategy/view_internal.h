@@ -8,8 +8,6 @@
 
 /* ---- The whole --------------------------------------------------------------------------------*/
 
-/* Return where the number of reduced steps is, which a checkpoint saves and restores. */
-DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
 /* List the state of compression; *count is 0 without compression. */
 DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
@@ -28,10 +26,6 @@ DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy);
 /* Hash all updates so far and the flags of parameters, which all ranks must have alike. */
 DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy);
-/* Set, or return, the name of the call that has begun to replace values; NULL: values are whole.
- * Until a load succeeds the strategy is not usable. */
-DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
-DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
 
 /* ---- A parameter ------------------------------------------------------------------------------*/
 

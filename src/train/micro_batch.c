@@ -139,7 +139,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
             if (result == DTRAIN_OK)
                 result = dtrain_tape_backward(tape, loss, dtrain__micro_scale(trainer));
             DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
-            micro->weight = dtrain__micro_weight(strategy);
+            micro->weight = dtrain__notes_of(strategy)->weight;
             result = dtrain_strategy_finish(strategy);
         }
         if (result != DTRAIN_OK) trainer->micro = 0;

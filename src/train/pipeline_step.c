@@ -130,7 +130,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
         micro->samples.valid = micro->valid;
     }
     if (!strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
-    if (first) micro->weight = dtrain__micro_weight(strategy);
+    if (first) micro->weight = dtrain__notes_of(strategy)->weight;
     if (last && trains) DTRAIN__TRY(dtrain__pass_end(trainer->tape));
     else if (last) DTRAIN__TRY(dtrain_tensor_read(trainer->tape, micro->made, pass->values, NULL));
     return dtrain_strategy_weight(strategy, 1); /* what the loss set was its own */
@@ -192,7 +192,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     bool over;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
-    dtrain__expect_schedule(strategy, micro_batches > 1);     /* other trainers', too */
+    dtrain__notes_of(strategy)->several = micro_batches > 1;  /* other trainers', too */
     dtrain__line_begin(trainer, &pass);
     dtrain_result result = dtrain__line_fetch(trainer, trainer->micros);
     if (result == DTRAIN_OK && !(line->agreed && trainer->micros->joined))

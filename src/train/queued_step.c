@@ -58,7 +58,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     clip.max_norm = desc->clip;
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
-    clip.weight = dtrain__step_weight(desc->strategy);
+    clip.weight = dtrain__notes_of(desc->strategy)->counts;
     dtrain_result result =
         dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count);
     if (result == DTRAIN_OK) result = device->ops->clip(device, &clip);
@@ -104,9 +104,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
         char text[DTRAIN__ERROR_BYTES];
         const double flops = dtrain__count_flops(trainer->tape, 0);
         DTRAIN__TRY(device->ops->graph_begin(device));
-        dtrain__weigh_on_device(desc->strategy, &queue->scalars->weight);
+        dtrain__notes_of(desc->strategy)->device_weight = &queue->scalars->weight;
         const dtrain_result result = dtrain__queue_all(trainer);
-        dtrain__weigh_on_device(desc->strategy, NULL);
+        dtrain__notes_of(desc->strategy)->device_weight = NULL;
         queue->flops = dtrain__count_flops(trainer->tape, 0) - flops;
         snprintf(text, sizeof text, "%s", dtrain_last_error());
         const dtrain_result ended = device->ops->graph_end(device, &graph);

@@ -400,7 +400,7 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain_
     DTRAIN__TRY(dtrain_tensor_read(tape, made, pass->values, NULL));
     if (!micro) return DTRAIN_OK;
     micro->samples = dtrain__samples_of(made);
-    micro->weight = dtrain__micro_weight(trainer->desc.strategy);
+    micro->weight = dtrain__notes_of(trainer->desc.strategy)->weight;
     return DTRAIN_OK;
 }
 
