@@ -192,7 +192,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     const dtrain__group *group = optimizer->groups;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* pieces whose copy down is queued */
-    DTRAIN__TRY(dtrain__update_begin(strategy));
+    DTRAIN__TRY(dtrain__update_order(strategy, false));
     for (size_t at = 0; at < optimizer->tensor_count; at++) {
         const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
         while (at >= group->first + group->count) group++;
@@ -222,7 +222,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     }
     const size_t last = (count - 1) & 1;
     if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
-    return dtrain__update_end(strategy);
+    return dtrain__update_order(strategy, true);
 }
 
 /* ---- A step -----------------------------------------------------------------------------------*/

@@ -93,12 +93,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a)
-{
-    dtrain__free(a, layout->compressed, layout->count, sizeof *layout->compressed);
-    dtrain__free(a, layout->tensors, layout->count, sizeof *layout->tensors);
-}
-
 /* Carve the memory of all buckets out of the buffers. */
 DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 {

@@ -129,9 +129,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, b
 
 /* Return the CPU device that updates offloaded shards; NULL without offload. */
 DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
-/* Begin: copies down wait for the compute that is queued. End: compute waits for copies up. */
-DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy);
+/* Order an update and the compute stream. At its begin copies down wait for the compute that is
+ * queued; when it `ends` compute waits for copies up. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends);
 /* Queue a copy to host memory (to NULL: none) and, as number `turn`, 0 or 1, its end. */
 DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
                                                   const float *from, int64_t count);

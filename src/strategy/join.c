@@ -7,6 +7,13 @@
 #include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 
+/* Take part in what losses on other ranks agree on in a pass. */
+static dtrain_result dtrain__join_losses(dtrain_strategy *strategy, dtrain_pass pass)
+{
+    if (!strategy->join_loss) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, pass));
+}
+
 /* Gather all units as a forward does. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
 {
@@ -15,22 +22,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    if (!strategy->join_loss) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_FORWARD));
-}
-
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
- * rank has had samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
-{
-    const bool last = !strategy->more;
-    if (strategy->join_loss)
-        DTRAIN__TRY(
-            dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_BACKWARD)));
-    strategy->notes.weight = 0;
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
+    return dtrain__join_losses(strategy, DTRAIN_PASS_FORWARD);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
@@ -52,5 +44,10 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
             call, strategy->world->rank, dtrain__bare(dtrain_last_error()));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     DTRAIN__TRY(dtrain__join_forward(strategy));
-    return dtrain__join_backward(strategy, over);
+    DTRAIN__TRY(dtrain__join_losses(strategy, DTRAIN_PASS_BACKWARD));
+    const bool last = !strategy->more;
+    strategy->notes.weight = 0;
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (!last) return DTRAIN_OK; /* only a whole step tells whether no rank has had samples */
+    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
 }

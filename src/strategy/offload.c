@@ -29,11 +29,12 @@ static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_str
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Let the host wait until the event has happened, at most until the deadline. The communicator
- * reports dead ranks. */
-static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
+/* Let the host wait until copy number `turn`, 0 or 1, has reached host memory, at most until the
+ * deadline. The communicator reports dead ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
 {
     dtrain_device *device = strategy->device;
+    dtrain_event *event = strategy->offload.arrived[turn];
     dtrain__wait wait = dtrain__wait_begin();
     for (;;) {
         bool done = true;
@@ -60,7 +61,7 @@ static dtrain_result dtrain__bounce_add(dtrain_strategy *strategy, uint32_t i)
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.bounce[i],
                            bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
     offload->bounced[i] = NULL;
-    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
+    DTRAIN__TRY(dtrain__update_await(strategy, i));
     return offload->cpu->ops->add(offload->cpu, &add);
 }
 
@@ -130,7 +131,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy, boo
     DTRAIN__TRY(dtrain__stream_follow(strategy, NULL, offload->down));
     if (!over || strategy->more) return DTRAIN_OK;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
-    return dtrain__event_await(strategy, offload->arrived[0]);
+    return dtrain__update_await(strategy, 0);
 }
 
 /* Queue a copy of a value shard to its place among the gathered values: behind the kernels that use
@@ -187,14 +188,11 @@ DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *stra
     return strategy->offload.cpu;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends)
 {
-    return dtrain__stream_follow(strategy, strategy->offload.down, NULL);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy)
-{
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+    dtrain_stream *compute = NULL;
+    return ends ? dtrain__stream_follow(strategy, compute, strategy->offload.up)
+                : dtrain__stream_follow(strategy, strategy->offload.down, compute);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
@@ -206,11 +204,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, siz
         DTRAIN__TRY(device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
                                             DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
     return DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
-{
-    return dtrain__event_await(strategy, strategy->offload.arrived[turn]);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,

@@ -222,6 +222,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
 /* Free a layout with the tables of its steps. */
 DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    dtrain__hooks_free(layout, a);
+    dtrain__free(a, layout->compressed, layout->count, sizeof *layout->compressed);
+    dtrain__free(a, layout->tensors, layout->count, sizeof *layout->tensors);
     dtrain__layout_free(layout, a);
 }

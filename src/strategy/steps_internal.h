@@ -46,7 +46,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
 DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
                                                    const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout);
-DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 
 /* strategy/topk.c */
