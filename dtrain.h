@@ -4616,6 +4616,7 @@ DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_c
 #define DTRAIN_RESTRICT __restrict
 #define DTRAIN__UNUSED \
     __attribute__((unused)) /* a helper that some switch leaves without a caller */
+#define DTRAIN__APART __attribute__((noinline)) /* its frame is not to stay in its caller's */
 #define DTRAIN__THREAD_LOCAL __thread
 #define DTRAIN__PRINTF(at, first) __attribute__((format(printf, at, first)))
 #else
@@ -8737,8 +8738,8 @@ typedef struct dtrain__bounce {
 
 /* The engine's part of a work precedes the part that the transport sees. */
 struct dtrain__work {
-    dtrain__work *next;      /* in the queue, or among the idle */
-    dtrain__work *next_made; /* works and their bounces stay until the end */
+    dtrain__work *next;       /* in the queue, or among the idle */
+    dtrain__work *next_block; /* in the first of a block of works, which stay until the end */
     dtrain__bounce bounce;
     int heard; /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
@@ -8755,7 +8756,7 @@ struct dtrain__engine {
     uint64_t sequence;                /* of the collective started last */
     uint64_t agreed;                  /* of the collective agreed on last */
     dtrain__work *queue, **queue_end; /* not done, in the order of their start */
-    dtrain__work *idle, *works;
+    dtrain__work *idle, *blocks;
     bool staged;           /* the host cannot read the device's memory: copies before and after */
     dtrain_stream *stream; /* of those copies */
     dtrain_comm base;
@@ -9445,16 +9446,26 @@ static size_t dtrain__work_bytes(const dtrain__engine *comm)
     return offsetof(dtrain__work, op) + comm->transport->work_bytes;
 }
 
-/* Make an idle work. A communicator begins with DTRAIN_WINDOW of them; a program that has more
- * operations under way, messages for instance, gets more. */
-static dtrain_result dtrain__make_work(dtrain__engine *comm)
+static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *block, uint32_t i)
 {
-    dtrain__work *work = (dtrain__work *)dtrain__alloc(
-        &comm->base.world->allocator, 1, dtrain__work_bytes(comm), "an operation in flight");
-    if (!work) return DTRAIN_ERROR_MEMORY;
-    work->next_made = comm->works;
-    work->next = comm->idle;
-    comm->works = comm->idle = work;
+    return (dtrain__work *)(void *)((char *)block + i * dtrain__work_bytes(comm));
+}
+
+/* Make as many works as a window has. A communicator begins with them; a program that has more
+ * operations under way, messages for instance, gets another block. */
+static dtrain_result dtrain__make_works(dtrain__engine *comm)
+{
+    dtrain__work *block =
+        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN_WINDOW,
+                                      dtrain__work_bytes(comm), "operations under way");
+    if (!block) return DTRAIN_ERROR_MEMORY;
+    block->next_block = comm->blocks;
+    comm->blocks = block;
+    for (uint32_t i = 0; i < DTRAIN_WINDOW; i++) {
+        dtrain__work *work = dtrain__work_at(comm, block, i);
+        work->next = comm->idle;
+        comm->idle = work;
+    }
     return DTRAIN_OK;
 }
 
@@ -9473,7 +9484,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
         return what->send == what->recv || bytes == 0
                    ? DTRAIN_OK
                    : dtrain_device_copy(base->world->device, what->recv, what->send, bytes);
-    if (!comm->idle && dtrain__make_work(comm) != DTRAIN_OK)
+    if (!comm->idle && dtrain__make_works(comm) != DTRAIN_OK)
         return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
     dtrain__work *work = comm->idle;
     comm->idle = work->next;
@@ -9622,11 +9633,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
     if (comm->staged) device->ops->synchronize(device); /* copies into memory that goes away */
-    while (comm->works) {
-        dtrain__work *work = comm->works;
-        comm->works = work->next_made;
-        dtrain__bounce_free(comm, work);
-        dtrain__free(allocator, work, 1, dtrain__work_bytes(comm));
+    while (comm->blocks) {
+        dtrain__work *block = comm->blocks;
+        comm->blocks = block->next_block;
+        for (uint32_t i = 0; i < DTRAIN_WINDOW; i++)
+            dtrain__bounce_free(comm, dtrain__work_at(comm, block, i));
+        dtrain__free(allocator, block, DTRAIN_WINDOW, dtrain__work_bytes(comm));
     }
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
     comm->transport->release(base, comm->report != NULL);
@@ -9654,9 +9666,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, int size, int rank
     comm->next = world->comms;
     world->comms = comm;
     comm->staged = !world->device->ops->host_memory;
-    dtrain_result result = DTRAIN_OK;
-    for (uint32_t i = 0; i < DTRAIN_WINDOW && result == DTRAIN_OK; i++)
-        result = dtrain__make_work(comm);
+    dtrain_result result = dtrain__make_works(comm);
     if (result == DTRAIN_OK && comm->staged)
         result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
     if (result == DTRAIN_OK) result = transport->make(&comm->base, address);
@@ -11962,6 +11972,7 @@ static void dtrain__world_destroy(dtrain_world *world)
 
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
+DTRAIN__APART
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
@@ -13052,7 +13063,23 @@ typedef struct dtrain__kept {
     float *velocity;       /* (count), or NULL without topk_momentum */
 } dtrain__kept;
 
+/* The members of a strategy that other rooms read and write themselves. */
+typedef struct dtrain__notes {
+    /* Of tape and trainer: */
+    float weight;               /* of the next backward */
+    bool several;               /* one backward covers several micro-batches (pipeline) */
+    const float *device_weight; /* device memory: the weight of a recorded step; or NULL */
+    float *counts; /* (1 + param_count) device memory: after finish, the sum of all ranks' weights,
+                      and of each parameter how many ranks have a gradient */
+    /* Of checkpoints: */
+    uint64_t sync_count; /* steps that were reduced */
+    const char *torn;    /* the call that failed while it replaced values; NULL: none. Until a load
+                            succeeds the strategy is not usable */
+} dtrain__notes;
+
 /* ---- The whole --------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain__notes *dtrain__notes_of(dtrain_strategy *strategy);
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);
@@ -13082,7 +13109,7 @@ DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint
 /* Return the rank of the pipeline axis that has a stage. */
 DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage);
 
-/* ---- May a call go on? ------------------------------------------------------------------------*/
+/* ---- When a call is allowed -------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call);
@@ -13090,11 +13117,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
-/* Note an update, hash what all ranks must do alike between steps (updates, and flags of parameters
- * such as FROZEN), and fail on all ranks if it differs. */
+/* Add an update's rates to a hash; fail on all ranks if the hash, or a flag of a parameter such as
+ * FROZEN, differs between ranks. */
 DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call);
-/* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
+/* Keep an error for all later calls, and fail the communicators, so that no other rank waits. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
 /* Forget the micro-batches of a step under way. */
@@ -13107,9 +13134,9 @@ DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
 /* Find the piece of its value, gradient and state that this rank keeps; false: none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard);
-/* Tell whether no rank keeps it as a whole. */
+/* True if no rank keeps the whole parameter. */
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
-/* Tell whether it has memory here; what stages of other ranks alone use has none. */
+/* False if only pipeline stages on other ranks use the parameter. */
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
 /* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
@@ -13139,11 +13166,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, b
 
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn */
 
-/* Return the CPU that updates what is offloaded; NULL: nothing is. */
+/* Return the CPU device that updates offloaded shards; NULL without offload. */
 DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
-/* Begin: copies down come behind what compute has queued. End: compute comes behind copies up. */
-DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy);
+/* Order an update and the compute stream. At its begin copies down wait for the compute that is
+ * queued; when it `ends` compute waits for copies up. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends);
 /* Queue a copy to host memory (to NULL: none) and, as number `turn`, 0 or 1, its end. */
 DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
                                                   const float *from, int64_t count);
@@ -13182,7 +13209,7 @@ typedef struct dtrain__entry {
     bool marked;                   /* ready was called in this backward */
     bool seen;                     /* it had a gradient in this step */
     bool warned;                   /* its missing gradient has been reported */
-    bool lends_value; /* the host has given no array: the library's is lent, and drawn */
+    bool lends_value; /* the host has given no array: the library lends one, and initialises it */
     bool lends_grad;  /* the same of the gradient */
     bool here;        /* its unit is in a stage that this rank has */
     /* Of storages alone: */
@@ -13389,8 +13416,9 @@ struct dtrain_strategy {
     dtrain__layout layout;
     dtrain__stage_map stages;
     dtrain_pipeline_desc pipeline; /* what desc.pipeline points to, if it is not NULL */
-    dtrain_comm **ties; /* (param_count) of a storage, the ranks of several stages that have copies
+    dtrain_comm **ties;  /* (param_count) of a storage, the ranks of several stages that have copies
                            of it, or NULL; those of the same ranks share one */
+    dtrain__notes notes; /* what other rooms read and write */
 
     /* The step under way. */
     dtrain__step_list whole, sharded; /* the steps of buckets */
@@ -13403,7 +13431,7 @@ struct dtrain_strategy {
     size_t marked_count;      /* calls of ready in this backward */
     bool more;                /* micro-batches of this step follow */
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
-    float weight, weights;    /* of the next backward; sum over those of this step so far */
+    float weights;            /* sum of the weights of this step's backwards so far */
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t full_batch;       /* samples that weigh 1 (samples.c); 0: not agreed on yet */
     /* Sums of means in a loss (samples.c): their samples in the step's first micro-batch, how many
@@ -13413,11 +13441,9 @@ struct dtrain_strategy {
     uint32_t sums_known, sums_made[2];
     bool sums_agreed[2];
     bool evaluates; /* the trainer's evaluation is under way */
-    bool several;   /* one backward covers several micro-batches (pipeline) */
     /* Takes part, without a batch, in what losses on other ranks agree on; NULL without a tape. */
     dtrain_result (*join_loss)(dtrain_strategy *strategy, dtrain_pass pass);
     int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
-    uint64_t sync_count;   /* steps that were reduced */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
@@ -13426,7 +13452,6 @@ struct dtrain_strategy {
     bool entered;          /* that unit was gathered for this backward, and not yet released */
     dtrain_result failure; /* of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
-    const char *torn; /* the call that failed while it replaced values; NULL: none */
 
     /* Memory. */
     dtrain_allocator allocator;
@@ -13437,10 +13462,9 @@ struct dtrain_strategy {
     double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
                              norm of gradients; the counts follow them */
     size_t sums_bytes;    /* of both */
-    float *counts, *sums; /* (1 + param_count) device memory; the host's copy: counts.c */
-    bool counts_due;      /* `sums` has only this rank's part: read `counts` before use */
+    float *sums;          /* (1 + param_count) the host's copy of notes.counts: counts.c */
+    bool counts_due;      /* `sums` has only this rank's part: read the counts before use */
     dtrain_work *counts_work;
-    const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
     dtrain__kept *kept; /* (param_count), kept_count in use */
     size_t kept_count;
@@ -14638,7 +14662,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
 DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
                                                    const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout);
-DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 
 /* strategy/topk.c */
@@ -14672,7 +14695,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->in_buffer[0] = strategy->in_buffer[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
     strategy->entered = false;
-    strategy->weight = 1;
+    strategy->notes.weight = 1;
     if (!step_done) return;
     strategy->weights = 0;
     strategy->passes = 0;
@@ -14899,7 +14922,7 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
 {
     const size_t all = strategy->layout.bucket_count;
     const bool last = !strategy->more;
-    strategy->weights += strategy->weight;
+    strategy->weights += strategy->notes.weight;
     strategy->passes++;
     DTRAIN__TRY(dtrain__walk_back(strategy, 0));
     DTRAIN__TRY(dtrain__close_buckets(strategy, all));
@@ -14930,7 +14953,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
         dtrain__strategy_keep(strategy, dtrain__end_backward(strategy, &missing));
     dtrain__span_end(world, span);
     DTRAIN__TRY(result);
-    if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    if (missing == DTRAIN_OK && last) strategy->notes.sync_count++;
     dtrain__rewind(strategy, last);
     return missing;
 }
@@ -15041,7 +15064,8 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
     if (!dtrain__is_finite(weight) || weight < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
                            (double)weight);
-    strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
+    strategy->notes.weight =
+        weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
     return DTRAIN_OK;
 }
 
@@ -15054,7 +15078,7 @@ static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first,
     memset(&fill, 0, sizeof fill);
     fill.count = (int64_t)count;
     fill.a = value;
-    fill.y = strategy->counts + first;
+    fill.y = strategy->notes.counts + first;
     fill.dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
@@ -15086,15 +15110,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = 1 + strategy->param_count;
-    if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
-        DTRAIN__TRY(ops->copy(strategy->device, strategy->counts, strategy->device_weight,
-                              sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
+    if (strategy->notes.device_weight) { /* a replayed step: absent gradients are always the same */
+        DTRAIN__TRY(ops->copy(strategy->device, strategy->notes.counts,
+                              strategy->notes.device_weight, sizeof(float),
+                              DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
         dtrain__counts_note(strategy);
         DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)
-        DTRAIN__TRY(ops->zero(strategy->device, strategy->counts, sizeof(float)));
+        DTRAIN__TRY(ops->zero(strategy->device, strategy->notes.counts, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->counts_due = false;
         return DTRAIN_OK;
@@ -15104,16 +15129,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
         for (end = i + 1; end < count && (strategy->sums[end] > 0) == has;) end++;
         DTRAIN__TRY(dtrain__counts_set(strategy, i, end - i, has));
     }
-    dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->groups.all, strategy->counts, strategy->counts, count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->counts_work);
+    dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->notes.sync_count, "");
+    return dtrain_all_reduce(strategy->groups.all, strategy->notes.counts, strategy->notes.counts,
+                             count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->counts_work);
 }
 
 /* Copy the counts to strategy->sums; the host waits. */
 static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
 {
     strategy->counts_due = false;
-    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->counts,
+    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->notes.counts,
                                        (1 + strategy->param_count) * sizeof(float),
                                        DTRAIN_COPY_DEVICE_TO_HOST);
 }
@@ -15135,7 +15160,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
     strategy->counts_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__counts_read(strategy));
-    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->counts;
+    else if (ranks > 1 || strategy->notes.device_weight) correct.divisor = strategy->notes.counts;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
         correct.a = (double)passes / (double)strategy->sums[0];
@@ -15155,7 +15180,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
  * being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
-    if (strategy->counts_due && !strategy->device_weight)
+    if (strategy->counts_due && !strategy->notes.device_weight)
         DTRAIN__TRY(dtrain__counts_read(strategy));
     *empty = strategy->sums[0] == 0;
     return DTRAIN_OK;
@@ -15955,11 +15980,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
     if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->torn) return DTRAIN_OK;
+    if (!strategy->notes.torn) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: %s failed after it had replaced a part of the values; load a whole "
                        "checkpoint, or end",
-                       call, strategy->torn);
+                       call, strategy->notes.torn);
 }
 
 /* Tell whether this rank is in the middle of a backward: between its first gather or mark and
@@ -16380,12 +16405,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a)
-{
-    dtrain__free(a, layout->compressed, layout->count, sizeof *layout->compressed);
-    dtrain__free(a, layout->tensors, layout->count, sizeof *layout->tensors);
-}
-
 /* Carve the memory of all buckets out of the buffers. */
 DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 {
@@ -16464,7 +16483,7 @@ static dtrain_result dtrain__pack_dense(dtrain_strategy *strategy, dtrain__bucke
 /* Tell whether this step compresses: warm-up steps all-reduce as without compression. */
 static bool dtrain__compresses(const dtrain_strategy *strategy)
 {
-    return strategy->sync_count >= strategy->compressed_from;
+    return strategy->notes.sync_count >= strategy->compressed_from;
 }
 
 /* Compress a bucket and start its exchange. */
@@ -16475,7 +16494,7 @@ static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucke
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
     hook->comm = comm;
-    hook->step = strategy->sync_count - strategy->compressed_from;
+    hook->step = strategy->notes.sync_count - strategy->compressed_from;
     DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
     return desc->exchange(how, hook, round, bucket->reduces);
@@ -17014,7 +17033,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
 /* Free a layout with the tables of its steps. */
 DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    dtrain__hooks_free(layout, a);
+    dtrain__free(a, layout->compressed, layout->count, sizeof *layout->compressed);
+    dtrain__free(a, layout->tensors, layout->count, sizeof *layout->tensors);
     dtrain__layout_free(layout, a);
 }
 
@@ -17025,6 +17045,13 @@ DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtr
  * A rank that has no batch left makes the collectives of a pass with zeros for gradients, so that
  * ranks with batches are not left waiting. */
 
+/* Take part in what losses on other ranks agree on in a pass. */
+static dtrain_result dtrain__join_losses(dtrain_strategy *strategy, dtrain_pass pass)
+{
+    if (!strategy->join_loss) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, pass));
+}
+
 /* Gather all units as a forward does. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
 {
@@ -17033,22 +17060,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    if (!strategy->join_loss) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_FORWARD));
-}
-
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
- * rank has had samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
-{
-    const bool last = !strategy->more;
-    if (strategy->join_loss)
-        DTRAIN__TRY(
-            dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_BACKWARD)));
-    strategy->weight = 0;
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
+    return dtrain__join_losses(strategy, DTRAIN_PASS_FORWARD);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
@@ -17070,7 +17082,12 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
             call, strategy->world->rank, dtrain__bare(dtrain_last_error()));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     DTRAIN__TRY(dtrain__join_forward(strategy));
-    return dtrain__join_backward(strategy, over);
+    DTRAIN__TRY(dtrain__join_losses(strategy, DTRAIN_PASS_BACKWARD));
+    const bool last = !strategy->more;
+    strategy->notes.weight = 0;
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (!last) return DTRAIN_OK; /* only a whole step tells whether no rank has had samples */
+    return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
 }
 
 /* ==== src/strategy/offload.c ================================================================== */
@@ -17101,11 +17118,12 @@ static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_str
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Let the host wait until the event has happened, at most until the deadline. The communicator
- * reports dead ranks. */
-static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
+/* Let the host wait until copy number `turn`, 0 or 1, has reached host memory, at most until the
+ * deadline. The communicator reports dead ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
 {
     dtrain_device *device = strategy->device;
+    dtrain_event *event = strategy->offload.arrived[turn];
     dtrain__wait wait = dtrain__wait_begin();
     for (;;) {
         bool done = true;
@@ -17132,7 +17150,7 @@ static dtrain_result dtrain__bounce_add(dtrain_strategy *strategy, uint32_t i)
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.bounce[i],
                            bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
     offload->bounced[i] = NULL;
-    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
+    DTRAIN__TRY(dtrain__update_await(strategy, i));
     return offload->cpu->ops->add(offload->cpu, &add);
 }
 
@@ -17202,7 +17220,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy, boo
     DTRAIN__TRY(dtrain__stream_follow(strategy, NULL, offload->down));
     if (!over || strategy->more) return DTRAIN_OK;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
-    return dtrain__event_await(strategy, offload->arrived[0]);
+    return dtrain__update_await(strategy, 0);
 }
 
 /* Queue a copy of a value shard to its place among the gathered values: behind the kernels that use
@@ -17259,14 +17277,11 @@ DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *stra
     return strategy->offload.cpu;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends)
 {
-    return dtrain__stream_follow(strategy, strategy->offload.down, NULL);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy)
-{
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+    dtrain_stream *compute = NULL;
+    return ends ? dtrain__stream_follow(strategy, compute, strategy->offload.up)
+                : dtrain__stream_follow(strategy, strategy->offload.down, compute);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
@@ -17278,11 +17293,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, siz
         DTRAIN__TRY(device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
                                             DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
     return DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
-{
-    return dtrain__event_await(strategy, strategy->offload.arrived[turn]);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
@@ -18174,10 +18184,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     /* where ranks add up: squares of this rank and of the ranks of its model, then counts */
     const size_t squares = 1 + (size_t)dtrain_comm_size(strategy->groups.model);
     strategy->sums_bytes =
-        squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->counts;
+        squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->notes.counts;
     DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, strategy->sums_bytes, &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->counts = (float *)(void *)(strategy->sum_squares + squares * DTRAIN__SQUARES);
+    strategy->notes.counts = (float *)(void *)(strategy->sum_squares + squares * DTRAIN__SQUARES);
     dtrain__steps_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__steps_open(strategy));
@@ -18388,7 +18398,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     memset(info, 0, sizeof *info);
     if (!strategy) return;
     *info = strategy->info;
-    info->sync_count = strategy->sync_count;
+    info->sync_count = strategy->notes.sync_count;
     dtrain_comm_query(strategy->groups.data, &info->traffic);
     for (size_t i = 0; i < strategy->owned_count; i++)
         if (strategy->owned[i] != strategy->tensor_comm)
@@ -18396,6 +18406,11 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 }
 
 /* ---- Questions of other rooms -----------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain__notes *dtrain__notes_of(dtrain_strategy *strategy)
+{
+    return &strategy->notes;
+}
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
 {
@@ -19086,7 +19101,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     const dtrain__group *group = optimizer->groups;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* pieces whose copy down is queued */
-    DTRAIN__TRY(dtrain__update_begin(strategy));
+    DTRAIN__TRY(dtrain__update_order(strategy, false));
     for (size_t at = 0; at < optimizer->tensor_count; at++) {
         const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
         while (at >= group->first + group->count) group++;
@@ -19116,7 +19131,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     }
     const size_t last = (count - 1) & 1;
     if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
-    return dtrain__update_end(strategy);
+    return dtrain__update_order(strategy, true);
 }
 
 /* ---- A step -----------------------------------------------------------------------------------*/
@@ -20229,8 +20244,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json)
 
 /* ---- The whole --------------------------------------------------------------------------------*/
 
-/* Return where the number of reduced steps is, which a checkpoint saves and restores. */
-DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
 /* List the state of compression; *count is 0 without compression. */
 DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
@@ -20242,22 +20255,19 @@ DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strateg
 /* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
 DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
                                                     dtrain_comm_info *info);
+/* Return the map of pipeline stages; without a pipeline it has one stage. */
 DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
 /* Tell whether this rank's loss counts: one of the ranks that hold a model sees its loss, with the
  * last stage, and where several do, the last of them. */
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy);
+/* Hash all updates so far and the flags of parameters, which all ranks must have alike. */
 DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy);
-/* Name the call that begins to replace values (NULL: they are whole again), and ask for it: until
- * it succeeds the strategy is not usable. */
-DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
-DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
 
 /* ---- A parameter ------------------------------------------------------------------------------*/
 
-/* Tell whether an optimizer has state of it here: it was not frozen when the strategy was created,
- * and may be so for some steps. */
+/* True if an optimizer keeps state of the parameter: it was not frozen at creation. */
 DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i);
-/* Count the ranks that keep the same piece as this one; return its number among them. */
+/* Count the ranks that keep the same piece as this rank; return this rank's number among them. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count);
 DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
                                          const dtrain_param *storage, uint32_t dtype,
@@ -20288,22 +20298,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
                                                     dtrain__strategy_plan *plan);
 DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
 
-DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy)
-{
-    return &strategy->sync_count;
-}
-
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy)
 {
     return strategy->layout.node_ranks > 1;
 }
-
-DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call)
-{
-    strategy->torn = call;
-}
-
-DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy) { return strategy->torn; }
 
 DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i)
 {
@@ -20753,8 +20751,8 @@ static dtrain_result dtrain__state_scalars(dtrain_state *state)
     const dtrain__state_source *trainer = dtrain__source_of(desc->trainer);
     const dtrain__state_source *loader = dtrain__source_of(desc->loader);
     dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
-    const dtrain__scalar steps[] = {{"strategy.step", dtrain__step_count_of(desc->strategy), 8},
-                                    {NULL, NULL, 0}};
+    const dtrain__scalar steps[] = {
+        {"strategy.step", &dtrain__notes_of(desc->strategy)->sync_count, 8}, {NULL, NULL, 0}};
     DTRAIN__TRY(dtrain__state_numbers(state, steps));
     if (desc->optimizer) {
         const dtrain__scalar updates[] = {{"optimizer.step", &desc->optimizer->step_count, 8},
@@ -20854,11 +20852,12 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
     DTRAIN__GIVEN("dtrain_state_changed", state);
     dtrain_strategy *strategy = state->desc.strategy;
-    const char *const torn = dtrain__torn(strategy);
-    dtrain__set_torn(strategy, NULL); /* values are whole again */
+    dtrain__notes *notes = dtrain__notes_of(strategy);
+    const char *const torn = notes->torn;
+    notes->torn = NULL; /* values are whole again */
     dtrain_result result = dtrain__between_backwards(strategy, "dtrain_state_changed");
     if (result != DTRAIN_OK) {
-        dtrain__set_torn(strategy, torn);
+        notes->torn = torn;
         return result;
     }
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
@@ -22645,6 +22644,7 @@ static void dtrain__settings_compare(const dtrain__manifest *m, const char *obje
 /* List how the checkpoint differs from what this run loads of it: an error names all that cannot be
  * loaded, the note has the rest. Residuals, and what an optimizer keeps that this one does not, are
  * said once for all parameters. */
+DTRAIN__APART
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     dtrain__name_list lists[DTRAIN__DIFFERENCES];
@@ -22749,7 +22749,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     result = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = result != DTRAIN_OK;
     DTRAIN__TRY(result);
-    dtrain__set_torn(state->desc.strategy, dtrain__load_call);
+    dtrain__notes_of(state->desc.strategy)->torn = dtrain__load_call;
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
@@ -22831,7 +22831,7 @@ static dtrain_result dtrain__load_path(dtrain__load *load)
         int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
                                       DTRAIN_REDUCE_MIN, NULL));
-        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy)))
+        if (!damaged || (load->desc.partial && dtrain__notes_of(state->desc.strategy)->torn))
             return dtrain__outcome_return(&tried);
         dtrain__load_free(load);
         snprintf(passed, sizeof passed, "%.250s", dtrain__bare(tried.text));
@@ -22859,8 +22859,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     load.folder.allocator = &state->allocator;
     load.folder.path = path;
     const double start = dtrain_seconds();
-    const char *const torn = dtrain__torn(state->desc.strategy); /* only a whole load mends it */
-    if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
+    dtrain__notes *notes = dtrain__notes_of(state->desc.strategy);
+    const char *const torn = notes->torn; /* only a whole load mends it */
+    if (!load.desc.partial && !load.desc.values_only) notes->torn = NULL;
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {
         const dtrain__manifest *m = &load.manifest;
@@ -22873,8 +22874,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
         info->bytes = load.reader.bytes;
         memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
         info->seconds = dtrain_seconds() - start;
-    } else if (torn && !dtrain__torn(state->desc.strategy))
-        dtrain__set_torn(state->desc.strategy, torn);
+    } else if (!notes->torn) notes->torn = torn;
     dtrain__load_free(&load);
     dtrain__steps_free(&load.steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
@@ -23448,7 +23448,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
     if (result == DTRAIN_OK) {
-        dtrain__set_torn(state->desc.strategy, dtrain__import_call);
+        dtrain__notes_of(state->desc.strategy)->torn = dtrain__import_call;
         result = dtrain__agree(state->comm, dtrain__import_values(&im));
     }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
@@ -24620,7 +24620,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 
 /* The weights of losses, which tape and trainer give to a strategy: strategy/samples.c */
 
-/* What a loss is a mean over; the tape's. */
+/* The samples that a loss is a mean over, as the tape counts them. */
 typedef struct dtrain__samples {
     int64_t terms;             /* ignored ones included; 0: nothing is counted */
     const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
@@ -24629,14 +24629,14 @@ typedef struct dtrain__samples {
 
 /* Tell whether the terms of a loss must be weighed, in a pass with or without gradients. */
 DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only);
-/* Find by what the second of two means is multiplied where sum `number` of a loss adds them. Then
- * each is averaged over its own samples: see samples.c. Collective over the data axis. */
+/* Compute the factor of the second of two means that sum `number` of a loss adds, so that each is
+ * averaged over its own samples (samples.c). Collective over the data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
                                                   const dtrain__samples *x,
                                                   const dtrain__samples *y, float *factor);
-/* End a loss with so many sums on this rank: where ranks do not know yet how many sums a loss has,
- * take part in further ones of other ranks, without samples. A rank that `joins` has no batch, and
- * takes part in all of them. Collective over the data axis. */
+/* End a loss that has had `sums` sums on this rank. While ranks do not know yet how many sums a
+ * loss has, take part in further sums of other ranks, without samples. A rank that `joins` has no
+ * batch and takes part in all sums. Collective over the data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
                                                bool joins);
 /* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
@@ -24651,22 +24651,14 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
-/* Note whether the next backward is a schedule of several micro-batches. */
-DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
-/* Note that a micro-batch of a pipeline, not the last one, had a gradient of an entry: should the
- * last one have none, it counts as it is. */
+/* Note that a micro-batch of a pipeline had a gradient of an entry. The gradient counts even if the
+ * last micro-batch has none. */
 DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
-/* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
- * in their order, before finish, which takes the last one's weight (more false). *weight is the one
- * that its loss has set, and becomes that of its samples where they are counted. */
+/* Weigh a micro-batch of a pipeline (samples NULL: without data). Called in the order of
+ * micro-batches, before finish, which takes the weight of the last one (more false). *weight is the
+ * one that the loss has set, and becomes the weight of the samples where they are counted. */
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight);
-/* Return the weight of the backward under way. */
-DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
-/* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let
- * finish take this rank's from device memory (NULL: from its backwards), while it is recorded. */
-DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
@@ -24675,7 +24667,7 @@ static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
            (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
-            strategy->several);
+            strategy->notes.several);
 }
 
 /* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
@@ -24715,7 +24707,7 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
 {
     if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
     const bool weighs = dtrain__weighs(strategy);
-    strategy->weight =
+    strategy->notes.weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
     return weighs ? strategy->full_batch : 0;
 }
@@ -24725,35 +24717,15 @@ DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i)
     strategy->layout.entries[i].seen = true;
 }
 
-DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several)
-{
-    strategy->several = several;
-}
-
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight)
 {
-    strategy->weight = *weight;
+    strategy->notes.weight = *weight;
     if (samples) (void)dtrain__weigh_loss(strategy, samples);
-    *weight = strategy->weight;
+    *weight = strategy->notes.weight;
     if (!more) return; /* finish counts the last one */
-    strategy->weights += strategy->weight;
+    strategy->weights += strategy->notes.weight;
     strategy->passes++;
-}
-
-DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
-{
-    return strategy->weight;
-}
-
-DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
-{
-    return strategy->counts;
-}
-
-DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
-{
-    strategy->device_weight = weights;
 }
 
 DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
@@ -24814,7 +24786,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uin
     const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
     int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
     *factor = 1;
-    if (strategy->device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
+    if (strategy->notes.device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
     DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
     *factor = 0;
     if (mine[1])
@@ -32331,7 +32303,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
             if (result == DTRAIN_OK)
                 result = dtrain_tape_backward(tape, loss, dtrain__micro_scale(trainer));
             DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
-            micro->weight = dtrain__micro_weight(strategy);
+            micro->weight = dtrain__notes_of(strategy)->weight;
             result = dtrain_strategy_finish(strategy);
         }
         if (result != DTRAIN_OK) trainer->micro = 0;
@@ -32406,7 +32378,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     clip.max_norm = desc->clip;
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
-    clip.weight = dtrain__step_weight(desc->strategy);
+    clip.weight = dtrain__notes_of(desc->strategy)->counts;
     dtrain_result result =
         dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count);
     if (result == DTRAIN_OK) result = device->ops->clip(device, &clip);
@@ -32452,9 +32424,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
         char text[DTRAIN__ERROR_BYTES];
         const double flops = dtrain__count_flops(trainer->tape, 0);
         DTRAIN__TRY(device->ops->graph_begin(device));
-        dtrain__weigh_on_device(desc->strategy, &queue->scalars->weight);
+        dtrain__notes_of(desc->strategy)->device_weight = &queue->scalars->weight;
         const dtrain_result result = dtrain__queue_all(trainer);
-        dtrain__weigh_on_device(desc->strategy, NULL);
+        dtrain__notes_of(desc->strategy)->device_weight = NULL;
         queue->flops = dtrain__count_flops(trainer->tape, 0) - flops;
         snprintf(text, sizeof text, "%s", dtrain_last_error());
         const dtrain_result ended = device->ops->graph_end(device, &graph);
@@ -32669,7 +32641,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
         micro->samples.valid = micro->valid;
     }
     if (!strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
-    if (first) micro->weight = dtrain__micro_weight(strategy);
+    if (first) micro->weight = dtrain__notes_of(strategy)->weight;
     if (last && trains) DTRAIN__TRY(dtrain__pass_end(trainer->tape));
     else if (last) DTRAIN__TRY(dtrain_tensor_read(trainer->tape, micro->made, pass->values, NULL));
     return dtrain_strategy_weight(strategy, 1); /* what the loss set was its own */
@@ -32731,7 +32703,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     bool over;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
-    dtrain__expect_schedule(strategy, micro_batches > 1);     /* other trainers', too */
+    dtrain__notes_of(strategy)->several = micro_batches > 1;  /* other trainers', too */
     dtrain__line_begin(trainer, &pass);
     dtrain_result result = dtrain__line_fetch(trainer, trainer->micros);
     if (result == DTRAIN_OK && !(line->agreed && trainer->micros->joined))
@@ -33727,7 +33699,7 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain_
     DTRAIN__TRY(dtrain_tensor_read(tape, made, pass->values, NULL));
     if (!micro) return DTRAIN_OK;
     micro->samples = dtrain__samples_of(made);
-    micro->weight = dtrain__micro_weight(trainer->desc.strategy);
+    micro->weight = dtrain__notes_of(trainer->desc.strategy)->weight;
     return DTRAIN_OK;
 }
 

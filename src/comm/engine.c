@@ -356,16 +356,26 @@ static size_t dtrain__work_bytes(const dtrain__engine *comm)
     return offsetof(dtrain__work, op) + comm->transport->work_bytes;
 }
 
-/* Make an idle work. A communicator begins with DTRAIN_WINDOW of them; a program that has more
- * operations under way, messages for instance, gets more. */
-static dtrain_result dtrain__make_work(dtrain__engine *comm)
+static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *block, uint32_t i)
 {
-    dtrain__work *work = (dtrain__work *)dtrain__alloc(
-        &comm->base.world->allocator, 1, dtrain__work_bytes(comm), "an operation in flight");
-    if (!work) return DTRAIN_ERROR_MEMORY;
-    work->next_made = comm->works;
-    work->next = comm->idle;
-    comm->works = comm->idle = work;
+    return (dtrain__work *)(void *)((char *)block + i * dtrain__work_bytes(comm));
+}
+
+/* Make as many works as a window has. A communicator begins with them; a program that has more
+ * operations under way, messages for instance, gets another block. */
+static dtrain_result dtrain__make_works(dtrain__engine *comm)
+{
+    dtrain__work *block =
+        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN_WINDOW,
+                                      dtrain__work_bytes(comm), "operations under way");
+    if (!block) return DTRAIN_ERROR_MEMORY;
+    block->next_block = comm->blocks;
+    comm->blocks = block;
+    for (uint32_t i = 0; i < DTRAIN_WINDOW; i++) {
+        dtrain__work *work = dtrain__work_at(comm, block, i);
+        work->next = comm->idle;
+        comm->idle = work;
+    }
     return DTRAIN_OK;
 }
 
@@ -384,7 +394,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
         return what->send == what->recv || bytes == 0
                    ? DTRAIN_OK
                    : dtrain_device_copy(base->world->device, what->recv, what->send, bytes);
-    if (!comm->idle && dtrain__make_work(comm) != DTRAIN_OK)
+    if (!comm->idle && dtrain__make_works(comm) != DTRAIN_OK)
         return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
     dtrain__work *work = comm->idle;
     comm->idle = work->next;
@@ -533,11 +543,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
     if (comm->staged) device->ops->synchronize(device); /* copies into memory that goes away */
-    while (comm->works) {
-        dtrain__work *work = comm->works;
-        comm->works = work->next_made;
-        dtrain__bounce_free(comm, work);
-        dtrain__free(allocator, work, 1, dtrain__work_bytes(comm));
+    while (comm->blocks) {
+        dtrain__work *block = comm->blocks;
+        comm->blocks = block->next_block;
+        for (uint32_t i = 0; i < DTRAIN_WINDOW; i++)
+            dtrain__bounce_free(comm, dtrain__work_at(comm, block, i));
+        dtrain__free(allocator, block, DTRAIN_WINDOW, dtrain__work_bytes(comm));
     }
     if (comm->stream) device->ops->stream_destroy(device, comm->stream);
     comm->transport->release(base, comm->report != NULL);
@@ -565,9 +576,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, int size, int rank
     comm->next = world->comms;
     world->comms = comm;
     comm->staged = !world->device->ops->host_memory;
-    dtrain_result result = DTRAIN_OK;
-    for (uint32_t i = 0; i < DTRAIN_WINDOW && result == DTRAIN_OK; i++)
-        result = dtrain__make_work(comm);
+    dtrain_result result = dtrain__make_works(comm);
     if (result == DTRAIN_OK && comm->staged)
         result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
     if (result == DTRAIN_OK) result = transport->make(&comm->base, address);

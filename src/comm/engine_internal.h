@@ -60,8 +60,8 @@ typedef struct dtrain__bounce {
 
 /* The engine's part of a work precedes the part that the transport sees. */
 struct dtrain__work {
-    dtrain__work *next;      /* in the queue, or among the idle */
-    dtrain__work *next_made; /* works and their bounces stay until the end */
+    dtrain__work *next;       /* in the queue, or among the idle */
+    dtrain__work *next_block; /* in the first of a block of works, which stay until the end */
     dtrain__bounce bounce;
     int heard; /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
@@ -78,7 +78,7 @@ struct dtrain__engine {
     uint64_t sequence;                /* of the collective started last */
     uint64_t agreed;                  /* of the collective agreed on last */
     dtrain__work *queue, **queue_end; /* not done, in the order of their start */
-    dtrain__work *idle, *works;
+    dtrain__work *idle, *blocks;
     bool staged;           /* the host cannot read the device's memory: copies before and after */
     dtrain_stream *stream; /* of those copies */
     dtrain_comm base;
