@@ -4616,7 +4616,7 @@ DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_c
 #define DTRAIN_RESTRICT __restrict
 #define DTRAIN__UNUSED \
     __attribute__((unused)) /* a helper that some switch leaves without a caller */
-#define DTRAIN__APART __attribute__((noinline)) /* its frame is not to stay in its caller's */
+#define DTRAIN__OWN_FRAME __attribute__((noinline)) /* its stack does not stay in its caller's */
 #define DTRAIN__THREAD_LOCAL __thread
 #define DTRAIN__PRINTF(at, first) __attribute__((format(printf, at, first)))
 #else
@@ -11972,7 +11972,7 @@ static void dtrain__world_destroy(dtrain_world *world)
 
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
-DTRAIN__APART
+DTRAIN__OWN_FRAME
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
@@ -22644,7 +22644,7 @@ static void dtrain__settings_compare(const dtrain__manifest *m, const char *obje
 /* List how the checkpoint differs from what this run loads of it: an error names all that cannot be
  * loaded, the note has the rest. Residuals, and what an optimizer keeps that this one does not, are
  * said once for all parameters. */
-DTRAIN__APART
+DTRAIN__OWN_FRAME
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     dtrain__name_list lists[DTRAIN__DIFFERENCES];

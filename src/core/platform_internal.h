@@ -119,7 +119,7 @@
 #define DTRAIN_RESTRICT __restrict
 #define DTRAIN__UNUSED \
     __attribute__((unused)) /* a helper that some switch leaves without a caller */
-#define DTRAIN__APART __attribute__((noinline)) /* its frame is not to stay in its caller's */
+#define DTRAIN__OWN_FRAME __attribute__((noinline)) /* its stack does not stay in its caller's */
 #define DTRAIN__THREAD_LOCAL __thread
 #define DTRAIN__PRINTF(at, first) __attribute__((format(printf, at, first)))
 #else

@@ -56,7 +56,7 @@ static void dtrain__world_destroy(dtrain_world *world)
 
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
-DTRAIN__APART
+DTRAIN__OWN_FRAME
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {

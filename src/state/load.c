@@ -186,7 +186,7 @@ static void dtrain__settings_compare(const dtrain__manifest *m, const char *obje
 /* List how the checkpoint differs from what this run loads of it: an error names all that cannot be
  * loaded, the note has the rest. Residuals, and what an optimizer keeps that this one does not, are
  * said once for all parameters. */
-DTRAIN__APART
+DTRAIN__OWN_FRAME
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     dtrain__name_list lists[DTRAIN__DIFFERENCES];
