@@ -7256,6 +7256,9 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 
 #define DTRAIN__HELLO_MAGIC 0x374b5444u /* "DTK7": the seventh protocol */
 #define DTRAIN__PENDING_MOST 64u
+#ifndef POLLRDHUP /* Linux has it; libc shows it where _GNU_SOURCE came first */
+#define POLLRDHUP 0x2000
+#endif
 #define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
 #define DTRAIN__REFUSAL_NS \
@@ -34301,9 +34304,9 @@ typedef struct dtrain__metric_row {
     DTRAIN__SPREAD(part, "_ms", "_seconds", 1e-3, 0, DTRAIN__SECONDS, of, "Time in " what)
 #define DTRAIN__KIND(kind, of) \
     {{DTRAIN__BASE(kind "_bytes"), "sent", DTRAIN__I, \
-      DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##of, 0, \
+      (int)DTRAIN_FIGURE_COMM_BYTES + (int)DTRAIN_COLLECTIVE_##of, 0, \
       "Bytes that rank 0 sent in the step by " kind "."}, DTRAIN__REAL, DTRAIN__USED, \
-     DTRAIN__AT(last.figures[DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##of].own)}
+     DTRAIN__AT(last.figures[(int)DTRAIN_FIGURE_COMM_BYTES + (int)DTRAIN_COLLECTIVE_##of].own)}
 #define DTRAIN__MEMORY(name, rule, member, what) \
     {{DTRAIN__BASE(name "_bytes"), "memory", DTRAIN__I | DTRAIN_METRIC_FIXED, -1, 0, \
       "Bytes of rank 0 " what "."}, DTRAIN__COUNT, rule, DTRAIN__AT(member)}

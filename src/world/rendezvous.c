@@ -37,6 +37,9 @@
 
 #define DTRAIN__HELLO_MAGIC 0x374b5444u /* "DTK7": the seventh protocol */
 #define DTRAIN__PENDING_MOST 64u
+#ifndef POLLRDHUP /* Linux has it; libc shows it where _GNU_SOURCE came first */
+#define POLLRDHUP 0x2000
+#endif
 #define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
 #define DTRAIN__REFUSAL_NS \

@@ -11,7 +11,7 @@ arguments="--count 100"
 prepare test_3d_programs
 mutant "step: micro-batches are not averaged" train/pipeline_step.c 's/dtrain__micro_scale(trainer)/& * (float)trainer->desc.micro_batches/'
 mutant "step: masks of the first micro-batch in all" train/pipeline_step.c 's/dtrain__pass_seed(trainer, (uint32_t)number)/dtrain__step_seed(trainer)/'
-mutant "step: weights of earlier micro-batches are forgotten" strategy/samples.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->weight;//'
+mutant "step: weights of earlier micro-batches are forgotten" strategy/samples.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->notes.weight;//'
 mutant "step: gradients of earlier micro-batches alone are missing ones" tape/backward.c 's/if (tape->pass.more) dtrain__note_gradient(.*/if (tape->pass.more) continue;/'
 mutant "step: an evaluation crosses as training did" train/pipeline_step.c 's/result = dtrain__line_survey(trainer, .made);/result = !pass->own ? DTRAIN_OK : dtrain__line_survey(trainer, \&made);/'
 mutant "stage: gradients of nobody are not zeroed" tape/stage.c 's/result = dtrain__gradient_zeros(tape, \(.*\));/result = dtrain__gradient_open(tape, \1, \&(bool){false});/'
@@ -25,7 +25,7 @@ mutant "tie: the largest instead of the sum" strategy/ties.c 's/DTRAIN_REDUCE_SU
 mutant "tie: each stage has its own" strategy/ties.c 's/    if (!bucket->tied) return DTRAIN_OK;/    return DTRAIN_OK;/'
 mutant "norm: each stage counts a tied weight" strategy/norm.c 's/!= groups->pipeline_rank)/!= groups->pipeline_rank \&\& false)/'
 mutant "norm: the last stage is not counted" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline_rank \&\& strategy->groups.pipeline_rank == strategy->groups.pipeline_ranks - 1) continue;\n&/'
-mutant "loss: every stage's counts" strategy/stages.c '/_loss_counts(/,/^}/s/return strategy->stages.here.*/return true ||/'
+mutant "loss: every stage's counts" strategy/view.c '/_loss_counts(/,/^}/s/return strategy->stages.here.*/return true ||/'
 mutant "read: from the first stage" strategy/values.c 's/if (strategy->groups.pipeline \&\& result == DTRAIN_OK)/if (false)/'
 
 arguments=""
