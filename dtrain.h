@@ -4482,6 +4482,7 @@ DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_c
 #if defined(__GNUC__) && !defined(__clang__)
 /* gcc guesses without the passes that DTRAIN__COLD leaves out; src/ is compiled with all. */
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wpragmas" /* another version may not know one of these passes */
 #endif
 #if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_STATE) || defined(DTRAIN_OMIT_MODELS) || \
     defined(DTRAIN_OMIT_MONITOR)
@@ -4574,9 +4575,9 @@ DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_c
 #endif
 
 /* Rooms that compute nothing themselves (all but communicator and device) are compiled in dtrain.h
- * with -Os, and without the passes of it that take long and gain little there: gcc -O2 takes four
- * fifths of the time for all of dtrain.h, and makes a seventh less text. One pragma has all of the
- * list: the next one would bring back the passes of -Os. */
+ * with -Os, and without its passes that take long and gain little there. So gcc -O2 takes four
+ * fifths of the time for all of dtrain.h, and makes a seventh less text. One pragma has the whole
+ * list, because a second one would switch the passes of -Os on again. */
 #if defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__) && !defined(__clang__)
 /* clang-format off */
 #define DTRAIN__PRAGMA(...) _Pragma(#__VA_ARGS__)
@@ -24665,7 +24666,7 @@ DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
-/* Tell whether the step has further backwards, here or on other ranks, so that weights matter. */
+/* Tell whether the step has further backwards, on this rank or on others: then weights matter. */
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
@@ -24895,7 +24896,7 @@ DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, fl
 }
 
 /* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps, and op
- * transposes a or b if the flags, those of dtrain_gemm_args, say so. */
+ * transposes a or b as the flags of dtrain_gemm_args say. */
 static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t m,
                                           int64_t n, int64_t k, float alpha, const float *a,
                                           const float *b, float beta, float *c)
@@ -31958,7 +31959,7 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * A trainer asks these questions beside the public API and those of passes of stages
  * (tape/stage_internal.h); it reads and writes no member of a tape or a tensor. */
 
-/* Return what a loss is a mean over. */
+/* Return the samples that a loss is a mean over. */
 static inline dtrain__samples dtrain__samples_of(const dtrain_tensor *loss)
 {
     return ((const dtrain__tape_tensor *)loss)->samples;
@@ -31992,8 +31993,8 @@ static inline double dtrain__count_flops(dtrain_tape *tape, double flops)
     return tape->flops += flops;
 }
 
-/* Let the next pass be recorded: its seed is in the scalars, its inputs come through the feed. NULL
- * and NULL: no longer. */
+/* Let the next pass be recorded: its seed is in the scalars, its inputs come through the feed. Two
+ * NULLs end this. */
 static inline void dtrain__pass_recorded(dtrain_tape *tape, const dtrain_step_scalars *scalars,
                                          dtrain__feed *feed)
 {
@@ -32002,7 +32003,7 @@ static inline void dtrain__pass_recorded(dtrain_tape *tape, const dtrain_step_sc
     if (feed) feed->next = 0;
 }
 
-/* Fill a feed with what the host's buffers hold now. */
+/* Copy the host's buffers into a feed. */
 static inline dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain__feed *feed)
 {
     for (size_t i = 0; i < feed->count; i++)
@@ -32018,7 +32019,7 @@ static inline void dtrain__feed_free(dtrain_device *device, dtrain__feed *feed)
                                feed->items[i].room + DTRAIN__VALID_BYTES);
 }
 
-/* Let a tape of the plan device count what units cost; NULL: no costs. */
+/* Let a tape of the plan device count the costs of units; NULL: no costs. */
 static inline void dtrain__tape_costs(dtrain_tape *tape, const dtrain__unit_costs *costs)
 {
     tape->costs = costs;
@@ -33262,7 +33263,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK && trainer->ranks != trainer->data_ranks)
-        (void)dtrain__inputs_hash(trainer->tape); /* from here on */
+        (void)dtrain__inputs_hash(trainer->tape); /* the hash begins */
     if (result == DTRAIN_OK)
         result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
     if (result == DTRAIN_OK && trainer->scaling)
@@ -33963,7 +33964,7 @@ DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
-/* Call a sink. An error that stands afterwards is the sink's. */
+/* Call a sink. The last error after the call is the sink's own. */
 static dtrain_result dtrain__sink_call(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
                                        dtrain_metrics_moment moment)
 {

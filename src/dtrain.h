@@ -75,6 +75,7 @@ extern "C" {
 #if defined(__GNUC__) && !defined(__clang__)
 /* gcc guesses without the passes that DTRAIN__COLD leaves out; src/ is compiled with all. */
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wpragmas" /* another version may not know one of these passes */
 #endif
 #if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_STATE) || defined(DTRAIN_OMIT_MODELS) || \
     defined(DTRAIN_OMIT_MONITOR)
@@ -166,7 +167,7 @@ DTRAIN__COLD
 #include "core/json.c"
 #endif
 #if DTRAIN__STATE || DTRAIN__MODELS || DTRAIN__MONITOR
-#include "strategy/view.c"
+#include "strategy/view.c" /* the questions of these rings to a strategy */
 #endif
 #if DTRAIN__STATE
 #include "state/state.c"

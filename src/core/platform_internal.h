@@ -77,9 +77,9 @@
 #endif
 
 /* Rooms that compute nothing themselves (all but communicator and device) are compiled in dtrain.h
- * with -Os, and without the passes of it that take long and gain little there: gcc -O2 takes four
- * fifths of the time for all of dtrain.h, and makes a seventh less text. One pragma has all of the
- * list: the next one would bring back the passes of -Os. */
+ * with -Os, and without its passes that take long and gain little there. So gcc -O2 takes four
+ * fifths of the time for all of dtrain.h, and makes a seventh less text. One pragma has the whole
+ * list, because a second one would switch the passes of -Os on again. */
 #if defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__) && !defined(__clang__)
 /* clang-format off */
 #define DTRAIN__PRAGMA(...) _Pragma(#__VA_ARGS__)

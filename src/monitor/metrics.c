@@ -21,7 +21,7 @@
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
-/* Call a sink. An error that stands afterwards is the sink's. */
+/* Call a sink. The last error after the call is the sink's own. */
 static dtrain_result dtrain__sink_call(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
                                        dtrain_metrics_moment moment)
 {

@@ -65,7 +65,7 @@ DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, fl
 }
 
 /* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps, and op
- * transposes a or b if the flags, those of dtrain_gemm_args, say so. */
+ * transposes a or b as the flags of dtrain_gemm_args say. */
 static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t m,
                                           int64_t n, int64_t k, float alpha, const float *a,
                                           const float *b, float beta, float *c)

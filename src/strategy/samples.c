@@ -19,7 +19,7 @@
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
-/* Tell whether the step has further backwards, here or on other ranks, so that weights matter. */
+/* Tell whether the step has further backwards, on this rank or on others: then weights matter. */
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&

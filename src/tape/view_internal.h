@@ -15,7 +15,7 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Return what a loss is a mean over. */
+/* Return the samples that a loss is a mean over. */
 static inline dtrain__samples dtrain__samples_of(const dtrain_tensor *loss)
 {
     return ((const dtrain__tape_tensor *)loss)->samples;
@@ -49,8 +49,8 @@ static inline double dtrain__count_flops(dtrain_tape *tape, double flops)
     return tape->flops += flops;
 }
 
-/* Let the next pass be recorded: its seed is in the scalars, its inputs come through the feed. NULL
- * and NULL: no longer. */
+/* Let the next pass be recorded: its seed is in the scalars, its inputs come through the feed. Two
+ * NULLs end this. */
 static inline void dtrain__pass_recorded(dtrain_tape *tape, const dtrain_step_scalars *scalars,
                                          dtrain__feed *feed)
 {
@@ -59,7 +59,7 @@ static inline void dtrain__pass_recorded(dtrain_tape *tape, const dtrain_step_sc
     if (feed) feed->next = 0;
 }
 
-/* Fill a feed with what the host's buffers hold now. */
+/* Copy the host's buffers into a feed. */
 static inline dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain__feed *feed)
 {
     for (size_t i = 0; i < feed->count; i++)
@@ -75,7 +75,7 @@ static inline void dtrain__feed_free(dtrain_device *device, dtrain__feed *feed)
                                feed->items[i].room + DTRAIN__VALID_BYTES);
 }
 
-/* Let a tape of the plan device count what units cost; NULL: no costs. */
+/* Let a tape of the plan device count the costs of units; NULL: no costs. */
 static inline void dtrain__tape_costs(dtrain_tape *tape, const dtrain__unit_costs *costs)
 {
     tape->costs = costs;

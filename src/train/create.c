@@ -153,7 +153,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK && trainer->ranks != trainer->data_ranks)
-        (void)dtrain__inputs_hash(trainer->tape); /* from here on */
+        (void)dtrain__inputs_hash(trainer->tape); /* the hash begins */
     if (result == DTRAIN_OK)
         result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
     if (result == DTRAIN_OK && trainer->scaling)
