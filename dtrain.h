@@ -1132,6 +1132,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world);
 
 #ifdef DTRAIN_USE_MPI
+#include <string.h>
 
 static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
 {
@@ -1148,9 +1149,10 @@ static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, siz
 static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
                                                   dtrain_world **out)
 {
-    static const dtrain_join_desc none; /* zeros */
-    dtrain_join_desc own = desc ? *desc : none;
+    dtrain_join_desc own;
     int level = MPI_THREAD_SINGLE, is_main = 1;
+    if (desc) own = *desc;
+    else memset(&own, 0, sizeof own);
     MPI_Query_thread(&level);
     MPI_Is_thread_main(&is_main);
     if (level < MPI_THREAD_SERIALIZED && !is_main)
@@ -10968,6 +10970,7 @@ static void dtrain__mpi_tell(dtrain_world *world)
     dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
     const uint64_t until = dtrain__now_ns() + 100000000u;
     MPI_Request sends[DTRAIN_MAX_RANKS];
+    MPI_Status statuses[DTRAIN_MAX_RANKS];
     int count = 0, done = 0;
     if (!hub || hub->failed) return;
     if (!dtrain__load(&world->control->aborted.state)) {
@@ -10982,7 +10985,7 @@ static void dtrain__mpi_tell(dtrain_world *world)
                       DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
             count++;
     while (!done && dtrain__now_ns() < until)
-        if (MPI_Testall(count, sends, &done, MPI_STATUSES_IGNORE) != MPI_SUCCESS) break;
+        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
 }
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
@@ -11441,6 +11444,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     void *highest = NULL;
     hub->hearing = MPI_REQUEST_NULL;
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs ranks that MPI's launcher has started, "
+                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
+                           "or leave comm_ops NULL for the local communicator",
+                           world->size, world->size);
     MPI_Initialized(&ready);
     MPI_Finalized(&finalized);
     if (!ready || finalized)
@@ -11449,12 +11458,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
             "MPI %s; call MPI_Init before the first world and MPI_Finalize after the "
             "last",
             finalized ? "has been ended by MPI_Finalize" : "is not initialised");
-    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI needs ranks that MPI's launcher has started, "
-                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
-                           "or leave comm_ops NULL for the local communicator",
-                           world->size, world->size);
     MPI_Comm_size(given, &size);
     MPI_Comm_rank(given, &rank);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
@@ -12478,7 +12481,7 @@ static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *g
 {
     char why[DTRAIN__ERROR_BYTES];
     snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
-    if (world && world->page.control && !world->gather) dtrain_world_abort(world, result, why);
+    if (world && world->control->arenas) dtrain_world_abort(world, result, why);
     else if (guest->all_gather) (void)dtrain__guest_exchange(guest, result, why, sizeof why);
     if (world) dtrain__world_destroy(world);
     munmap(guest, guest->bytes);
@@ -12534,7 +12537,9 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world->guest)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
                                                "and ends it; return from the rank's main function");
+    (void)dtrain__enter(world, "dtrain_world_leave");
     const dtrain_result result = dtrain__world_gather(world, NULL, 0);
+    (void)dtrain__leave(world, result);
     dtrain__guest *guest = world->guest;
     dtrain__record_end(world->control, world->rank,
                        result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,

@@ -19,6 +19,7 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
@@ -170,7 +171,7 @@ static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *g
 {
     char why[DTRAIN__ERROR_BYTES];
     snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
-    if (world && world->page.control && !world->gather) dtrain_world_abort(world, result, why);
+    if (world && world->control->arenas) dtrain_world_abort(world, result, why);
     else if (guest->all_gather) (void)dtrain__guest_exchange(guest, result, why, sizeof why);
     if (world) dtrain__world_destroy(world);
     munmap(guest, guest->bytes);
@@ -226,7 +227,9 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world->guest)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
                                                "and ends it; return from the rank's main function");
+    (void)dtrain__enter(world, "dtrain_world_leave");
     const dtrain_result result = dtrain__world_gather(world, NULL, 0);
+    (void)dtrain__leave(world, result);
     dtrain__guest *guest = world->guest;
     dtrain__record_end(world->control, world->rank,
                        result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,

@@ -77,6 +77,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world);
 
 #ifdef DTRAIN_USE_MPI
+#include <string.h>
 
 static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
 {
@@ -93,9 +94,10 @@ static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, siz
 static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
                                                   dtrain_world **out)
 {
-    static const dtrain_join_desc none; /* zeros */
-    dtrain_join_desc own = desc ? *desc : none;
+    dtrain_join_desc own;
     int level = MPI_THREAD_SINGLE, is_main = 1;
+    if (desc) own = *desc;
+    else memset(&own, 0, sizeof own);
     MPI_Query_thread(&level);
     MPI_Is_thread_main(&is_main);
     if (level < MPI_THREAD_SERIALIZED && !is_main)
