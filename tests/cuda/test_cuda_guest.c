@@ -244,8 +244,9 @@ static void test_capture(void)
     CHECK(sum_of(b, b) == DTRAIN_OK);
     const recorded r = capture_end();
     CHECK(!gpu->ops->capturing(gpu) && all_are(a, 1)); /* recorded, not run */
+    float *big = (float *)gpu_take(1000 * 2000 * sizeof(float), 0);
     dtrain_activation_backward_args columns = {
-        DTRAIN_ACTIVATION_NONE, false, 100, COUNT / 100, a, a, a, b + 1, DTRAIN_DTYPE_F32};
+        DTRAIN_ACTIVATION_NONE, false, 1000, 2000, NULL, big, big, b + 1, DTRAIN_DTYPE_F32};
 #ifdef DTRAIN_CUDA_EMULATION
     dtrain_emulation_counters before, after;
     dtrain_emulation_get_counters(&before);
