@@ -109,7 +109,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
     memset(&device, 0, sizeof device);
     device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->local_rank;
+    device.device_index = launch->join ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
+    device.stream = launch->join ? launch->join->stream : NULL;
     device.oversubscribed = world->oversubscribed;
     device.math = desc->math;
     device.tune = desc->tune;
