@@ -190,7 +190,7 @@ NCCL = $(if $(shell echo '\#include <nccl.h>' | $(NVCC) $(NVCCFLAGS) -E -x cu - 
 
 cuda: $(EXAMPLES:$(BUILD)/%=$(BUILD)/cuda/%)
 	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/cuda/. Try: $(BUILD)/cuda/train_gpt --device cuda, make gpu-check"
-gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU))) \
+gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out $(addprefix tests/cuda/test_cuda_,nccl.c join.c),$(GPU))) \
               $(BUILD)/cuda/bench_kernels $(BUILD)/cuda/bench_train
 gpu-first gpu-check gpu-bench:
 	@BUILD=$(BUILD) bash tests/cuda/$(subst -,_,$@).sh
