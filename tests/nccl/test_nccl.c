@@ -15,6 +15,8 @@
 #include "nccl/mock/late_device.h"
 #include "line.h"
 
+#include <sched.h>
+
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/lsan_interface.h>
 #endif
@@ -1422,6 +1424,75 @@ static int guest_rank(int rank, void *user)
     return 0;
 }
 
+/* Guests on several hosts, which only NCCL connects: the world's own all-gather goes over it. */
+typedef struct apart_run {
+    host_group *group;
+    int end;
+} apart_run;
+
+enum { ALL_LEAVE, ONE_DIES, ONE_FAILS }; /* rank 2 */
+
+static int apart_rank(int rank, void *user)
+{
+    const apart_run *run = (const apart_run *)user;
+    const int size = run->group->size;
+    static const size_t sizes[] = {0, 1, 5, 4, DTRAIN_WORLD_ALL_GATHER_BYTES};
+    static char mine[DTRAIN_WORLD_ALL_GATHER_BYTES], all[8][DTRAIN_WORLD_ALL_GATHER_BYTES];
+    char name[32];
+    host_member member = host_member_of(run->group, rank);
+    dtrain_join_desc desc = host_desc(&member);
+    dtrain_world *world;
+    dtrain_world_info info;
+    snprintf(name, sizeof name, "dtrain-test-%d", rank);
+    if (unshare(CLONE_NEWUTS) != 0 || sethostname(name, strlen(name)) != 0) return 77;
+    cudaSetDevice(rank);
+    desc.timeout_ms = run->end == ALL_LEAVE ? desc.timeout_ms : RANKS_SHORT_MS;
+    desc.device_ops = test_ops();
+    desc.comm_ops = dtrain_nccl_comm_ops();
+    RANKS_TRY(dtrain_world_join(&desc, &world));
+    dtrain_world_query(world, &info);
+    CHECK_MSG(info.node_count == size && info.node == rank && info.local_size == 1, "%d hosts",
+              info.node_count);
+    if (guest_sum(world)) return 1;
+    for (int round = 0; round < 3; round++)
+        for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
+            const size_t bytes = sizes[s];
+            memset(mine, 1 + rank + round, sizeof mine);
+            memset(all, 99, sizeof all);
+            RANKS_TRY(dtrain_world_all_gather(world, mine, bytes, all));
+            const char *got = &all[0][0];
+            size_t wrong = got[(size_t)size * bytes] != 99;
+            for (size_t i = 0; i < (size_t)size * bytes; i++)
+                wrong += got[i] != 1 + (int)(i / bytes) + round;
+            CHECK_MSG(wrong == 0, "%zu of %zu bytes are wrong", wrong, (size_t)size * bytes);
+        }
+    if (run->end == ONE_DIES && rank == 2) _exit(0);
+    if (run->end == ONE_FAILS && rank == 2) dtrain_world_abort(world, DTRAIN_ERROR_DATA, "the end");
+    const double begin = dtrain_seconds();
+    const dtrain_result gathered = dtrain_world_all_gather(world, mine, 8, all);
+    CHECK_MSG((gathered == DTRAIN_OK) == (run->end == ALL_LEAVE), "%s", dtrain_last_error());
+    CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "it took %.1f s", dtrain_seconds() - begin);
+    CHECK((dtrain_world_leave(world) == DTRAIN_OK) == (run->end == ALL_LEAVE));
+    CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "it took %.1f s", dtrain_seconds() - begin);
+    CHECK(nccl_mock_count.comms == 0 && nccl_mock_count.misuses == 0);
+    return 0;
+}
+
+static void test_guests_apart(void)
+{
+    for (int end = ALL_LEAVE; end <= ONE_FAILS; end++) {
+        apart_run run;
+        int status[3];
+        run.group = host_group_new(3);
+        run.end = end;
+        host_run(3, false, apart_rank, &run, status);
+        if (status[0] == 77 && !end)
+            SKIP(test_guests_apart, "needs root, to give each rank a host name");
+        for (int r = 0; r < 3; r++)
+            CHECK_MSG(status[r] == 0 || status[r] == 77, "end %d: rank %d: %d", end, r, status[r]);
+    }
+}
+
 static void test_guests(void)
 {
     for (int kind = 0; kind < GIVEN_COUNT; kind++) {
@@ -1462,5 +1533,6 @@ int main(int argc, char **argv)
     RUN_BESIDE(test_bad_arguments);
     RUN_BESIDE(test_stuck_ends);
     RUN(test_guests);
+    RUN_BESIDE(test_guests_apart);
     return test_summary();
 }
