@@ -182,9 +182,14 @@ static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *g
 DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_world **out)
 {
     dtrain__launch launch;
+    dtrain_join_desc taken;
     dtrain_world *world = NULL;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: out is NULL");
     *out = NULL;
+    memset(&launch, 0, sizeof launch);
+    DTRAIN__TRY(dtrain__abi_check("dtrain_world_join", desc ? desc->abi : NULL, &launch.abi));
+    DTRAIN__TRY(dtrain__take(&launch.abi, DTRAIN__ABI_join_desc, desc, &taken));
+    if (desc) desc = &taken;
     if (!desc || !desc->all_gather || desc->size < 1 || desc->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_world_join: size is %d, expected 1 to %d, and all_gather is %s",
@@ -202,7 +207,6 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     guest->size = desc->size;
     guest->bytes = bytes;
     guest->all = (dtrain__guest_record *)(void *)(guest + 1);
-    memset(&launch, 0, sizeof launch);
     launch.guest = guest;
     launch.join = desc;
     dtrain__set_thread_rank(desc->rank);

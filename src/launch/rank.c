@@ -69,6 +69,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->guest = launch->guest;
+    world->abi = launch->abi;
     if (launch->join) world->page = launch->region;
     if (launch->join) world->comm_given = launch->join->comm_given;
     world->timeline.since_ns = dtrain__now_ns();
