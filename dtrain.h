@@ -254,8 +254,9 @@
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
-       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
+       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
+       src/device/cpu/kernels/dropout.h     Dropout: ranges are multiples of 16, so that no block of Philox is split
        src/device/cpu/kernels/muon.h        Muon: the element-wise stages of a step, see optim/muon.c
        src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
        src/device/cpu/kernels/pointwise.h   Functions of two elements: gated products, losses
@@ -1403,7 +1404,8 @@ typedef struct dtrain_mesh_info {
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
     bool sequence_parallel;
 } dtrain_mesh_info;
-/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
+/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. The rank at a place
+ * is tensor_rank + tensor * (data_rank + data * pipeline_rank). */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
@@ -1412,8 +1414,6 @@ DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *inf
  * DATA and another axis, both of several ranks, makes that communicator and is collective: all
  * ranks of the mesh make these calls in the same order. NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
-/* Return the rank at a place of the mesh; -1 where there is none. */
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
 
 /* ==== src/parallel/cut.h ====================================================================== */
 
@@ -8558,7 +8558,7 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
     L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
     L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) L(dropout) X(sum)    \
     X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
     L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
     L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
@@ -13495,15 +13495,6 @@ DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
     axes = dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL);
     (void)dtrain__mesh_split((dtrain_mesh *)mesh, axes); /* it stays NULL after an error */
     return mesh->comms[axes];
-}
-
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline)
-{
-    const dtrain_mesh_info *at = mesh ? &mesh->info : NULL;
-    if (!at || tensor < 0 || tensor >= at->tensor || data < 0 || data >= at->data || pipeline < 0 ||
-        pipeline >= at->pipeline)
-        return -1;
-    return tensor + at->tensor * (data + at->data * pipeline);
 }
 
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
@@ -37070,8 +37061,8 @@ typedef struct dtrain__job {
  * ranks (mix) take a fourth less time with it. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
-    L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
+    X(add) X(axpby) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
+    L(dropout) L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
     L(layernorm_params) L(embedding) L(embedding_backward) L(cross_entropy)          \
     L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
     L(softmax_backward) L(rotary) L(permute) L(conv_weight) L(conv_weight_sum)       \
@@ -37841,36 +37832,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                args->count, wide ? DTRAIN_DTYPE_F32 : args->dtype);
 }
 
-/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
- * block of four serves neighbours. */
-DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
-                                        int64_t i, int64_t count, uint32_t *words)
-{
-    uint32_t block[4] = {0};
-    uint64_t drawn = UINT64_MAX;
-    for (const int64_t end = i + count; i < end; i++) {
-        int64_t at = i;
-        if (part->segments) {
-            uint32_t s = 0;
-            int64_t column = i % part->n;
-            while (s + 1 < part->segments && column >= part->segment[s].length)
-                column -= part->segment[s++].length;
-            at = i / part->n * part->whole_n + part->segment[s].column + column;
-        }
-        const uint64_t number = (uint64_t)(part->first + at);
-        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
-        drawn = number / 4;
-        *words++ = block[number % 4];
-    }
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
-                                                  const dtrain_dropout_args *args)
-{
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
-                               args->dtype);
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
@@ -38397,6 +38358,36 @@ dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_bac
     if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
                                args->count, dtype);
+}
+
+/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
+ * block of four serves neighbours. */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words)
+{
+    uint32_t block[4] = {0};
+    uint64_t drawn = UINT64_MAX;
+    for (const int64_t end = i + count; i < end; i++) {
+        int64_t at = i;
+        if (part->segments) {
+            uint32_t s = 0;
+            int64_t column = i % part->n;
+            while (s + 1 < part->segments && column >= part->segment[s].length)
+                column -= part->segment[s++].length;
+            at = i / part->n * part->whole_n + part->segment[s].column + column;
+        }
+        const uint64_t number = (uint64_t)(part->first + at);
+        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
+        drawn = number / 4;
+        *words++ = block[number % 4];
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
+                                                  const dtrain_dropout_args *args)
+{
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
+                               args->dtype);
 }
 
 /* ==== src/device/cpu/launch_batchnorm.c ======================================================= */
@@ -40634,7 +40625,11 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
     const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
     if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
     else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+#if DTRAIN__ISA == 3
+    else dtrain__mix_avx2(job); /* the rest is not worth an instance */
+#else
     else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+#endif
 }
 #if DTRAIN__MODELS
 
@@ -42443,7 +42438,7 @@ DTRAIN__KERNEL_AS(batchnorm_backward)
 
 /* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
 
-/* Elementwise kernels, sums, conversions, dropout
+/* Elementwise kernels, sums, conversions
  *
  * Bandwidth is the limit: 8 to 28 bytes an element. */
 
@@ -42626,100 +42621,6 @@ DTRAIN__KERNEL(convert)
     }
 }
 
-/* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
- *
- * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
- * there. High halves carry rubbish between rounds: the multiplier ignores them. */
-
-typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
-
-DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
-{
-#if DTRAIN__ISA == 2
-    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
-#else
-    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
-#endif
-}
-
-/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
-DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
-{
-#if DTRAIN__ISA == 2
-    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
-    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
-    __m256i *to = (__m256i *)(void *)words;
-    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
-    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
-#else
-    for (int j = 0; j < DTRAIN__H; j++) {
-        const uint64_t pair[2] = {a[j], b[j]};
-        memcpy(words + 4 * j, pair, sizeof pair);
-    }
-#endif
-}
-
-/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
- * neighbouring words, the low half first. */
-DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
-                                       uint32_t *words)
-{
-    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    const uint64_t half = 0xffffffffu;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    DTRAIN__K(vq) c0;
-    memcpy(&c0, lanes, sizeof c0);
-    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
-    c0 += counter;
-    DTRAIN__K(vq) c1 = c0 >> 32;
-    for (int round = 0; round < 10; round++) {
-        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
-        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
-        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
-        c1 = p1;
-        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
-        c3 = p0;
-        k0 += DTRAIN__PHILOX_W0;
-        k1 += DTRAIN__PHILOX_W1;
-    }
-    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
-}
-DTRAIN__KERNEL(dropout)
-{
-    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
-    /* uniform >= probability, asked of the 24-bit integers. */
-    const double least = ceil((double)a->probability * 16777216.0);
-    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
-    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
-    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
-    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
-    uint32_t words[4 * DTRAIN__H];
-    float buffers[2][DTRAIN__KERNEL_BLOCK];
-    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
-        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
-        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
-        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
-        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
-        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
-            if (whole_blocks)
-                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
-            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
-            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
-                const int64_t n = count - j;
-                dtrain__vi u;
-                memcpy(&u, words + (j - i), sizeof u);
-                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
-                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
-                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
-                if (old) sum += dtrain__vload_n(old + j, n);
-                dtrain__vstore_n(y + j, sum, n);
-            }
-        }
-        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
-    }
-}
-
 /* ==== src/device/cpu/kernels/sparse.h ========================================================= */
 
 /* Top-k and orthonormal columns
@@ -42821,6 +42722,102 @@ DTRAIN__KERNEL(topk)
     for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
 }
 #if DTRAIN__MODELS
+
+/* ==== src/device/cpu/kernels/dropout.h ======================================================== */
+
+/* Dropout: ranges are multiples of 16, so that no block of Philox is split
+ *
+ * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
+ * there. High halves carry rubbish between rounds: the multiplier ignores them. */
+
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
+
+DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
+{
+#if DTRAIN__ISA == 2
+    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+#else
+    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
+#endif
+}
+
+/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
+DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
+{
+#if DTRAIN__ISA == 2
+    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
+    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
+    __m256i *to = (__m256i *)(void *)words;
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+    for (int j = 0; j < DTRAIN__H; j++) {
+        const uint64_t pair[2] = {a[j], b[j]};
+        memcpy(words + 4 * j, pair, sizeof pair);
+    }
+#endif
+}
+
+/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
+ * neighbouring words, the low half first. */
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
+{
+    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint64_t half = 0xffffffffu;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    DTRAIN__K(vq) c0;
+    memcpy(&c0, lanes, sizeof c0);
+    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    c0 += counter;
+    DTRAIN__K(vq) c1 = c0 >> 32;
+    for (int round = 0; round < 10; round++) {
+        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
+        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
+        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
+        c1 = p1;
+        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
+        c3 = p0;
+        k0 += DTRAIN__PHILOX_W0;
+        k1 += DTRAIN__PHILOX_W1;
+    }
+    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+}
+DTRAIN__KERNEL(dropout)
+{
+    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
+    /* uniform >= probability, asked of the 24-bit integers. */
+    const double least = ceil((double)a->probability * 16777216.0);
+    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
+    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
+    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
+    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
+    uint32_t words[4 * DTRAIN__H];
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
+        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
+        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
+        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
+            if (whole_blocks)
+                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
+            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
+            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
+                const int64_t n = count - j;
+                dtrain__vi u;
+                memcpy(&u, words + (j - i), sizeof u);
+                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
+                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
+                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
+                if (old) sum += dtrain__vload_n(old + j, n);
+                dtrain__vstore_n(y + j, sum, n);
+            }
+        }
+        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
+    }
+}
 
 /* ==== src/device/cpu/kernels/muon.h =========================================================== */
 
