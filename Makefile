@@ -421,10 +421,6 @@ clean:
 
 .PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
         asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-first gpu-check gpu-bench mpi openmpi mpich \
-<<<<<<< HEAD
-        src lib lib-cuda install install-headers uninstall clean FORCE
-=======
-        src bindings install uninstall clean FORCE
->>>>>>> d590a4c8 (Modules for Fortran and Python are made from dtrain.h)
+        src lib lib-cuda bindings install install-headers uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:
