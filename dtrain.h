@@ -35,7 +35,7 @@
        src/core/abi.h                       Sizes of structs, for a library that was compiled apart from its program
        src/core/api.h                       Version and linkage
        src/core/result.h                    Results and error sentences
-       src/core/log.h                       Log, allocator, clock, memory of the process
+       src/core/log.h                       Log, allocator, clock
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
        src/world/world.h                    World: which rank this is, of how many, and what ranks tell each other
@@ -97,10 +97,9 @@
        src/comm/same_internal.h             Do all ranks have the same settings? A collective create lists its settings in a table of fields,
        src/comm/flight.c                    Dumps: the flight record of a rank
        src/comm/engine_internal.h           The progress engine
-       src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
+       src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/comm/local.c                     The local transport: shared memory
-       src/comm/circle.c                    Circles: ranks that wait for each other
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/mpi.c                       The MPI transport
        src/comm/mpi_internal.h              Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI
@@ -654,7 +653,7 @@ dtrain_fail(dtrain_result code, const char *format, ...);
 
 /* ==== src/core/log.h ========================================================================== */
 
-/* Log, allocator, clock, memory of the process. */
+/* Log, allocator, clock. */
 
 typedef enum dtrain_log_level {
     DTRAIN_LOG_DEFAULT = 0, /* = DTRAIN_LOG_INFO */
@@ -681,10 +680,6 @@ typedef struct dtrain_allocator {
 
 /* Return the seconds of the monotonic clock that all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);
-
-/* Ask the operating system for the memory of this process: the proportional set size now, and the
- * high-water mark of the resident set size. 0 where it is unknown. */
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* ==== src/core/dtype.h ======================================================================== */
 
@@ -4956,6 +4951,7 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void);
 DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache);
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
@@ -5165,12 +5161,11 @@ DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
     return rest < bytes ? rest : bytes;
 }
 
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+/* Return the proportional set size of this process in bytes; 0 where it is unknown. */
+DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void)
 {
-    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
-    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
-    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
-    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
+    const uint64_t kib = dtrain__read_number("/proc/self/smaps_rollup", "Pss:");
+    return kib == UINT64_MAX ? 0 : kib * 1024;
 }
 
 /* Copy what another core has written: memcpy's `rep movsb` takes twice as long for it (Zen 4). Or
@@ -5976,16 +5971,6 @@ typedef struct dtrain__pulse {
     uint64_t line;
 } dtrain__pulse;
 
-/* The operation that a rank has been waiting for, as comm/circle.c shows it. The fields between
- * `number` and `text` are atomic by themselves, and those of this wait or of a later one. */
-typedef struct dtrain__long_wait {
-    uint64_t number;   /* atomic, stored last: of the wait, from 1, below 2^31; 0: none */
-    int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
-    uint64_t sequence; /* of the collective; messages: 0 */
-    uint32_t kind;     /* dtrain_collective_kind */
-    char text[176];    /* the call, for error sentences */
-} dtrain__long_wait;
-
 /* The control page, at the start of the shared region. Where ranks share no memory, each has its
  * own copy, which the link updates. */
 typedef struct dtrain__control {
@@ -6002,8 +5987,6 @@ typedef struct dtrain__control {
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     uint64_t waits[DTRAIN_MAX_RANKS]; /* atomic: for whom each rank waits, see control.c */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
-    dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
-    uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
     uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use the mapping of a process,
                                            which its first rank has made, see page.c */
 } dtrain__control;
@@ -6028,12 +6011,6 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part;   /* of a communicator, see comm/ */
 typedef struct dtrain__guest dtrain__guest; /* see launch/join.c */
-struct dtrain__engine;
-struct dtrain__work;
-struct dtrain__wait;
-typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__engine *comm,
-                                         const struct dtrain__work *work,
-                                         struct dtrain__wait *wait);
 
 struct dtrain_world {
     int rank, size;
@@ -6079,12 +6056,9 @@ struct dtrain_world {
     uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    uint64_t long_wait_ns;        /* a wait that lasts longer gets a number, see comm/circle.c */
-    uint64_t long_wait_count;     /* of these numbers, so far ... */
-    dtrain__look_fn look_for_circle; /* ... of which control.c knows nothing; or NULL */
-    int64_t comm_count;              /* every communicator made so far has a smaller number */
-    dtrain__timeline timeline;       /* its spans, collectives and signs of life */
-    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
+    int64_t comm_count;           /* every communicator made so far has a smaller number */
+    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
+    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
 };
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
@@ -6098,8 +6072,6 @@ typedef struct dtrain__wait {
     bool polled;            /* the last turn polled: the caller may make its own rarer checks */
     uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
     uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
-    uint64_t number, looked_ns;  /* of a long wait, see comm/circle.c; when it last looked */
-    uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
 /* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last
@@ -7205,10 +7177,6 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                     world, DTRAIN_ERROR_PEER,
                     "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather",
                     rank, world->rank);
-            if (world->look_for_circle &&
-                world->look_for_circle(world, NULL, NULL, &wait) != DTRAIN_OK)
-                return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
-                                          dtrain__bare(dtrain_last_error()));
             if (turn != DTRAIN_ERROR_TIMEOUT) continue;
             const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
             return dtrain__abort_with(
@@ -7223,7 +7191,6 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                 (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
     }
     dtrain__set_waits(world, -1);
-    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
 }
 
@@ -9373,12 +9340,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int colo
 DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
-/* comm/circle.c */
-DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
-                                       int rank);
-DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain__wait *wait);
-
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work);
@@ -9493,148 +9454,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
     if (!out.error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the flight record %s cannot be written: %s: %s", path,
                        failed, strerror(out.error));
-}
-DTRAIN__HOT
-
-/* ==== src/comm/reduce.c ======================================================================= */
-
-/* What collectives do: who sends what to whom, and the results on one rank
- *
- * Large collectives have one or two phases, in which a rank owns slice `rank`:
- *
- *                         parts of slice j         results of slice j
- *                         to rank j from           from rank j to       slices
- *         all-reduce      all                      all                  cut
- *         reduce          all                      root                 cut
- *         reduce-scatter  all                                           count elements each
- *         broadcast       root                     all but root         cut
- *         all-gather                               all                  count elements each
- *         all-to-all      all, not added                                count elements each
- *
- * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
-
-static const dtrain__kind dtrain__kinds[] = {
-    /*                                           reduces rooted cuts joins */
-    {"?", "?", false, false, false, false},
-    {"dtrain_all_reduce", "all-reduce", true, false, false, false},
-    {"dtrain_reduce_scatter", "reduce-scatter", true, false, true, false},
-    {"dtrain_all_gather", "all-gather", false, false, false, true},
-    {"dtrain_broadcast", "broadcast", false, true, false, false},
-    {"dtrain_reduce", "reduce", true, true, false, false},
-    {"dtrain_barrier", "barrier", false, false, false, false},
-    {"dtrain_send", "send", false, true, false, false},
-    {"dtrain_recv", "recv", false, true, false, false},
-    {"dtrain_comm_split", "split", false, false, false, true},
-    {"dtrain_all_to_all", "all-to-all", false, false, true, true},
-};
-/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
-DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
-{
-    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
-}
-
-/* Return the bytes of the send buffer, and below of the receive buffer. */
-DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
-{
-    return what->count * dtrain_dtype_bytes(what->dtype) *
-           (dtrain__kind_of(what->kind)->cuts ? (size_t)size : 1);
-}
-DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size)
-{
-    return what->count * dtrain_dtype_bytes(what->dtype) *
-           (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
-}
-
-/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
-DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
-{
-    return what->kind != DTRAIN_COLLECTIVE_RECV &&
-           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == rank);
-}
-DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
-{
-    return what->kind != DTRAIN_COLLECTIVE_SEND &&
-           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root != rank) &&
-           (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
-}
-
-/* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
- * an output may be one of the inputs. One input is a copy: exact for every dtype. */
-DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
-                                     int in_count, char *const *out, int out_count, size_t count)
-{
-    const dtrain__mix_job job = {in, out, in_count, out_count, count, what->dtype, what->op};
-    if (in_count > 1) {
-        dtrain__mix(&job);
-        return;
-    }
-    for (int i = 0; i < out_count; i++)
-        if (out[i] != in[0])
-            dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
-}
-
-/* Compute elements [first, first + count) of this rank's own result from everybody's input,
- * in (size). A barrier has no buffers; a reduction has no recv but at the root. */
-DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
-                                  const char *const *in, size_t first, size_t count)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    if (!count || !dtrain__gets(what, comm->rank)) return;
-    char *out = (char *)what->recv + first * unit;
-    if (kind->reduces) dtrain__combine(what, in, comm->size, &out, 1, count);
-    else if (!kind->joins) dtrain__combine(what, in + what->root, 1, &out, 1, count);
-    for (int i = 0; kind->joins && i < comm->size; i++, out += what->count * unit)
-        dtrain__combine(what, in + i, 1, &out, 1, count);
-}
-
-DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
-                                         const void *const *in)
-{
-    const char *from[DTRAIN_MAX_RANKS];
-    const size_t cut = dtrain__kind_of(what->kind)->cuts
-                           ? (size_t)comm->rank * what->count * dtrain_dtype_bytes(what->dtype)
-                           : 0;
-    if (!what->count) return;
-    for (int i = 0; i < comm->size; i++) from[i] = in[i] ? (const char *)in[i] + cut : NULL;
-    dtrain__pull(comm, what, from, 0, what->count);
-}
-
-/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
- * is cut at multiples of 64 bytes so that no two ranks write one line. */
-DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
-                                   size_t *length)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t count = what->count, r = (size_t)rank;
-    *first = r * count;
-    *length = count;
-    if (kind->cuts || kind->joins) return;
-    const size_t step = DTRAIN__CACHE_LINE / dtrain_dtype_bytes(what->dtype);
-    const size_t steps = count / step + (count % step != 0);
-    const size_t each = steps / (size_t)size, more = steps % (size_t)size;
-    const size_t begin = (each * r + (r < more ? r : more)) * step;
-    const size_t end = begin + (each + (r < more)) * step;
-    *first = begin < count ? begin : count;
-    *length = (end < count ? end : count) - *first;
-}
-
-/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
- * second, results. Return false if that is nothing. A part that is added has no target. */
-DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
-                                         int from, int to, dtrain__transfer *transfer)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    size_t first, length;
-    if (results ? kind->cuts || !dtrain__gets(what, to)
-                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
-        return false;
-    dtrain__slice(what, size, results ? from : to, &first, &length);
-    transfer->bytes = length * unit;
-    transfer->source = kind->joins && !kind->cuts ? 0 : first * unit;
-    transfer->target = (kind->joins ? (size_t)from * length : first) * unit;
-    return true;
 }
 
 /* ==== src/comm/engine.c ======================================================================= */
@@ -9891,6 +9710,16 @@ DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
 
+/* Say whether an operation waits for another rank's side, as far as this rank can see. */
+static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
+{
+    const bool message = !work->op.sequence;
+    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
+    return message || work->state == DTRAIN__MOVING
+               ? comm->transport->lags(&comm->base, &work->op, rank)
+               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
+}
+
 /* Find the sequence number of a rank's latest collective, for error sentences. All ranks have shown
  * what this one has finished, and no rank is more than a window ahead of another. */
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
@@ -9915,8 +9744,7 @@ static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dt
 }
 
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
- * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
- * nothing at a deadline: messages of these ranks can be under way on a slow network. */
+ * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". */
 static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
@@ -10051,12 +9879,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
- * returned `turn`, and fail the communicator if they say so: is there a circle, has another rank
- * failed the communicator, called something else, left? Before that, advance once more: what other
- * ranks did until they failed or left may be all that was needed. */
+/* Make the rarer checks of a wait or a test, after dtrain__wait_poll
+ * returned `turn`, and fail the communicator if they say so: has another rank failed the
+ * communicator, called something else, left? Before that, advance once more: what other ranks did
+ * until they failed or left may be all that was needed. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
-                                 dtrain__wait *wait, dtrain_result turn)
+                                 dtrain_result turn)
 {
     dtrain_world *world = comm->base.world;
     const int *ranks = comm->base.world_ranks, rank = comm->base.rank;
@@ -10066,10 +9894,6 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
     if (waited->done || comm->failed) return;
 
-    if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
-    if (wait)
-        (void)dtrain__engine_ok(&comm->base, dtrain__look_for_circle(world, comm, waited, wait));
-    if (waited->done || comm->failed) return;
     if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
 
@@ -10106,7 +9930,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         dtrain__engine_advance_all(comm);
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
     }
     bool ok = work->done;
     if (ok && comm->staged) /* what the compute stream gets from now on comes after it */
@@ -10115,7 +9939,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     const dtrain_result result = ok ? DTRAIN_OK : dtrain__engine_standing(comm);
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
-    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -10126,7 +9949,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_check(comm, work, NULL, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -10252,7 +10075,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_
 {
     int members[DTRAIN_MAX_RANKS];
     for (int i = 0; i < world->size; i++) members[i] = i;
-    world->look_for_circle = dtrain__look_for_circle;
     return dtrain__engine_form(world, NULL, members, world->size, world->rank, out);
 }
 
@@ -10277,6 +10099,148 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     while (members[rank] != base->rank) rank++;
     if (color < 0) world->comm_count++;
     return dtrain__engine_form(world, base, members, color < 0 ? 0 : size, rank, out);
+}
+DTRAIN__HOT
+
+/* ==== src/comm/reduce.c ======================================================================= */
+
+/* What collectives do: who sends what to whom, and the results on one rank
+ *
+ * Large collectives have one or two phases, in which a rank owns slice `rank`:
+ *
+ *                         parts of slice j         results of slice j
+ *                         to rank j from           from rank j to       slices
+ *         all-reduce      all                      all                  cut
+ *         reduce          all                      root                 cut
+ *         reduce-scatter  all                                           count elements each
+ *         broadcast       root                     all but root         cut
+ *         all-gather                               all                  count elements each
+ *         all-to-all      all, not added                                count elements each
+ *
+ * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
+
+static const dtrain__kind dtrain__kinds[] = {
+    /*                                           reduces rooted cuts joins */
+    {"?", "?", false, false, false, false},
+    {"dtrain_all_reduce", "all-reduce", true, false, false, false},
+    {"dtrain_reduce_scatter", "reduce-scatter", true, false, true, false},
+    {"dtrain_all_gather", "all-gather", false, false, false, true},
+    {"dtrain_broadcast", "broadcast", false, true, false, false},
+    {"dtrain_reduce", "reduce", true, true, false, false},
+    {"dtrain_barrier", "barrier", false, false, false, false},
+    {"dtrain_send", "send", false, true, false, false},
+    {"dtrain_recv", "recv", false, true, false, false},
+    {"dtrain_comm_split", "split", false, false, false, true},
+    {"dtrain_all_to_all", "all-to-all", false, false, true, true},
+};
+/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
+{
+    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
+}
+
+/* Return the bytes of the send buffer, and below of the receive buffer. */
+DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->cuts ? (size_t)size : 1);
+}
+DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
+}
+
+/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
+DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_RECV &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == rank);
+}
+DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_SEND &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root != rank) &&
+           (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
+}
+
+/* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
+ * an output may be one of the inputs. One input is a copy: exact for every dtype. */
+DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
+                                     int in_count, char *const *out, int out_count, size_t count)
+{
+    const dtrain__mix_job job = {in, out, in_count, out_count, count, what->dtype, what->op};
+    if (in_count > 1) {
+        dtrain__mix(&job);
+        return;
+    }
+    for (int i = 0; i < out_count; i++)
+        if (out[i] != in[0])
+            dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
+}
+
+/* Compute elements [first, first + count) of this rank's own result from everybody's input,
+ * in (size). A barrier has no buffers; a reduction has no recv but at the root. */
+DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
+                                  const char *const *in, size_t first, size_t count)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    if (!count || !dtrain__gets(what, comm->rank)) return;
+    char *out = (char *)what->recv + first * unit;
+    if (kind->reduces) dtrain__combine(what, in, comm->size, &out, 1, count);
+    else if (!kind->joins) dtrain__combine(what, in + what->root, 1, &out, 1, count);
+    for (int i = 0; kind->joins && i < comm->size; i++, out += what->count * unit)
+        dtrain__combine(what, in + i, 1, &out, 1, count);
+}
+
+DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
+                                         const void *const *in)
+{
+    const char *from[DTRAIN_MAX_RANKS];
+    const size_t cut = dtrain__kind_of(what->kind)->cuts
+                           ? (size_t)comm->rank * what->count * dtrain_dtype_bytes(what->dtype)
+                           : 0;
+    if (!what->count) return;
+    for (int i = 0; i < comm->size; i++) from[i] = in[i] ? (const char *)in[i] + cut : NULL;
+    dtrain__pull(comm, what, from, 0, what->count);
+}
+
+/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
+ * is cut at multiples of 64 bytes so that no two ranks write one line. */
+DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
+                                   size_t *length)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t count = what->count, r = (size_t)rank;
+    *first = r * count;
+    *length = count;
+    if (kind->cuts || kind->joins) return;
+    const size_t step = DTRAIN__CACHE_LINE / dtrain_dtype_bytes(what->dtype);
+    const size_t steps = count / step + (count % step != 0);
+    const size_t each = steps / (size_t)size, more = steps % (size_t)size;
+    const size_t begin = (each * r + (r < more ? r : more)) * step;
+    const size_t end = begin + (each + (r < more)) * step;
+    *first = begin < count ? begin : count;
+    *length = (end < count ? end : count) - *first;
+}
+
+/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
+ * second, results. Return false if that is nothing. A part that is added has no target. */
+DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
+                                         int from, int to, dtrain__transfer *transfer)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    size_t first, length;
+    if (results ? kind->cuts || !dtrain__gets(what, to)
+                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
+        return false;
+    dtrain__slice(what, size, results ? from : to, &first, &length);
+    transfer->bytes = length * unit;
+    transfer->source = kind->joins && !kind->cuts ? 0 : first * unit;
+    transfer->target = (kind->joins ? (size_t)from * length : first) * unit;
+    return true;
 }
 
 /* ==== src/comm/local.c ======================================================================== */
@@ -10868,178 +10832,6 @@ DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged)
     return &ops[staged];
 }
 DTRAIN__COLD
-
-/* ==== src/comm/circle.c ======================================================================= */
-
-/* Circles: ranks that wait for each other
- *
- * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
- * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A
- * wait that has lasted a while gets a number, and its rank shows on the control page which
- * operation it is for. Two waits become a fact in three steps, at polls:
- *
- *     waiter     shows its wait n and the operation
- *     awaited    finds during its own wait m that it has not started its side: writes (n, m)
- *     waiter     reads (n, m), moves all that can be moved, still waits: confirms it
- *
- * A fact says that n cannot end well before m has ended. For the operation ends well only after the
- * awaited rank has started its side; it had not when it wrote (n, m), during m; and a rank starts
- * nothing during a wait. Messages have no numbers: there, "not started" means that no message of
- * the pair is under way on the awaited rank. What that rank sent or took before it wrote (n, m),
- * the waiter moves before it confirms; so another message has to be started.
- *
- * A circle of facts (n1, n2), (n2, n3), ..., (nk, n1) proves that none of these waits can end well:
- * the first one to end would end before the next one. Facts stay true for ever, so it does not
- * matter when each was read. A rank that computes, sleeps or only tests its operations has no
- * numbered wait, so it is in no circle, however slow it is. Nor is one whose wait has ended with an
- * error: it may go on. Only a rank that has found a circle leaves its wait to be seen.
- *
- * Ranks that share no control page, and ranks over NCCL, find no circles. */
-
-#define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
-
-/* Say whether an operation waits for another rank's side, as far as this rank can see. */
-DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
-                                       int rank)
-{
-    const bool message = !work->op.sequence;
-    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
-    return message || work->state == DTRAIN__MOVING
-               ? comm->transport->lags(&comm->base, &work->op, rank)
-               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
-}
-
-/* Number the wait of this rank, for `work` or, if NULL, for a world all-gather, and show it. */
-static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
-                              const dtrain__work *work, dtrain__wait *wait)
-{
-    dtrain__long_wait *own = &world->control->long_waits[world->rank];
-    const char *axis = work && comm->base.axis ? comm->base.axis : "";
-    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : "";
-    char call[80] = "dtrain_world_all_gather", ranks[64] = "";
-    size_t used = 0;
-    dtrain__store(&own->comm, work ? comm->base.number : -1);
-    dtrain__store(&own->sequence, work ? work->op.sequence : world->gather_count);
-    dtrain__store(&own->kind, work ? work->op.what.kind : 0);
-    if (work) dtrain__describe(&work->op.call, work->op.sequence, call, sizeof call);
-    for (int i = 0; work && i < comm->base.size && i < 6; i++)
-        used +=
-            (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
-                             i == 5 && comm->base.size > 6 ? " ..." : "");
-    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis,
-             *axis ? " axis, " : "", work ? "" : "all ", ranks, *span ? " during \"" : "", span,
-             *span ? "\"" : "");
-    wait->number = ++world->long_wait_count;
-    dtrain__store(&own->number, wait->number);
-}
-
-/* Say whether this rank has started its side of an operation in which `waiter` waits. If it is not
- * in that communicator, or has destroyed it or not yet made it, it has not. */
-static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wait *other,
-                                int waiter)
-{
-    const dtrain__engine *comm = world->comms;
-    const int64_t number = dtrain__load(&other->comm);
-    const uint64_t sequence = dtrain__load(&other->sequence);
-    if (number < 0) return world->gather_count >= sequence;
-    while (comm && comm->base.number != number) comm = comm->next;
-    if (!comm) return false;
-    if (sequence) return comm->sequence >= sequence;
-    for (const dtrain__work *work = comm->queue; work; work = work->next)
-        if (!work->op.sequence && comm->base.world_ranks[work->op.what.root] == waiter &&
-            work->op.what.kind != dtrain__load(&other->kind))
-            return true;
-    return false;
-}
-
-/* Confirm what other ranks have written about the wait of this one, after moving what they did
- * before. A transport that is slower than the page gets its grace, from the newest fact on. */
-static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
-                                  const dtrain__work *work, dtrain__wait *wait)
-{
-    const int size = work ? comm->base.size : world->size;
-    uint64_t *at[DTRAIN_MAX_RANKS], found[DTRAIN_MAX_RANKS], sum = 0;
-    for (int i = 0; i < size; i++) {
-        at[i] = &world->control->facts[work ? comm->base.world_ranks[i] : i][world->rank];
-        found[i] = dtrain__load(at[i]);
-        if (found[i] >> 32 != wait->number) found[i] = 0;
-        sum += found[i];
-    }
-    if (sum != wait->facts) wait->facts_ns = wait->last_ns;
-    wait->facts = sum;
-    if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
-    if (work) dtrain__engine_advance(comm);
-    /* Once a collective moves, all ranks have called it: facts about it are out of date. */
-    if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
-    for (int i = 0; i < size; i++)
-        if (found[i] && (!work || dtrain__waits_for(comm, work, i)))
-            dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
-}
-
-/* Find a shortest circle that wait n of this rank is in, breadth first: path[0] is this rank, and
- * path[i] waits for path[i + 1]. Return its length; 0: there is none. The search goes from a rank
- * to those that wait for it. */
-static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
-{
-    uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* of the ranks that have been reached; 0: not yet */
-    int reached[DTRAIN_MAX_RANKS], awaited[DTRAIN_MAX_RANKS], count = 1, length = 1;
-    waits[reached[0] = path[0] = world->rank] = n;
-    for (int at = 0; at < count; at++)
-        for (int i = 0; i < world->size; i++) {
-            const uint64_t fact = dtrain__load(&world->control->facts[reached[at]][i]);
-            const uint64_t number = dtrain__load(&world->control->long_waits[i].number);
-            const uint64_t ends_after = fact >> 1 & 0x7fffffffu;
-            if (!(fact & 1) || ends_after != waits[reached[at]] || fact >> 32 != number) continue;
-            if (i == world->rank) {
-                for (int r = reached[at]; r != i; r = awaited[r]) path[length++] = r;
-                return length;
-            }
-            if (waits[i]) continue;
-            waits[i] = number;
-            awaited[i] = reached[at];
-            reached[count++] = i;
-        }
-    return 0;
-}
-
-/* Look for a circle from inside a wait, for `work` or, if NULL, for a world all-gather. */
-DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain__wait *wait)
-{
-    int path[DTRAIN_MAX_RANKS];
-    char list[DTRAIN__CIRCLE_NAMED * 144] = "", more[40] = "";
-    size_t used = 0;
-    if (wait->waited_ns < world->long_wait_ns ||
-        wait->last_ns - wait->looked_ns < world->long_wait_ns / 512)
-        return DTRAIN_OK;
-    wait->looked_ns = wait->last_ns;
-    if (!wait->number) dtrain__show_wait(world, comm, work, wait);
-    /* Write a fact for each rank whose wait may need what this rank has not started. If rank i
-     * begins another wait while this rank reads, the fact is about a wait that is over, and rank i
-     * does not confirm it. */
-    const uint64_t m = wait->number;
-    for (int i = 0; i < world->size; i++) {
-        const dtrain__long_wait *other = &world->control->long_waits[i];
-        uint64_t *fact = &world->control->facts[world->rank][i];
-        const uint64_t n = dtrain__load(&other->number);
-        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
-        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
-    }
-    dtrain__confirm_facts(world, comm, work, wait);
-    const int length = dtrain__find_circle(world, wait->number, path);
-    for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)
-        used += (size_t)snprintf(list + used, sizeof list - used,
-                                 "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
-                                 path[(i + 1) % length], world->control->long_waits[path[i]].text);
-    if (!length) return DTRAIN_OK;
-    wait->number = 0; /* the wait stays shown: the other ranks of the circle find it too */
-    if (length > DTRAIN__CIRCLE_NAMED)
-        snprintf(more, sizeof more, "; ... %d more ranks", length - DTRAIN__CIRCLE_NAMED);
-    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "the ranks wait for each other in a circle: %s%s; make the same calls on "
-                       "all of them",
-                       list, more);
-}
 
 /* ==== src/comm/staged.c ======================================================================= */
 
@@ -12532,7 +12324,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->node_ranks = (int)desc->node_ranks;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
-    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->allocator = desc->allocator;
@@ -12591,7 +12382,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
                 : "",
             gpu.major, gpu.minor);
     DTRAIN__TRY(dtrain__world_comm_create(world));
-    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) world->base_bytes = dtrain__process_bytes();
     return DTRAIN_OK;
 }
 
