@@ -12,6 +12,12 @@ DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
+/* Tell whether the device's work is recorded in a graph. */
+static inline bool dtrain__capturing(dtrain_device *device)
+{
+    return device->ops->capturing && device->ops->capturing(device);
+}
+
 /* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
