@@ -24,7 +24,7 @@ static inline bool dtrain__capturing(dtrain_device *device)
     L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
     L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
     L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) L(dropout) X(sum)    \
     X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
     L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
     L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
