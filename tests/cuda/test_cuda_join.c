@@ -20,6 +20,11 @@ enum { RANKS = 2, PARAMS = 3, COUNT = 1000, BYTES = COUNT * (int)sizeof(float), 
 
 /* ---- The host's model ---- */
 
+enum {
+    DIES_IN_LAUNCH = 1, /* rank 1, before it launches its graph for the second time */
+    DIES_IN_CAPTURE     /* rank 1, while rank 0 captures */
+};
+
 typedef struct program {
     host_group *group;
     uint32_t kind, optimizer; /* dtrain_strategy_kind, dtrain_optimizer_kind */
@@ -28,8 +33,8 @@ typedef struct program {
     bool on_host;             /* gradients are in host memory */
     bool graph;
     int order;
-    enum { NO_FAULT, DIES } fault; /* of rank 1, before it launches a graph for the second time */
-    uint64_t *hashes;              /* (RANKS) shared memory */
+    int fault;
+    uint64_t *hashes; /* (RANKS) shared memory */
 } program;
 
 typedef struct model {
@@ -41,6 +46,7 @@ typedef struct model {
     float *values, *grads;
     float *pinned; /* (PARAMS * COUNT) */
     float on_host[PARAMS * COUNT];
+    bool loses; /* in the middle of the pass it hears that the other rank is dead */
     dtrain_world *world;
     dtrain_param params[PARAMS];
     dtrain_strategy *strategy;
@@ -84,6 +90,7 @@ static dtrain_result pass(model *m)
         if (result == DTRAIN_OK) result = dtrain_strategy_release(m->strategy, i);
     }
     for (uint32_t i = PARAMS; i-- > 0 && result == DTRAIN_OK;) {
+        while (i == 0 && m->loses && dtrain_world_poll(m->world) == DTRAIN_OK) sched_yield();
         result = dtrain_strategy_gather(m->strategy, i, DTRAIN_PASS_BACKWARD);
         if (result == DTRAIN_OK && m->how->on_host)
             memcpy(m->params[i].grad, m->pinned + i * COUNT, BYTES);
@@ -231,10 +238,20 @@ static int run_steps(int rank, void *user)
             RANKS_TRY(update(&m));
             continue;
         }
+        if (how->fault == DIES_IN_CAPTURE && rank == 1) _exit(0);
+        m.loses = how->fault == DIES_IN_CAPTURE;
         if (step == 2) { /* recorded once, launched three times */
             CHECK_CUDA(cudaStreamBeginCapture(m.stream, how->order
                                                             ? cudaStreamCaptureModeThreadLocal
                                                             : cudaStreamCaptureModeGlobal));
+            if (m.loses) {
+                CHECK(pass(&m) != DTRAIN_OK);
+                CHECK_SAYS("rank 1");
+                if (cudaStreamEndCapture(m.stream, &graph) == cudaSuccess)
+                    CHECK_CUDA(cudaGraphDestroy(graph));
+                cudaGetLastError(); /* the collectives that were captured may be unjoined */
+                return guest_end(&m, true);
+            }
             RANKS_TRY(pass(&m));
             if (in_graph(&m)) RANKS_TRY(update(&m));
             else
@@ -314,10 +331,16 @@ static void test_adamw(void)
 
 static void test_death(void)
 {
-    program how = plain(DTRAIN_STRATEGY_DDP, DTRAIN_OPTIMIZER_SGD);
-    how.graph = true;
-    how.fault = DIES;
-    check_run(&how, run_steps);
+    for (int fault = DIES_IN_LAUNCH; fault <= DIES_IN_CAPTURE; fault++) {
+        program how = plain(DTRAIN_STRATEGY_DDP, DTRAIN_OPTIMIZER_SGD);
+        const double start = dtrain_seconds();
+        how.graph = true;
+        how.fault = fault;
+        dtrain_emulation_set_quiet(1);
+        check_run(&how, run_steps);
+        CHECK_MSG(dtrain_seconds() - start < RANKS_SOON, "it took %.1f s",
+                  dtrain_seconds() - start);
+    }
 }
 
 /* ---- Steps that cannot be captured ---- */
