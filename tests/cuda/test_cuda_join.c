@@ -394,6 +394,88 @@ static void test_refused(void)
     }
 }
 
+/* ---- dtrain's own graph on the host's stream ---- */
+
+enum { ROWS = 4, WIDTH = 8 };
+
+typedef struct trained {
+    int rank, step;
+    float x[ROWS * WIDTH];
+    dtrain_param weight;
+} trained;
+
+static dtrain_result next_batch(void *user)
+{
+    trained *t = (trained *)user;
+    for (int i = 0; i < ROWS * WIDTH; i++)
+        t->x[i] = (float)((t->rank + 1) * (i + 3 * t->step) % 7) - 3;
+    t->step++;
+    return DTRAIN_OK;
+}
+
+static dtrain_tensor *loss(dtrain_tape *tape, void *user)
+{
+    trained *t = (trained *)user;
+    const int64_t shape[2] = {ROWS, WIDTH};
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, t->x, false);
+    dtrain_tape_unit(tape, 0);
+    dtrain_tensor *h = dtrain_linear(tape, x, &t->weight, NULL, DTRAIN_ACTIVATION_GELU);
+    return dtrain_mean(tape, dtrain_multiply(tape, h, h));
+}
+
+/* The trainer records its step on the host's stream, between work of the host's. */
+static int run_trainer(int rank, void *user)
+{
+    const program *how = (const program *)user;
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    dtrain_trainer_desc desc;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_step_record record;
+    model m;
+    trained t;
+    if (guest_begin(&m, how, rank)) return 1;
+    memset(&t, 0, sizeof t);
+    memset(&desc, 0, sizeof desc);
+    t.rank = rank;
+    t.weight.name = "weight";
+    t.weight.shape[0] = 3;
+    t.weight.shape[1] = WIDTH;
+    t.weight.init = DTRAIN_INIT_NORMAL;
+    t.weight.init_scale = 0.5f;
+    RANKS_TRY(dtrain_strategy_create(m.world, &t.weight, 1, NULL, &strategy));
+    RANKS_TRY(dtrain_optimizer_create(m.world, strategy, &adamw, &optimizer));
+    desc.micro_batches = 1;
+    desc.graph = how->graph;
+    desc.schedule.lr = 0.01f;
+    desc.strategy = strategy;
+    desc.optimizer = optimizer;
+    desc.next_batch = next_batch;
+    desc.loss = loss;
+    desc.user = &t;
+    RANKS_TRY(dtrain_trainer_create(m.world, &desc, &trainer));
+    for (int step = 0; step < STEPS; step++) {
+        RANKS_TRY(dtrain_trainer_step(trainer, &record));
+        copy_on(&m, m.seen, m.batch);
+    }
+    RANKS_TRY(dtrain_strategy_verify(strategy, &how->hashes[rank]));
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return guest_end(&m, false);
+}
+
+static void test_trainer(void)
+{
+    program eager = plain(DTRAIN_STRATEGY_DDP, DTRAIN_OPTIMIZER_SGD), graph = eager;
+    graph.graph = true;
+    graph.hashes = (uint64_t *)ranks_shared(RANKS * sizeof *graph.hashes);
+    check_run(&eager, run_trainer);
+    check_run(&graph, run_trainer);
+    CHECK(eager.hashes[0] && eager.hashes[0] == graph.hashes[0]);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -401,5 +483,6 @@ int main(int argc, char **argv)
     RUN(test_adamw);
     RUN(test_refused);
     RUN(test_death);
+    RUN(test_trainer);
     return test_summary();
 }
