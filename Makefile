@@ -43,6 +43,7 @@ help:
 	@echo "make run        the main job: $(BUILD)/train_gpt (ARGS=\"--help\" shows its flags)"
 	@echo "make cuda       the examples for NVIDIA GPUs, in $(BUILD)/cuda/ (nvcc)"
 	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
+	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
 	@echo "make install    dtrain.h and its companions to PREFIX=$(PREFIX), with a file for pkg-config; also uninstall"
 	@echo "make test       the tests; prints what was skipped for want of an optional tool"
 	@echo "make test-all   with the long ones: every case of every matrix, dialects, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
@@ -354,6 +355,13 @@ docs:
 	$(call quiet,DRAW,docs/tensor.svg)sh tools/tensor_svg.sh >docs/tensor.svg
 	$(call quiet,LIST,docs/api.md)sh tools/api_index.sh >docs/api.md
 
+# ---- Other languages --------------------------------------------------------------------------------
+# Modules for Fortran and Python, made from the public half of dtrain.h.
+bindings: $(BUILD)/dtrain.f90 $(BUILD)/dtrain.py
+$(BUILD)/dtrain.f90 $(BUILD)/dtrain.py: dtrain.h $(wildcard tools/bindings/*)
+	@mkdir -p $(@D)
+	$(call quiet,BIND,$@)sh tools/bindings/bindings.sh $(subst .,,$(suffix $@)) <$< >$@.new && mv $@.new $@
+
 # ---- For other builds -----------------------------------------------------------------------------
 VERSION = $(shell sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)
 INCLUDE = $(DESTDIR)$(PREFIX)/include
@@ -371,6 +379,6 @@ clean:
 
 .PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
         asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-first gpu-check gpu-bench mpi openmpi mpich \
-        src install uninstall clean FORCE
+        src bindings install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:
