@@ -14,7 +14,7 @@ function value_type(d) {
 function plain_type(d,    what) {
     what = meaning(d)
     if (what == "value") return value_type(d)
-    if (what == "callback") return d in Function ? function_type(Function[d]) : Base[d]
+    if (what == "callback") return d in Function ? function_type(Function[d]) : "_" Base[d]
     if (what == "struct") return "_c.POINTER(" Base[d] ")"
     if (what == "text") return "_c.c_char_p"
     if (what == "texts") return "_c.POINTER(_c.c_char_p)"
@@ -51,7 +51,7 @@ function function_line(name,    g, k, d, what, type, list) {
     print "_bind(\"" name "\", " (Base[d] == "dtrain_result" && !Stars[d] ? "_RESULT" : result_type(d)) list ")"
 }
 
-function emit(    i) {
+function emit(    i, d) {
     print "\"\"\"What dtrain.h of dtrain " version() " declares, for Python. Made by `make bindings`."
     print ""
     print "Names are those of C; dtrain.h says what they mean. The module needs the standard library and libdtrain.so: the"
@@ -64,10 +64,11 @@ function emit(    i) {
     print "                                              object of ctypes, an integer or None"
     print "    desc = dtrain_join_desc(rank=0, size=2)   other fields are zero; `abi` is filled in"
     print "    param.typed_value = dtrain_address(x)     memory in a field is an integer"
-    print "    @dtrain_host_gather_fn                    makes a callback of a function"
+    print "    @dtrain_host_gather_fn                    makes a callback of a function. Where it returns a number, an"
+    print "                                              exception means an error, and None success"
     print ""
     print "Texts are bytes in fields, str or bytes in calls. Keep what the library has the address of: params, arrays,"
-    print "callbacks. ctypes prints an exception of a callback, which then returns 0: catch it in the callback."
+    print "callbacks."
     print ""
     left_out("")
     print "\"\"\""
@@ -112,6 +113,21 @@ function emit(    i) {
     print "        return _c.c_char_p.from_param(_os.fsencode(text) if isinstance(text, (str, _os.PathLike)) else text)"
     print ""
     print ""
+    print "def _callback(kind):"
+    print "    def make(function):"
+    print "        def call(*arguments):"
+    print "            try:"
+    print "                result = function(*arguments)"
+    print "                return DTRAIN_OK if result is None else result"
+    print "            except DtrainError as error:"
+    print "                return error.result"
+    print "            except Exception as error:"
+    print "                text = f\"{type(error).__name__}: {error}\".encode()"
+    print "                return _library.dtrain_fail(DTRAIN_ERROR_USAGE, b\"%s\", _c.c_char_p(text))"
+    print "        return kind(call)"
+    print "    return make"
+    print ""
+    print ""
     print "class _Struct(_c.Structure):"
     print "    def __init__(self, *values, **fields):"
     print "        super().__init__(*values, **fields)"
@@ -123,7 +139,11 @@ function emit(    i) {
     print ""
     for (i = 1; i <= structs; i++) if (!(Struct[i] in Refused)) print "class " Struct[i] "(_Struct): pass"
     print ""
-    for (i = 1; i <= callbacks; i++) print Callback[i] " = " function_type(Signature[Callback[i]])
+    for (i = 1; i <= callbacks; i++) print "_" Callback[i] " = " function_type(Signature[Callback[i]])
+    for (i = 1; i <= callbacks; i++) {
+        d = Result[Signature[Callback[i]]]
+        print Callback[i] " = " (!Stars[d] && Base[d] ~ /^(int|dtrain_result)$/ ? "_callback(_" Callback[i] ")" : "_" Callback[i])
+    }
     print ""
     for (i = 1; i <= structs; i++) if (!(Struct[i] in Refused)) struct_fields(Struct[i])
     if (abi_count) {
