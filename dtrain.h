@@ -67,6 +67,7 @@
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
        src/comm/backend.h                   For authors of communicators: the communicator table, and the transport table
        src/sizes.h                          The sizes of public structs, as the compiler of this file sees them
+       src/launch/join_mpi.h                Joining with the ranks of an MPI communicator, compiled by the host's mpicc
        src/core/platform.c                  The clock, files, and how much memory there is
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
        src/core/core_internal.h             What every room uses of core
@@ -554,10 +555,13 @@ extern "C" {
 #define DTRAIN_VERSION_PATCH 0
 #define DTRAIN_VERSION_STRING "0.2.0"
 
-/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. */
+/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. make lib
+ * defines DTRAIN_SHARED, with -fvisibility=hidden; programs that use the library do not. */
 #ifndef DTRAIN_API
 #ifdef DTRAIN_STATIC
 #define DTRAIN_API static
+#elif defined(DTRAIN_SHARED)
+#define DTRAIN_API extern __attribute__((visibility("default")))
 #else
 #define DTRAIN_API extern
 #endif
@@ -565,7 +569,7 @@ extern "C" {
 
 /* clang-format off */
 #define DTRAIN_ABI_LIST(GROWS, FIXED) \
-    GROWS(launch_desc, abi, 200) GROWS(join_desc, trace, 200) GROWS(launch_info, restart_count, 28) \
+    GROWS(launch_desc, abi, 200) GROWS(join_desc, abi, 200) GROWS(launch_info, restart_count, 28) \
     GROWS(launch_place, restart_count, 20) GROWS(world_info, stop_requested, 73) \
     GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
     GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
@@ -1164,7 +1168,6 @@ typedef struct dtrain_join_desc {
     int rank, size;                   /* of this member, from 0; of all, at most DTRAIN_MAX_RANKS */
     dtrain_host_gather_fn all_gather; /* called inside of dtrain_world_join, never later */
     void *user;                       /* handed to all_gather */
-    const dtrain_abi *abi;            /* as in dtrain_launch_desc: &dtrain_header_abi, or NULL */
     uint32_t timeout_ms;              /* deadline of every wait for other members; 0 = 600000 */
     uint32_t threads;                 /* compute threads of this member; 0 = 1: the host's cores are
                                          the host's */
@@ -1185,6 +1188,7 @@ typedef struct dtrain_join_desc {
     bool tune;                    /* see dtrain_device_desc */
     const char *flight_directory; /* NULL = no dumps */
     dtrain_trace_desc trace;
+    const dtrain_abi *abi; /* as in dtrain_launch_desc */
 } dtrain_join_desc;
 
 /* Make a world of the members that call it, this one included. Collective: it blocks in all_gather
@@ -1199,45 +1203,6 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
  * first. Collective, at most until the deadline; the result is that of waiting for the others, the
  * world is freed in any case. NULL is OK. */
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world);
-
-#ifdef DTRAIN_USE_MPI
-#include <string.h>
-
-static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
-{
-    return MPI_Allgather((void *)(uintptr_t)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
-                         *(MPI_Comm *)user);
-}
-
-/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
- * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to:
- * below MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data
- * travels over a duplicate of `comm`, which leaving frees. A host that wants to survive the end of
- * another rank ignores SIGPIPE: MPI writes to sockets. Compiled by the host's mpicc, so a libdtrain.so
- * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
-static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
-                                                  dtrain_world **out)
-{
-    dtrain_join_desc own;
-    int level = MPI_THREAD_SINGLE, is_main = 1;
-    if (desc) own = *desc;
-    else memset(&own, 0, sizeof own);
-    MPI_Query_thread(&level);
-    MPI_Is_thread_main(&is_main);
-    if (level < MPI_THREAD_SERIALIZED && !is_main)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_world_join_mpi: MPI was initialised for calls of the main thread "
-            "only, and this is another one; ask for MPI_THREAD_SERIALIZED");
-    MPI_Comm_rank(comm, &own.rank);
-    MPI_Comm_size(comm, &own.size);
-    own.all_gather = dtrain_mpi_gather;
-    own.user = &comm;
-    if (!own.comm_ops) own.comm_given = &comm;
-    return dtrain_world_join(&own, out);
-}
-
-#endif /* DTRAIN_USE_MPI */
 
 /* ==== src/comm/comm.h ========================================================================= */
 
@@ -4674,6 +4639,50 @@ __attribute__((unused))
 static const dtrain_abi dtrain_header_abi = {sizeof(dtrain_abi) / sizeof(uint32_t) - 1,
                                              {DTRAIN_ABI_LIST(DTRAIN_ABI_END, DTRAIN_ABI_SIZE)}};
 
+/* ==== src/launch/join_mpi.h =================================================================== */
+
+/* Joining with the ranks of an MPI communicator, compiled by the host's mpicc. */
+
+#ifdef DTRAIN_USE_MPI
+#include <string.h>
+
+static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
+{
+    return MPI_Allgather((void *)(uintptr_t)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
+                         *(MPI_Comm *)user);
+}
+
+/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
+ * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to: below
+ * MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data travels
+ * over a duplicate of `comm`, which leaving frees. A host that is to survive the end of another
+ * rank ignores SIGPIPE: MPI writes to sockets. The host's mpicc compiles this, so a libdtrain.so
+ * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
+static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
+                                                  dtrain_world **out)
+{
+    dtrain_join_desc own;
+    int level = MPI_THREAD_SINGLE, is_main = 1;
+    if (desc) own = *desc;
+    else memset(&own, 0, sizeof own);
+    MPI_Query_thread(&level);
+    MPI_Is_thread_main(&is_main);
+    if (level < MPI_THREAD_SERIALIZED && !is_main)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_world_join_mpi: MPI was initialised for calls of the main thread "
+            "only, and this is another one; ask for MPI_THREAD_SERIALIZED");
+    MPI_Comm_rank(comm, &own.rank);
+    MPI_Comm_size(comm, &own.size);
+    own.all_gather = dtrain_mpi_gather;
+    if (!own.abi) own.abi = &dtrain_header_abi;
+    own.user = &comm;
+    if (!own.comm_ops) own.comm_given = &comm;
+    return dtrain_world_join(&own, out);
+}
+
+#endif /* DTRAIN_USE_MPI */
+
 #ifdef __cplusplus
 }
 #endif
@@ -5702,11 +5711,16 @@ typedef enum dtrain__abi_entry {
     DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS, DTRAIN__ABI_FIXED) DTRAIN__ABI_COUNT
 } dtrain__abi_entry;
 
-/* Replace a desc of the program's, which may be NULL, by a copy as this library knows it. */
+/* Replace a desc of the program's, which may be NULL, by a copy as this library knows it. A program
+ * that is compiled together with the library has no other structs. */
+#ifdef DTRAIN_SHARED
 #define DTRAIN__TAKE(abi, name, desc)                                          \
     dtrain_##name own_##name;                                                  \
     DTRAIN__TRY(dtrain__take((abi), DTRAIN__ABI_##name, (desc), &own_##name)); \
     if (desc) (desc) = &own_##name
+#else
+#define DTRAIN__TAKE(abi, name, desc) (void)(abi)
+#endif
 
 /* world/abi.c */
 DTRAIN__PRIVATE const dtrain_abi *dtrain__abi_of(const dtrain_world *world);
@@ -6167,6 +6181,7 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  *
  * The library's own calls do not pass through these copies: they use dtrain__*_info functions. */
 
+#ifdef DTRAIN_SHARED
 /* A struct of the list, by its name; frozen ones have a size, others that of the first version. */
 #define DTRAIN__ABI_GROWS_ROW(name, last, first) {#name, first, false},
 #define DTRAIN__ABI_FIXED_ROW(name, bytes) {#name, bytes, true},
@@ -6175,6 +6190,7 @@ static const struct {
     uint32_t bytes;
     bool fixed;
 } dtrain__abi_rows[] = {DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS_ROW, DTRAIN__ABI_FIXED_ROW)};
+#endif
 
 /* An array of a negative size: a struct of the list was changed in a way that core/abi.h forbids. */
 #define DTRAIN__ABI_GROWN(name, last, first) \
@@ -6200,8 +6216,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_a
                            "%s: abi of the desc is NULL, and this library (%s) was compiled apart "
                            "from the program: set it to &dtrain_header_abi",
                            call, DTRAIN_VERSION_STRING);
-#endif
-    for (uint32_t i = 0; abi && i < abi->count && i < DTRAIN__ABI_COUNT; i++) {
+    for (uint32_t i = 0; i < abi->count && i < DTRAIN__ABI_COUNT; i++) {
         own->bytes[own->count++] = abi->bytes[i];
         if (dtrain__abi_rows[i].fixed ? abi->bytes[i] != dtrain__abi_rows[i].bytes
                                       : abi->bytes[i] < dtrain__abi_rows[i].bytes)
@@ -6211,6 +6226,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_a
                                call, dtrain__abi_rows[i].name, abi->bytes[i],
                                dtrain__abi_rows[i].bytes, DTRAIN_VERSION_STRING);
     }
+#else
+    if (abi && memcmp(abi, &dtrain_header_abi, sizeof *abi) != 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: the program has another dtrain.h", call);
+#endif
     return DTRAIN_OK;
 }
 
@@ -6233,6 +6252,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_en
     memset(own, 0, ours);
     if (!given) return DTRAIN_OK;
     memcpy(own, given, theirs < ours ? theirs : ours);
+#ifdef DTRAIN_SHARED
     for (size_t i = ours; i < theirs; i++)
         if (((const char *)given)[i])
             return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -6240,6 +6260,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_en
                                "older than the program and knows %zu bytes: leave the field at 0, "
                                "or use the library that came with the program's dtrain.h",
                                dtrain__abi_rows[which].name, i, DTRAIN_VERSION_STRING, ours);
+#endif
     return DTRAIN_OK;
 }
 
@@ -11878,8 +11899,8 @@ typedef struct dtrain__launch {
     bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
     bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
     dtrain_result joined;    /* with is_rank: the result of making its world */
-    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's, and ... */
-    const dtrain_join_desc *join; /* ... its desc; or NULL */
+    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's; or NULL ... */
+    dtrain_join_desc join;   /* ... its desc */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;               /* see dtrain_world */
@@ -12442,9 +12463,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->guest = launch->guest;
-    world->abi = launch->abi;
-    if (launch->join) world->page = launch->region;
-    if (launch->join) world->comm_given = launch->join->comm_given;
+    if (launch->guest) world->page = launch->region;
+    world->comm_given = launch->join.comm_given;
     world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
@@ -12461,6 +12481,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->job = launch->job;
+    world->abi = launch->abi;
     world->catches = desc->catch_signals;
     void *const mine = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -12483,8 +12504,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
     memset(&device, 0, sizeof device);
     device.thread_count = world->threads;
-    device.device_index = launch->join ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
-    device.stream = launch->join ? launch->join->stream : NULL;
+    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
+    device.stream = launch->join.stream;
     device.oversubscribed = world->oversubscribed;
     device.math = desc->math;
     device.tune = desc->tune;
@@ -12702,6 +12723,9 @@ static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, co
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    DTRAIN__TRY(dtrain__abi_check("dtrain_world_join", given->abi, &launch->abi));
+    DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_join_desc, given, &launch->join));
+    given = &launch->join;
     desc->threads_per_rank = given->threads ? given->threads : 1;
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
     desc->log_level = given->log_level;
@@ -12750,14 +12774,10 @@ static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *g
 DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_world **out)
 {
     dtrain__launch launch;
-    dtrain_join_desc taken;
     dtrain_world *world = NULL;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: out is NULL");
     *out = NULL;
     memset(&launch, 0, sizeof launch);
-    DTRAIN__TRY(dtrain__abi_check("dtrain_world_join", desc ? desc->abi : NULL, &launch.abi));
-    DTRAIN__TRY(dtrain__take(&launch.abi, DTRAIN__ABI_join_desc, desc, &taken));
-    if (desc) desc = &taken;
     if (!desc || !desc->all_gather || desc->size < 1 || desc->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_world_join: size is %d, expected 1 to %d, and all_gather is %s",
@@ -12776,7 +12796,6 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     guest->bytes = bytes;
     guest->all = (dtrain__guest_record *)(void *)(guest + 1);
     launch.guest = guest;
-    launch.join = desc;
     dtrain__set_thread_rank(desc->rank);
     dtrain_result result = dtrain__guest_resolve(desc, &launch);
     if (result == DTRAIN_OK) result = dtrain__world_create(&launch, desc->rank, &world);
@@ -13390,8 +13409,9 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
                                     DTRAIN_AXIS_PIPELINE,
                                     DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    DTRAIN__TAKE(dtrain__abi_of(world), mesh_desc, desc);
-    desc = &own_mesh_desc;
+    dtrain_mesh_desc own;
+    DTRAIN__TRY(dtrain__take(dtrain__abi_of(world), DTRAIN__ABI_mesh_desc, desc, &own));
+    desc = &own;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))

@@ -42,7 +42,6 @@ typedef struct dtrain_join_desc {
     int rank, size;                   /* of this member, from 0; of all, at most DTRAIN_MAX_RANKS */
     dtrain_host_gather_fn all_gather; /* called inside of dtrain_world_join, never later */
     void *user;                       /* handed to all_gather */
-    const dtrain_abi *abi;            /* as in dtrain_launch_desc: &dtrain_header_abi, or NULL */
     uint32_t timeout_ms;              /* deadline of every wait for other members; 0 = 600000 */
     uint32_t threads;                 /* compute threads of this member; 0 = 1: the host's cores are
                                          the host's */

@@ -90,8 +90,9 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
                                     DTRAIN_AXIS_PIPELINE,
                                     DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    DTRAIN__TAKE(dtrain__abi_of(world), mesh_desc, desc);
-    desc = &own_mesh_desc;
+    dtrain_mesh_desc own;
+    DTRAIN__TRY(dtrain__take(dtrain__abi_of(world), DTRAIN__ABI_mesh_desc, desc, &own));
+    desc = &own;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
