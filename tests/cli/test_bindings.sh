@@ -29,7 +29,7 @@ result "Python: the same" $? "$tmp/out"
 sed '/^.. Readers of the API can stop here/q' dtrain.h >"$tmp/public.h"
 left=$(sed 's/:.*//' "$tmp/expected" | paste -s -d '|')
 { sed -n -E 's/^(typedef )?struct (dtrain_[a-z0-9_]+) \{.*/\2/p' "$tmp/public.h"
-  sed -n 's/^### //p' docs/api.md | grep -v -x -E "dtrain_nccl_.*|dtrain_comm_ops_nccl|dtrain_nccl"
+  tr '\n' ' ' <"$tmp/public.h" | sed 's/DTRAIN_API\|extern const/\n&/g' | sed -n 's/^\(DTRAIN_API\|extern const\)[^;(]*[ *]\(dtrain_[a-z0-9_]*\)(.*/\2/p'
 } | grep -v -x -E "$left" | sort >"$tmp/names"
 sed -n -E 's/^  type, bind\(c\) :: //p; /^  interface/,/^  end interface/s/^ +(function|subroutine) ([a-z0-9_]*)\(.*/\2/p' "$f90" | sort | diff "$tmp/names" - >"$tmp/out"
 result "Fortran: every struct and function of the header" $? "$tmp/out"
@@ -164,10 +164,12 @@ int main(void)
     params[1].unit = 1;
     code = dtrain_strategy_plan(params, 2, &strategy, 4, &memory);
     printf("plan %d %d %d\n", code, (int)memory.params, (int)memory.total);
+    desc.abi = &dtrain_header_abi;
     desc.rank_count = 2;
     desc.mode = DTRAIN_LAUNCH_THREADS;
     code = dtrain_launch(&desc, rank_main, sums, NULL);
     printf("launch %d %d %d\n", code, (int)sums[0], (int)sums[1]);
+    for (uint32_t i = 0; i < dtrain_header_abi.count; i++) printf("size %u\n", dtrain_header_abi.bytes[i]);
     return 0;
 }
 END
@@ -203,7 +205,8 @@ program calls
   type(dtrain_launch_desc) :: desc
   real(c_double), target :: sums(2)
   character(kind=c_char, len=8), target :: names(2) = ["weight" // c_null_char // " ", "bias" // c_null_char // "   "]
-  integer(c_int) :: code
+  integer(c_int) :: code, i
+  type(dtrain_abi), pointer :: table
   code = dtrain_device_ops_by_name("abacus" // c_null_char, ops)
   print '(a)', dtrain_text(dtrain_dtype_name(DTRAIN_DTYPE_F64)), dtrain_text(dtrain_result_text(DTRAIN_ERROR_PEER))
   print '(i0, 1x, a)', code, dtrain_text(dtrain_last_error())
@@ -225,10 +228,13 @@ program calls
   params(2)%unit = 1
   code = dtrain_strategy_plan(params, 2_c_size_t, strategy, 4, memory)
   print '(a, 3(1x, i0))', 'plan', code, memory%params, memory%total
+  desc%abi = dtrain_header_abi()
   desc%rank_count = 2
   desc%mode = DTRAIN_LAUNCH_THREADS
   code = dtrain_launch(desc, rank_main, c_loc(sums))
   print '(a, 3(1x, i0))', 'launch', code, int(sums)
+  call c_f_pointer(dtrain_header_abi(), table)
+  print '(a, 1x, i0)', ('size', table%bytes(i), i = 1, table%count)
 contains
   subroutine bits(name, x)
     character(*), intent(in) :: name
@@ -279,6 +285,8 @@ memory = dtrain_memory()
 print("plan", dtrain_strategy_plan(params, 2, dtrain_strategy_desc(), 4, memory), memory.params, memory.total)
 sums = array(0, 0)
 print("launch", dtrain_launch(dtrain_launch_desc(rank_count=2, mode=DTRAIN_LAUNCH_THREADS), rank_main, None, None), *map(int, sums))
+for size in dtrain_header_abi.bytes:
+    print("size", size)
 END
 library="$DTRAIN_LIBRARY -Wl,-rpath,$(dirname "$DTRAIN_LIBRARY")"
 $cc -std=c99 -I. "$tmp/calls.c" $library -o "$tmp/calls" 2>"$tmp/err" && "$tmp/calls" >"$tmp/calls.txt" 2>"$tmp/err" && grep -q '^launch 0 209 209' "$tmp/calls.txt"
@@ -290,5 +298,28 @@ else skip "Fortran's calls" "gfortran is not installed"; fi
 if have "$python"; then
     (cd "$tmp" && "$python" calls.py >calls_py.txt) >"$tmp/err" 2>&1 && diff "$tmp/calls.txt" "$tmp/calls_py.txt" >"$tmp/err"
     result "Python: calls do what they do in C" $? "$tmp/err"
-else skip "Python's calls" "$python is not installed"; fi
+    cat >"$tmp/errors.py" <<'END'
+from dtrain import *
+
+@dtrain_host_gather_fn
+def gather(user, mine, all, size):
+    raise ValueError("no ranks 100% of the time")
+
+def attempt(function, *arguments):
+    try:
+        print(function(*arguments))
+    except (DtrainError, TypeError) as error:
+        print(type(error).__name__, getattr(error, "result", ""), error, repr(error.__cause__))
+
+class strided:
+    __array_interface__ = {"data": (4096, False), "strides": (16,), "shape": (2,), "typestr": "<f8", "version": 3}
+
+attempt(dtrain_world_join, dtrain_join_desc(rank=0, size=2, all_gather=gather))
+attempt(dtrain_cuda_device_ops)
+attempt(dtrain_address, strided())
+END
+    (cd "$tmp" && "$python" errors.py) >"$tmp/out" 2>&1 && sed -n 1p "$tmp/out" | grep -q '^DtrainError -[0-9]* .*all-gather.* ValueError(.no ranks 100%' && [ "$(wc -l <"$tmp/out")" -eq 3 ] &&
+        sed -n 2p "$tmp/out" | grep -q '^DtrainError -3 dtrain_cuda_device_ops: ' && sed -n 3p "$tmp/out" | grep -q '^TypeError .*contiguous'
+    result "Python: exceptions, of callbacks too" $? "$tmp/out"
+else skip "Python's calls" "$python is not installed" 2; fi
 finish

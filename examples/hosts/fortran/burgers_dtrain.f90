@@ -60,7 +60,8 @@ program burgers
     w2(i) = 0.25_real64 * sin(0.9_real64 * i)
   end do
   call read_field(first)
-  call check(dtrain_world_join(dtrain_join_desc(rank=rank, size=ranks, all_gather=c_funloc(gather), user=c_loc(comm)), world))
+  call check(dtrain_world_join(dtrain_join_desc(rank=rank, size=ranks, all_gather=c_funloc(gather), user=c_loc(comm), &
+                                                abi=dtrain_header_abi()), world))
   params(1) = dtrain_param(c_loc(names(1)), typed_value=c_loc(w1), typed_grad=c_loc(dw1), count=size(w1), dtype=DTRAIN_DTYPE_F64)
   params(2) = dtrain_param(c_loc(names(2)), typed_value=c_loc(w2), typed_grad=c_loc(dw2), count=size(w2), dtype=DTRAIN_DTYPE_F64)
   call check(dtrain_strategy_create(world, params, 2_c_size_t, out=ddp))
