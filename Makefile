@@ -46,6 +46,7 @@ help:
 	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
 	@echo "make lib        $(BUILD)/libdtrain.so and .a, for programs that do not compile dtrain.h; make lib-cuda: libdtrain_cuda.so too"
 	@echo "make install    header and library to PREFIX=$(PREFIX), with files for pkg-config; also install-headers, uninstall"
+	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
 	@echo "make test       the tests; prints what was skipped for want of an optional tool"
 	@echo "make test-all   with the long ones: every case of every matrix, dialects, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
 	@echo "make test-long  the long scripts alone"
