@@ -110,7 +110,7 @@ MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
-# Scripts that run beside one another would all make it.
+# What several scripts need is built before them: they run in parallel, and each would build it.
 SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings)
 programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs

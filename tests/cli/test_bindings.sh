@@ -372,4 +372,19 @@ END
         sed -n 2p "$tmp/out" | grep -q '^DtrainError -3 dtrain_cuda_device_ops: ' && sed -n 3p "$tmp/out" | grep -q '^TypeError .*contiguous'
     result "Python: exceptions, of callbacks too" $? "$tmp/out"
 else skip "Python's calls" "$python is not installed" 2; fi
+
+# ---- Installed ----
+prefix=$tmp/prefix
+try "make install" make -s install BUILD="$build" CC="$cc" PREFIX="$prefix"
+unset DTRAIN_LIBRARY
+if have "$python"; then
+    PYTHONPATH="$prefix/share/dtrain" "$python" -c 'import dtrain; print(dtrain.__file__, dtrain._library._name, dtrain.dtrain_dtype_name(0))' >"$tmp/out" 2>&1 &&
+        grep -q "^$prefix/share/dtrain/dtrain.py $prefix/.*/lib/libdtrain.so f32\$" "$tmp/out"
+    result "Python: the installed module finds the installed library" $? "$tmp/out"
+else skip "Python, installed" "$python is not installed"; fi
+if have gfortran; then
+    (cd "$tmp" && $fortran "$prefix/include/dtrain.f90" calls.f90 -L"$prefix/lib" -ldtrain -o installed && LD_LIBRARY_PATH="$prefix/lib" ./installed >installed.txt) >"$tmp/err" 2>&1 &&
+        diff "$tmp/calls.txt" "$tmp/installed.txt" >"$tmp/err"
+    result "Fortran: the installed module and library" $? "$tmp/err"
+else skip "Fortran, installed" "gfortran is not installed"; fi
 finish
