@@ -281,8 +281,8 @@ static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *wor
 }
 
 /* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
-static char *dtrain__place(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
-                           size_t c, int j)
+static char *dtrain__place_of(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
+                              size_t c, int j)
 {
     char *stage = dtrain__part_at(comm, rank)->stage;
     const size_t place = work->places > 1 ? (size_t)j : 0;
@@ -325,7 +325,7 @@ static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work,
     size_t at;
     const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at) * unit;
     for (int i = 0; i < comm->size; i++) {
-        in[i] = dtrain__place(comm, work, i, c, own);
+        in[i] = dtrain__place_of(comm, work, i, c, own);
         if (i == own)
             in[i] =
                 (const char *)what->send + (at + (kind->cuts ? (size_t)i * what->count : 0)) * unit;
@@ -334,7 +334,7 @@ static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work,
         if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, false);
     }
     if (!kind->reduces || !bytes) return;
-    char *place = dtrain__place(comm, work, own, c, own);
+    char *place = dtrain__place_of(comm, work, own, c, own);
     char *sum = gets ? (char *)what->recv + at * unit : place;
     dtrain__combine(what, in, comm->size, &sum, 1, bytes / unit);
     if (gets && work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
@@ -359,7 +359,7 @@ static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
         if (work->places > 1 && j == own) continue;
         bytes = dtrain__chunk_slice(comm, work, step, j, &at) * unit;
         dtrain__fill_place(
-            comm, dtrain__place(comm, work, own, step, j),
+            comm, dtrain__place_of(comm, work, own, step, j),
             (const char *)what->send + (at + (cuts ? (size_t)j * what->count : 0)) * unit, bytes);
         comm->info.staged_bytes += bytes;
     }
@@ -368,7 +368,7 @@ static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
         bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at) * unit;
         if (i != own)
             dtrain__copy_lines((char *)what->recv + at * unit,
-                               dtrain__place(comm, work, i, step - 2, i), bytes, false);
+                               dtrain__place_of(comm, work, i, step - 2, i), bytes, false);
     }
     return true;
 }
