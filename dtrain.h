@@ -68,7 +68,7 @@
        src/comm/backend.h                   For authors of communicators: the communicator table, and the transport table
        src/sizes.h                          The sizes of public structs, as the compiler of this file sees them
        src/launch/join_mpi.h                Joining with the ranks of an MPI communicator, compiled by the host's mpicc
-       src/core/platform.c                  The clock, files, and how much memory there is
+       src/core/platform.c                  The clock, files, how much memory there is, and copies that know the cache
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
        src/core/core_internal.h             What every room uses of core
        src/core/result.c                    Results and error sentences
@@ -254,8 +254,9 @@
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
-       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
+       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
+       src/device/cpu/kernels/dropout.h     Dropout: ranges are multiples of 16, so that no block of Philox is split
        src/device/cpu/kernels/muon.h        Muon: the element-wise stages of a step, see optim/muon.c
        src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
        src/device/cpu/kernels/pointwise.h   Functions of two elements: gated products, losses
@@ -570,7 +571,7 @@ extern "C" {
 /* clang-format off */
 #define DTRAIN_ABI_LIST(GROWS, FIXED) \
     GROWS(launch_desc, abi, 200) GROWS(join_desc, abi, 200) GROWS(launch_info, restart_count, 28) \
-    GROWS(launch_place, restart_count, 20) GROWS(world_info, stop_requested, 73) \
+    GROWS(launch_place, restart_count, 20) GROWS(world_info, comm_given, 72) \
     GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
     GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
     GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
@@ -872,10 +873,10 @@ typedef struct dtrain_world_info {
     dtrain_allocator allocator;
     uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
                                is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
-    bool guest;             /* dtrain_world_join made this world */
-    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
     bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
                                launch/launch.h */
+    bool guest;             /* dtrain_world_join made this world */
+    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
 } dtrain_world_info;
 
 /* Fill info with this rank's place and settings; with zeros when world is NULL. Local and cheap
@@ -1403,7 +1404,8 @@ typedef struct dtrain_mesh_info {
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
     bool sequence_parallel;
 } dtrain_mesh_info;
-/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
+/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. The rank at a place
+ * is tensor_rank + tensor * (data_rank + data * pipeline_rank). */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
@@ -1412,8 +1414,6 @@ DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *inf
  * DATA and another axis, both of several ranks, makes that communicator and is collective: all
  * ranks of the mesh make these calls in the same order. NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
-/* Return the rank at a place of the mesh; -1 where there is none. */
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
 
 /* ==== src/parallel/cut.h ====================================================================== */
 
@@ -4715,7 +4715,7 @@ static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_jo
 
 /* ==== src/core/platform.c ===================================================================== */
 
-/* The clock, files, and how much memory there is. */
+/* The clock, files, how much memory there is, and copies that know the cache. */
 
 /* ==== src/core/platform_internal.h ============================================================ */
 
@@ -4956,6 +4956,7 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache);
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
 
@@ -4997,6 +4998,10 @@ DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t cou
                                     uint32_t out[4]);
 DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_t first,
                                          int64_t count, bool normal, float scale, float *out);
+
+#ifdef __x86_64__
+#include <emmintrin.h>
+#endif
 
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
 #error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
@@ -5166,6 +5171,40 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
     if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
+}
+
+/* Copy what another core has written: memcpy's `rep movsb` takes twice as long for it (Zen 4). Or
+ * write past the cache: what this core works with stays there, the memory that is written need not
+ * be read first, and no other core is asked for it. Of GPT-2's state (1.5 GB, Xeon) that takes 0.6
+ * of memcpy's time. */
+DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache)
+{
+    size_t done = 0;
+#ifdef __x86_64__
+    const bool past = past_cache && (uintptr_t)to % 16 == 0;
+    for (; done + 64 <= bytes; done += 64) {
+        const __m128i *in = (const __m128i *)(const void *)(from + done);
+        __m128i *out = (__m128i *)(void *)(to + done);
+        __builtin_prefetch(from + done + 512);
+        const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
+        const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+        if (past) {
+            _mm_stream_si128(out, a);
+            _mm_stream_si128(out + 1, b);
+            _mm_stream_si128(out + 2, c);
+            _mm_stream_si128(out + 3, d);
+        } else {
+            _mm_storeu_si128(out, a);
+            _mm_storeu_si128(out + 1, b);
+            _mm_storeu_si128(out + 2, c);
+            _mm_storeu_si128(out + 3, d);
+        }
+    }
+    if (past) _mm_sfence();
+#else
+    (void)past_cache;
+#endif
+    memcpy(to + done, from + done, bytes - done);
 }
 
 /* ==== src/core/result.c ======================================================================= */
@@ -8552,13 +8591,19 @@ DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
+/* Tell whether the device's work is recorded in a graph. */
+static inline bool dtrain__capturing(dtrain_device *device)
+{
+    return device->ops->capturing && device->ops->capturing(device);
+}
+
 /* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
     L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
     L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
     L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) L(dropout) X(sum)    \
     X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
     L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
     L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
@@ -8712,12 +8757,12 @@ static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *ca
     return dtrain__world_check(comm->world, call);
 }
 
-/* Refuse what a graph that is being captured cannot hold: the host would have to wait, or to move
- * data, when the graph is launched. The communicator is as before, since all ranks capture alike. */
+/* Refuse what a captured graph cannot hold: the host would have to wait, or to move data, at each
+ * launch. The communicator is as before, because all ranks capture alike. */
 static dtrain_result dtrain__check_captured(const dtrain_comm *comm, const dtrain_collective *what)
 {
     dtrain_device *device = comm->world->device;
-    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
+    if (!dtrain__capturing(device)) return DTRAIN_OK;
     const bool host = !what->count || (what->send && dtrain__on_host(device, what->send)) ||
                       (what->recv && dtrain__on_host(device, what->recv));
     if (!host && (!comm->ops->transport || comm->size == 1)) return DTRAIN_OK;
@@ -9524,7 +9569,8 @@ DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *
         return;
     }
     for (int i = 0; i < out_count; i++)
-        if (out[i] != in[0]) memcpy(out[i], in[0], count * dtrain_dtype_bytes(what->dtype));
+        if (out[i] != in[0])
+            dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
 }
 
 /* Compute elements [first, first + count) of this rank's own result from everybody's input,
@@ -10250,20 +10296,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
  *     small    the data came with the calls: every rank computes its own result, done
  *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
  *              takes what belongs to its own: stage 2, done. No temporary memory
- *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank
- *              r computes slice r of its own result: stage 2. All-reduce: it takes the other slices
- *              from the ranks that computed them: stage 3, done
- *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
- *              When all have reached it, every rank computes its own result from the buffers
+ *     copied   otherwise: what other ranks need goes through the stage buffers in chunks, see
+ *              dtrain__next_step: one stage a step
  *
  * All paths add in rank order in fp32 and round once, so results have the same bits on each.
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
-#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10)   /* half a stage: two ranks' stages stay in L2 */
-#define DTRAIN__READ_BYTES ((size_t)128 << 10)    /* buffers from this size on are read ... */
-#define DTRAIN__SCRATCH_BYTES ((size_t)512 << 10) /* ... in blocks of all ranks that fit here */
+#define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -10275,7 +10316,7 @@ typedef struct dtrain__slot {
     char data[DTRAIN_SMALL_BYTES];
     const char *send;
     char *recv;
-    uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
+    bool direct; /* these buffers allow the direct path */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks. head - tail cells are filled: a message that does not fit
@@ -10301,7 +10342,7 @@ typedef struct dtrain__channel {
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
     uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
-    char *stage;                 /* buffer of 2 chunks, made when first needed */
+    char *stage;                 /* buffer of the copied path, made when first needed */
     int64_t pid;                 /* of its rank, which has in private memory, */
     const uint64_t *proof;       /* at this address, */
     uint64_t proof_value;        /* this number: others read it to see that they can */
@@ -10315,9 +10356,9 @@ struct dtrain__part {
 typedef struct dtrain__local_comm {
     dtrain_comm base;
     dtrain__part **parts; /* (size) */
-    char *scratch;        /* made when first needed */
     uint64_t proof;       /* see dtrain__part */
-    bool reads;           /* as in this rank's part */
+    size_t stage_end;     /* copied path: where the last chunk of the last operation ends */
+    uint32_t past;        /* so many places to come are written past the cache */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
@@ -10326,8 +10367,12 @@ typedef struct dtrain__local_work {
     dtrain_transport_work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
-    int seen;     /* ranks below it have reached `stage` */
-    size_t moved; /* messages: bytes that this side is done with */
+    int seen;                   /* ranks below it have reached `stage` */
+    bool sliced;                /* copied path: ranks add up slices, and take those of others */
+    size_t each, places;        /* elements in a place, places in a chunk */
+    size_t chunk_bytes, chunks; /* their number */
+    size_t first, fit;          /* slot of the first chunk, slots of the buffer */
+    size_t moved;               /* messages: bytes that this side is done with */
     uint64_t end; /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
@@ -10403,8 +10448,8 @@ static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *t
 
 /* ---- Showing a call ---------------------------------------------------------------------------*/
 
-/* Show a call, and which paths this rank's buffers allow. On the direct path other ranks read
- * `send`; they write `recv` where slices of a result are computed by different ranks. */
+/* Show a call, and whether this rank's buffers allow the direct path: other ranks read `send`; they
+ * write `recv` where slices of a result are computed by different ranks. */
 static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -10413,18 +10458,13 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     (void)dtrain__write_shown(work, &slot->shown);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
-    slot->paths = 0;
+    slot->direct = false;
     if (!work->small) {
         const size_t send_bytes = dtrain__send_bytes(what, comm->size);
         const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
         const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
-        const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
-                            (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
-        const bool read = ((const dtrain__local_comm *)comm)->reads &&
-                          send_bytes >= DTRAIN__READ_BYTES &&
-                          (direct || (dtrain__is_readable(what->send, send_bytes) &&
-                                      dtrain__is_readable(what->recv, recv_bytes)));
-        slot->paths = (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
+        slot->direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
+                       (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
     }
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
@@ -10443,132 +10483,164 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
- * every rank's result, on the read path in its own, where the root of a reduce computes everything.
- * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
- * that no other rank reads. */
-static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
-{
-    dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const dtrain_collective *what = &work->base.what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const bool direct = work->path == DTRAIN__DIRECT;
-    const int size = comm->size, rank = comm->rank;
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const char *in[DTRAIN_MAX_RANKS];
-    char *out[DTRAIN_MAX_RANKS];
-    size_t first, length, block, count;
-    int outs = 0;
-    dtrain__slice(what, size, rank, &first, &length);
-    if (kind->rooted && !direct) {
-        first = 0;
-        length = what->root == rank ? what->count : 0;
-    }
-    if (!length) return true; /* and recv may be NULL */
-    if (!direct && !local->scratch) {
-        local->scratch = (char *)dtrain__alloc(&comm->world->allocator, DTRAIN__SCRATCH_BYTES, 1,
-                                               "blocks of other ranks");
-        if (!local->scratch) return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
-    }
-    block = direct ? length
-                   : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
-                         DTRAIN__CACHE_LINE / unit;
-    for (int i = 0; i < size; i++)
-        if (direct && !kind->cuts ? dtrain__gets(what, i) : i == rank)
-            out[outs++] = dtrain__slot_of(comm, i, work->base.sequence)->recv +
-                          (kind->cuts ? 0 : first * unit);
-    for (size_t at = 0; at < length; at += count) {
-        count = length - at < block ? length - at : block;
-        for (int i = 0; i < size; i++) {
-            in[i] = dtrain__slot_of(comm, i, work->base.sequence)->send + (first + at) * unit;
-            if (direct || i == rank) continue;
-            char *copy = local->scratch + (size_t)i * block * unit;
-            if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
-            in[i] = copy;
-        }
-        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
-                        outs, count);
-        for (int i = 0; i < outs; i++) out[i] += count * unit;
-    }
-    return true;
-}
-
-/* Take from each rank what belongs into this rank's result as it is, the next rank's first, so that
- * not all read the same rank. */
-static bool dtrain__take_pieces(dtrain_comm *comm, const dtrain__local_work *work)
+/* The direct path. Of a sum or a broadcast compute this rank's slice in every rank's result; in
+ * place, an all-reduce overwrites a slice that no other rank reads. Otherwise take from each rank
+ * what belongs into this rank's result as it is, the next rank's first, so that not all read the
+ * same rank. */
+static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const int size = comm->size, own = comm->rank;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const char *in[DTRAIN_MAX_RANKS];
+    char *out[DTRAIN_MAX_RANKS];
+    size_t first, length;
+    int outs = 0;
+    dtrain__slice(what, size, own, &first, &length);
     for (int turn = 1; turn <= size; turn++) {
         const int i = (own + turn) % size;
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
         dtrain__transfer piece;
-        if (!dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
-        if (kind->rooted) { /* a broadcast is read from the root alone */
-            if (i != what->root) continue;
-            piece.source = piece.target = 0;
-            piece.bytes = dtrain__send_bytes(what, size);
-        }
-        const char *from = (kind->reduces ? slot->recv : slot->send) + piece.source;
+        in[i] = slot->send + first * unit;
+        if (!kind->joins && (kind->cuts ? i == own : dtrain__gets(what, i)))
+            out[outs++] = slot->recv + (kind->cuts ? 0 : first * unit);
+        if (!kind->joins || !dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
+        const char *from = slot->send + piece.source;
         char *to = (char *)what->recv + piece.target;
-        if (i != own && work->path == DTRAIN__READ) {
-            if (!dtrain__fetch(comm, i, from, to, piece.bytes)) return false;
-        } else if (from != to) {
-            memcpy(to, from, piece.bytes);
-        }
+        if (from != to) dtrain__copy_lines(to, from, piece.bytes, false);
     }
-    return true;
+    if (length && outs)
+        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
+                        outs, length);
 }
 
-/* The copied path:
+/* The copied path goes through the stage buffers in chunks. One step of it is one stage:
  *
- *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
+ *     step s    chunk s        copy in what other ranks need of this rank's input
+ *               chunk s - 1    add up this rank's slice, or take what others have copied in
+ *               chunk s - 2    all-reduce and reduce: take the slices that others have added up
  *
- * Chunk c + 1 goes into the half that held chunk c - 1, which all ranks have pulled: they did so
- * before they reached stage c + 2. After the last stage, chunks + 2, all have pulled everything and
- * the next operation may use the buffers; so only the oldest one in flight uses them. */
+ * A chunk is one place, or one for each rank's slice. A rank does not copy its own slice in: of an
+ * all-reduce or reduce the sum goes there. In step s others may still read chunks s - 1 and s - 2,
+ * and no older one: all have ended step s - 1. At the end of an operation nobody waits: some rank
+ * may still read the last chunk when another one fills the first of the next operation, which
+ * therefore lies elsewhere. The second is filled when all have taken the next operation's step 0,
+ * and only the oldest operation in flight takes steps. */
 
-static size_t dtrain__chunk_count(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
-    return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
-}
-
-/* Go to the next stage of the copied path: compute the chunk of this rank's result whose inputs all
- * ranks have copied (ranks that give nothing may have no buffer), and copy the next chunk of its
- * own input into its buffer: one piece, or one for each rank's slice. */
-static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work)
+/* Cut an operation into chunks that are as equal as they can be. They lie one after the other
+ * around the buffer, which has room for four of the largest: the first one, in the next slot after
+ * all that the last operation used or in slot 0, does not meet the chunk before it. */
+static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
-    const bool cuts = dtrain__kind_of(what->kind)->cuts;
-    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t slice = cuts ? (size_t)comm->rank * chunk : 0,
-                 pieces = cuts ? (size_t)comm->size : 1;
-    dtrain__part *part = dtrain__part_at(comm, comm->rank);
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t size = (size_t)comm->base.size, unit = dtrain_dtype_bytes(what->dtype);
+    work->sliced = kind->reduces && !kind->cuts;
+    work->places = kind->reduces || kind->cuts ? size : 1;
+    const size_t most =
+        DTRAIN__STAGE_BYTES / 4 / work->places / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+    const size_t bytes = what->count * unit / (work->sliced ? size : 1) + DTRAIN__CACHE_LINE;
+    const size_t place = dtrain__round_up(bytes / (bytes / most + 1), DTRAIN__CACHE_LINE);
+    work->each = place / unit;
+    work->chunk_bytes = place * work->places;
+    work->chunks = (what->count - 1) / (work->each * (work->sliced ? size : 1)) + 1;
+    work->fit = DTRAIN__STAGE_BYTES / work->chunk_bytes;
+    work->first = (comm->stage_end + work->chunk_bytes - 1) / work->chunk_bytes % work->fit;
+    comm->stage_end = ((work->first + work->chunks - 1) % work->fit + 1) * work->chunk_bytes;
+    work->final = (uint32_t)work->chunks + (work->sliced ? 3 : 2);
+}
+
+/* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
+static char *dtrain__place_of(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
+                              size_t c, int j)
+{
+    char *stage = dtrain__part_at(comm, rank)->stage;
+    const size_t place = work->places > 1 ? (size_t)j : 0;
+    return stage ? stage + (work->first + c) % work->fit * work->chunk_bytes +
+                       place * (work->chunk_bytes / work->places)
+                 : NULL;
+}
+
+/* Find the elements of slice j that are in chunk c; return how many. */
+static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_work *work, size_t c,
+                                  int j, size_t *first)
+{
+    const size_t count = work->base.what.count;
+    const size_t at = (work->sliced ? c * (size_t)comm->size + (size_t)j : c) * work->each;
+    *first = at < count ? at : count;
+    return count - *first < work->each ? count - *first : work->each;
+}
+
+/* Copy into a place. Its lines are in the cache of the core that has read them: where that is far
+ * away, writing past the cache is ten times as fast (Zen 4: 2.3 GB/s and 30), where it is near,
+ * reading what was written so takes twice as long. Find out from time to time how far it is. */
+static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
+{
+    dtrain__local_comm *local = (dtrain__local_comm *)comm;
+    const uint64_t begin = dtrain__now_ns();
+    dtrain__copy_lines(place, from, bytes, local->past > 0);
+    if (local->past > 0) local->past--;
+    else if (bytes >= 16384 && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+}
+
+/* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
+static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work, size_t c)
+{
+    const dtrain_collective *what = &work->base.what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool gets = dtrain__gets(what, comm->rank);
+    const size_t unit = dtrain_dtype_bytes(what->dtype), joined = kind->joins ? what->count : 0;
+    const int own = comm->rank;
     const char *in[DTRAIN_MAX_RANKS];
-    void *stage;
-    if (work->stage > 1) {
-        const size_t c = work->stage - 2, rest = what->count - c * chunk;
-        for (int i = 0; i < comm->size; i++) {
-            in[i] = dtrain__part_at(comm, i)->stage;
-            if (in[i]) in[i] += c % 2 * DTRAIN__CHUNK_BYTES + slice * unit;
-        }
-        dtrain__pull(comm, what, in, c * chunk, rest < chunk ? rest : chunk);
+    size_t at;
+    const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at) * unit;
+    for (int i = 0; i < comm->size; i++) {
+        in[i] = dtrain__place_of(comm, work, i, c, own);
+        if (i == own)
+            in[i] =
+                (const char *)what->send + (at + (kind->cuts ? (size_t)i * what->count : 0)) * unit;
+        if (kind->reduces || !gets || (kind->rooted && i != what->root)) continue;
+        char *to = (char *)what->recv + (at + (size_t)i * joined) * unit;
+        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, false);
     }
-    if (work->stage + 1 >= work->final || !dtrain__gives(what, comm->rank)) return true;
-    if (!part->stage) {
-        if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
+    if (!kind->reduces || !bytes) return;
+    char *place = dtrain__place_of(comm, work, own, c, own);
+    char *sum = gets ? (char *)what->recv + at * unit : place;
+    dtrain__combine(what, in, comm->size, &sum, 1, bytes / unit);
+    if (gets && work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
+}
+
+/* Take the next step of the copied path. */
+static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->base.what;
+    const bool cuts = dtrain__kind_of(what->kind)->cuts, gives = dtrain__gives(what, comm->rank);
+    const size_t unit = dtrain_dtype_bytes(what->dtype), step = work->stage - 1;
+    const int own = comm->rank;
+    dtrain__part *part = dtrain__part_at(comm, own);
+    size_t at, bytes;
+    void *stage;
+    if (gives && !part->stage) {
+        if (dtrain__shared_alloc(comm->world, DTRAIN__STAGE_BYTES, &stage) != DTRAIN_OK)
             return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
-    const size_t c = work->stage - 1, rest = what->count - c * chunk;
-    const size_t length = rest < chunk ? rest : chunk;
-    char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
-    for (size_t i = 0; i < pieces; i++)
-        memcpy(half + i * chunk * unit,
-               (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
-    comm->info.staged_bytes += pieces * length * unit;
+    for (int j = 0; gives && step < work->chunks && j < (int)work->places; j++) {
+        if (work->places > 1 && j == own) continue;
+        bytes = dtrain__chunk_slice(comm, work, step, j, &at) * unit;
+        dtrain__fill_place(
+            comm, dtrain__place_of(comm, work, own, step, j),
+            (const char *)what->send + (at + (cuts ? (size_t)j * what->count : 0)) * unit, bytes);
+        comm->info.staged_bytes += bytes;
+    }
+    if (step >= 1 && step <= work->chunks) dtrain__use_chunk(comm, work, step - 1);
+    for (int i = 0; step >= 2 && work->sliced && dtrain__gets(what, own) && i < comm->size; i++) {
+        bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at) * unit;
+        if (i != own)
+            dtrain__copy_lines((char *)what->recv + at * unit,
+                               dtrain__place_of(comm, work, i, step - 2, i), bytes, false);
+    }
     return true;
 }
 
@@ -10632,7 +10704,8 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         if (sends && !cell->lies && length)
             memcpy(cell->data, (const char *)what->send + work->moved, length);
         if (!sends && cell->path != DTRAIN__READ && length)
-            memcpy((char *)what->recv + work->moved, cell->lies ? cell->lies : cell->data, length);
+            dtrain__copy_lines((char *)what->recv + work->moved,
+                               cell->lies ? cell->lies : cell->data, length, false);
         if (!sends && cell->path == DTRAIN__READ &&
             !dtrain__fetch(comm, what->root, cell->lies, (char *)what->recv, length))
             return false;
@@ -10649,23 +10722,15 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
-    const dtrain_collective *what = &base->what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     if (!base->sequence) return dtrain__local_message(comm, work);
     if (base->small) return true;
     if (!work->final) { /* choose the path from what all ranks have shown; all are at stage 1 */
-        uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
-        for (int i = 0; i < comm->size; i++)
-            paths &= dtrain__slot_of(comm, i, base->sequence)->paths;
         work->seen = comm->size;
-        work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT
-                     : paths                ? DTRAIN__READ
-                                            : DTRAIN__COPIED;
-        work->final =
-            work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
-        const size_t chunk = dtrain__chunk_count(comm, what);
-        if (work->path == DTRAIN__COPIED)
-            work->final += (uint32_t)((what->count + chunk - 1) / chunk);
+        work->path = DTRAIN__DIRECT;
+        work->final = 2;
+        for (int i = 0; i < comm->size; i++)
+            if (!dtrain__slot_of(comm, i, base->sequence)->direct) work->path = DTRAIN__COPIED;
+        if (work->path == DTRAIN__COPIED) dtrain__cut_chunks((dtrain__local_comm *)comm, work);
     }
     for (;;) {
         while (work->seen < comm->size &&
@@ -10673,14 +10738,10 @@ static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
             work->seen++;
         if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
-        const bool computes =
-            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
-        const bool moved = work->path == DTRAIN__COPIED
-                               ? base->oldest && dtrain__next_chunk(comm, work)
-                           : computes ? dtrain__compute_slice(comm, work)
-                                      : dtrain__take_pieces(comm, work);
-        if (!moved) return false;
+        if (work->path == DTRAIN__DIRECT) dtrain__make_direct(comm, work);
+        else if (!base->oldest || !dtrain__next_step(comm, work)) return false;
         dtrain__reach(comm, work, work->stage + 1);
+        if (work->path == DTRAIN__COPIED && work->stage == work->final) return true;
     }
 }
 
@@ -10756,15 +10817,14 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
 static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    comm->reads = true;
+    bool reads = true;
     for (int i = 0; i < base->size; i++) {
         const dtrain__part *part = comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
         uint64_t value = 0;
-        comm->reads = comm->reads &&
-                      dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
-                      value == part->proof_value;
+        reads = reads && dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
+                value == part->proof_value;
     }
-    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)comm->reads);
+    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)reads);
     return &comm->parts[0]->report;
 }
 
@@ -10784,7 +10844,6 @@ static void dtrain__local_release(dtrain_comm *base, bool joined)
     } else {
         dtrain__shared_free(world, part);
     }
-    dtrain__free(&world->allocator, comm->scratch, DTRAIN__SCRATCH_BYTES, 1);
     dtrain__free(&world->allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
 }
 
@@ -13387,9 +13446,10 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     if (mesh->comms[axes]) return DTRAIN_OK;
     if (axes == dtrain__mesh_axes(at, DTRAIN_AXIS_ALL)) mesh->comms[axes] = mesh->all;
     else {
-        const int fixed = dtrain_mesh_rank(mesh, axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank,
-                                           axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
-                                           axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
+        const int tensor = axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank;
+        const int data = axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank;
+        const int pipeline = axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank;
+        const int fixed = tensor + at->tensor * (data + at->data * pipeline);
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
     }
     mesh->comms[axes]->axis = names[axes];
@@ -13495,15 +13555,6 @@ DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
     axes = dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL);
     (void)dtrain__mesh_split((dtrain_mesh *)mesh, axes); /* it stays NULL after an error */
     return mesh->comms[axes];
-}
-
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline)
-{
-    const dtrain_mesh_info *at = mesh ? &mesh->info : NULL;
-    if (!at || tensor < 0 || tensor >= at->tensor || data < 0 || data >= at->data || pipeline < 0 ||
-        pipeline >= at->pipeline)
-        return -1;
-    return tensor + at->tensor * (data + at->data * pipeline);
 }
 
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
@@ -16727,8 +16778,7 @@ DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy
 static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, const char *call)
 {
     dtrain_device *device = strategy->device;
-    if (!device->ops->capturing || strategy->notes.device_weight || !device->ops->capturing(device))
-        return DTRAIN_OK;
+    if (strategy->notes.device_weight || !dtrain__capturing(device)) return DTRAIN_OK;
     const char *missing = dtrain__unrecordable(strategy);
     if (!strategy->notes.sync_count) missing = "a whole step before it, which allocates memory";
     for (size_t i = 0; i < strategy->param_count; i++) {
@@ -19955,22 +20005,12 @@ static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
-/* Refuse an update in a graph that the host captures, if it is the first or if its numbers change
- * from step to step. */
-static dtrain_result dtrain__check_update_capture(const dtrain_optimizer *optimizer)
+/* Return the group whose corrections a recorded step has: the first of AdamW. */
+static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
 {
-    dtrain_device *device = optimizer->device;
-    const char *why = NULL;
-    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
     for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW)
-            why = "AdamW's corrections of bias, which change with each step: call it after each "
-                  "launch of the graph";
-    if (!optimizer->compared)
-        why = "the first update, in which ranks compare rates: run one before";
-    if (!why) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_optimizer_step: a captured graph would repeat %s", why);
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
+    return &optimizer->groups[0];
 }
 
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
@@ -19987,7 +20027,13 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
-    DTRAIN__TRY(dtrain__check_update_capture(optimizer));
+    if (dtrain__capturing(optimizer->device) &&
+        (!optimizer->compared ||
+         dtrain__corrected_group(optimizer)->desc.kind == DTRAIN_OPTIMIZER_ADAMW))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_optimizer_step: a captured graph can hold neither the first "
+                           "update nor those of AdamW, whose corrections of bias change from step "
+                           "to step: call it after each launch of the graph");
     DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
@@ -20007,14 +20053,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 }
 
 /* ---- A recorded step --------------------------------------------------------------------------*/
-
-/* Return the group whose corrections a recorded step has: the first of AdamW. */
-static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
-{
-    for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
-    return &optimizer->groups[0];
-}
 
 /* Compute the numbers of the step that comes next, for kernels that read them from device memory:
  * one set for all groups, which multiply the rate by their own lr_scale. */
@@ -22322,10 +22360,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  * directory, which all share, for the files of the others, and the ranks agree at the next call.
  * Rank 0 stops waiting when that agreement reports the failure of a rank. */
 
-#ifdef __x86_64__
-#include <emmintrin.h>
-#endif
-
 #define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
 
@@ -22492,30 +22526,6 @@ static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
     }
     for (int f = 0; f < 2; f++) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
     return DTRAIN_OK;
-}
-
-/* ---- Snapshot ---------------------------------------------------------------------------------*/
-
-/* Copy past the cache: what training works with stays there, and the memory that is written need
- * not be read first. Of GPT-2's state (1.5 GB, Xeon) that takes 0.6 of memcpy's time. `to` is
- * aligned to 16 bytes. */
-static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
-{
-    size_t done = 0;
-#ifdef __x86_64__
-    for (; done + 64 <= bytes; done += 64) {
-        const __m128i *in = (const __m128i *)(const void *)(from + done);
-        __m128i *out = (__m128i *)(void *)(to + done);
-        const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
-        const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
-        _mm_stream_si128(out, a);
-        _mm_stream_si128(out + 1, b);
-        _mm_stream_si128(out + 2, c);
-        _mm_stream_si128(out + 3, d);
-    }
-    _mm_sfence();
-#endif
-    memcpy(to + done, from + done, bytes - done);
 }
 
 /* ---- Write ------------------------------------------------------------------------------------*/
@@ -22893,7 +22903,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
         const char *from = (const char *)held->tensor.memory;
         const size_t bytes = (size_t)dtrain__held_bytes(held);
         if (!bytes) continue;
-        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
+        if (device->ops->host_memory) dtrain__copy_lines(held->copy_at, from, bytes, true);
         else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
     }
     if (c->rank != 0) return DTRAIN_OK;
@@ -37070,8 +37080,8 @@ typedef struct dtrain__job {
  * ranks (mix) take a fourth less time with it. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
-    L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
+    X(add) X(axpby) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
+    L(dropout) L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
     L(layernorm_params) L(embedding) L(embedding_backward) L(cross_entropy)          \
     L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
     L(softmax_backward) L(rotary) L(permute) L(conv_weight) L(conv_weight_sum)       \
@@ -37841,36 +37851,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                args->count, wide ? DTRAIN_DTYPE_F32 : args->dtype);
 }
 
-/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
- * block of four serves neighbours. */
-DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
-                                        int64_t i, int64_t count, uint32_t *words)
-{
-    uint32_t block[4] = {0};
-    uint64_t drawn = UINT64_MAX;
-    for (const int64_t end = i + count; i < end; i++) {
-        int64_t at = i;
-        if (part->segments) {
-            uint32_t s = 0;
-            int64_t column = i % part->n;
-            while (s + 1 < part->segments && column >= part->segment[s].length)
-                column -= part->segment[s++].length;
-            at = i / part->n * part->whole_n + part->segment[s].column + column;
-        }
-        const uint64_t number = (uint64_t)(part->first + at);
-        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
-        drawn = number / 4;
-        *words++ = block[number % 4];
-    }
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
-                                                  const dtrain_dropout_args *args)
-{
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
-                               args->dtype);
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
@@ -38397,6 +38377,36 @@ dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_bac
     if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
                                args->count, dtype);
+}
+
+/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
+ * block of four serves neighbours. */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words)
+{
+    uint32_t block[4] = {0};
+    uint64_t drawn = UINT64_MAX;
+    for (const int64_t end = i + count; i < end; i++) {
+        int64_t at = i;
+        if (part->segments) {
+            uint32_t s = 0;
+            int64_t column = i % part->n;
+            while (s + 1 < part->segments && column >= part->segment[s].length)
+                column -= part->segment[s++].length;
+            at = i / part->n * part->whole_n + part->segment[s].column + column;
+        }
+        const uint64_t number = (uint64_t)(part->first + at);
+        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
+        drawn = number / 4;
+        *words++ = block[number % 4];
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
+                                                  const dtrain_dropout_args *args)
+{
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
+                               args->dtype);
 }
 
 /* ==== src/device/cpu/launch_batchnorm.c ======================================================= */
@@ -40634,7 +40644,11 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
     const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
     if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
     else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+#if DTRAIN__ISA == 3
+    else dtrain__mix_avx2(job); /* the rest is not worth an instance */
+#else
     else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+#endif
 }
 #if DTRAIN__MODELS
 
@@ -42443,7 +42457,7 @@ DTRAIN__KERNEL_AS(batchnorm_backward)
 
 /* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
 
-/* Elementwise kernels, sums, conversions, dropout
+/* Elementwise kernels, sums, conversions
  *
  * Bandwidth is the limit: 8 to 28 bytes an element. */
 
@@ -42626,100 +42640,6 @@ DTRAIN__KERNEL(convert)
     }
 }
 
-/* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
- *
- * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
- * there. High halves carry rubbish between rounds: the multiplier ignores them. */
-
-typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
-
-DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
-{
-#if DTRAIN__ISA == 2
-    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
-#else
-    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
-#endif
-}
-
-/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
-DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
-{
-#if DTRAIN__ISA == 2
-    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
-    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
-    __m256i *to = (__m256i *)(void *)words;
-    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
-    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
-#else
-    for (int j = 0; j < DTRAIN__H; j++) {
-        const uint64_t pair[2] = {a[j], b[j]};
-        memcpy(words + 4 * j, pair, sizeof pair);
-    }
-#endif
-}
-
-/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
- * neighbouring words, the low half first. */
-DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
-                                       uint32_t *words)
-{
-    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    const uint64_t half = 0xffffffffu;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    DTRAIN__K(vq) c0;
-    memcpy(&c0, lanes, sizeof c0);
-    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
-    c0 += counter;
-    DTRAIN__K(vq) c1 = c0 >> 32;
-    for (int round = 0; round < 10; round++) {
-        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
-        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
-        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
-        c1 = p1;
-        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
-        c3 = p0;
-        k0 += DTRAIN__PHILOX_W0;
-        k1 += DTRAIN__PHILOX_W1;
-    }
-    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
-}
-DTRAIN__KERNEL(dropout)
-{
-    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
-    /* uniform >= probability, asked of the 24-bit integers. */
-    const double least = ceil((double)a->probability * 16777216.0);
-    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
-    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
-    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
-    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
-    uint32_t words[4 * DTRAIN__H];
-    float buffers[2][DTRAIN__KERNEL_BLOCK];
-    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
-        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
-        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
-        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
-        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
-        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
-            if (whole_blocks)
-                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
-            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
-            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
-                const int64_t n = count - j;
-                dtrain__vi u;
-                memcpy(&u, words + (j - i), sizeof u);
-                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
-                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
-                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
-                if (old) sum += dtrain__vload_n(old + j, n);
-                dtrain__vstore_n(y + j, sum, n);
-            }
-        }
-        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
-    }
-}
-
 /* ==== src/device/cpu/kernels/sparse.h ========================================================= */
 
 /* Top-k and orthonormal columns
@@ -42821,6 +42741,102 @@ DTRAIN__KERNEL(topk)
     for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
 }
 #if DTRAIN__MODELS
+
+/* ==== src/device/cpu/kernels/dropout.h ======================================================== */
+
+/* Dropout: ranges are multiples of 16, so that no block of Philox is split
+ *
+ * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
+ * there. High halves carry rubbish between rounds: the multiplier ignores them. */
+
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
+
+DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
+{
+#if DTRAIN__ISA == 2
+    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+#else
+    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
+#endif
+}
+
+/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
+DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
+{
+#if DTRAIN__ISA == 2
+    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
+    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
+    __m256i *to = (__m256i *)(void *)words;
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+    for (int j = 0; j < DTRAIN__H; j++) {
+        const uint64_t pair[2] = {a[j], b[j]};
+        memcpy(words + 4 * j, pair, sizeof pair);
+    }
+#endif
+}
+
+/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
+ * neighbouring words, the low half first. */
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
+{
+    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint64_t half = 0xffffffffu;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    DTRAIN__K(vq) c0;
+    memcpy(&c0, lanes, sizeof c0);
+    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    c0 += counter;
+    DTRAIN__K(vq) c1 = c0 >> 32;
+    for (int round = 0; round < 10; round++) {
+        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
+        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
+        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
+        c1 = p1;
+        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
+        c3 = p0;
+        k0 += DTRAIN__PHILOX_W0;
+        k1 += DTRAIN__PHILOX_W1;
+    }
+    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+}
+DTRAIN__KERNEL(dropout)
+{
+    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
+    /* uniform >= probability, asked of the 24-bit integers. */
+    const double least = ceil((double)a->probability * 16777216.0);
+    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
+    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
+    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
+    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
+    uint32_t words[4 * DTRAIN__H];
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
+        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
+        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
+        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
+            if (whole_blocks)
+                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
+            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
+            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
+                const int64_t n = count - j;
+                dtrain__vi u;
+                memcpy(&u, words + (j - i), sizeof u);
+                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
+                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
+                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
+                if (old) sum += dtrain__vload_n(old + j, n);
+                dtrain__vstore_n(y + j, sum, n);
+            }
+        }
+        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
+    }
+}
 
 /* ==== src/device/cpu/kernels/muon.h =========================================================== */
 

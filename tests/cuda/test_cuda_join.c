@@ -25,6 +25,7 @@ typedef struct program {
     uint32_t kind, optimizer; /* dtrain_strategy_kind, dtrain_optimizer_kind */
     uint32_t missing;         /* dtrain_missing_gradient */
     bool staged;              /* no NCCL */
+    bool on_host;             /* gradients are in host memory */
     bool graph;
     int order;
     enum { NO_FAULT, DIES } fault; /* of rank 1, before it launches a graph for the second time */
@@ -39,6 +40,7 @@ typedef struct model {
     float *batch, *seen; /* (PARAMS * COUNT) device memory: gradients; values in forward */
     float *values, *grads;
     float *pinned; /* (PARAMS * COUNT) */
+    float on_host[PARAMS * COUNT];
     dtrain_world *world;
     dtrain_param params[PARAMS];
     dtrain_strategy *strategy;
@@ -83,7 +85,9 @@ static dtrain_result pass(model *m)
     }
     for (uint32_t i = PARAMS; i-- > 0 && result == DTRAIN_OK;) {
         result = dtrain_strategy_gather(m->strategy, i, DTRAIN_PASS_BACKWARD);
-        if (result == DTRAIN_OK) copy_on(m, m->params[i].grad, m->batch + i * COUNT);
+        if (result == DTRAIN_OK && m->how->on_host)
+            memcpy(m->params[i].grad, m->pinned + i * COUNT, BYTES);
+        else if (result == DTRAIN_OK) copy_on(m, m->params[i].grad, m->batch + i * COUNT);
         if (result == DTRAIN_OK) result = dtrain_strategy_ready(m->strategy, i);
         if (result == DTRAIN_OK) result = dtrain_strategy_release(m->strategy, i);
     }
@@ -140,7 +144,7 @@ static int guest_begin(model *m, const program *how, int rank)
     for (uint32_t i = 0; i < PARAMS; i++) {
         m->params[i].name = names[i];
         m->params[i].value = sharded ? NULL : m->values + i * COUNT;
-        m->params[i].grad = sharded ? NULL : m->grads + i * COUNT;
+        m->params[i].grad = sharded ? NULL : (how->on_host ? m->on_host : m->grads) + i * COUNT;
         m->params[i].count = COUNT;
         m->params[i].unit = i;
         m->params[i].init = DTRAIN_INIT_CONSTANT;
@@ -328,10 +332,11 @@ static int run_refused(int rank, void *user)
     for (int step = 0; step < 3; step++) {
         fill_batch(&m, step);
         CHECK_CUDA(cudaStreamBeginCapture(m.stream, cudaStreamCaptureModeGlobal));
-        const bool plain_nccl = !how->staged && !how->missing;
+        const bool plain_nccl = !how->staged && !how->missing && !how->on_host;
         if (!step || !plain_nccl) {
             CHECK(pass(&m) == DTRAIN_ERROR_UNSUPPORTED);
-            CHECK_SAYS(!step         ? "a captured graph needs a whole step before it"
+            CHECK_SAYS(how->on_host  ? "parameters and gradients in device memory"
+                       : !step       ? "a captured graph needs a whole step before it"
                        : how->staged ? "collectives on the device (dtrain_nccl.h)"
                                      : "another missing_gradient");
             CHECK(update(&m) == DTRAIN_ERROR_UNSUPPORTED);
@@ -357,8 +362,9 @@ static int run_refused(int rank, void *user)
 
 static void test_refused(void)
 {
-    for (int i = 0; i < 3; i++) {
-        program how = plain(kinds[i], DTRAIN_OPTIMIZER_SGD);
+    for (int i = 0; i < 4; i++) {
+        program how = plain(kinds[i % 3], DTRAIN_OPTIMIZER_SGD);
+        how.on_host = i == 3;
         how.staged = i == 1;
         how.missing = i == 2 ? DTRAIN_MISSING_GRADIENT_ERROR : 0;
         check_run(&how, run_refused);
