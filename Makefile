@@ -279,13 +279,13 @@ $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 $(BUILD)/tests/test_system_calls $(BUILD)/tests/test_restart: private WRAPPED = \
     ${shell sed -n 's/^WRAP([^,]*, \([a-z_]*\),.*/\1/p; \
         s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
-# A library that stands for NVIDIA's, today's and an older one, which test_figures loads.
+# A library that stands for NVIDIA's, today's and an older one, which test_nvml loads.
 $(BUILD)/tests/nvml_stub.so: OLD :=
 $(BUILD)/tests/nvml_old.so: OLD := -DNVML_OLD
 $(BUILD)/tests/nvml_%.so: tests/support/nvml_stub.c
 	@mkdir -p $(@D)
 	$(call quiet,LD,$@)$(CC) -std=c99 -O1 -Wall -Wextra -Wconversion -Werror -shared -fPIC $(OLD) $< -o $@
-$(BUILD)/tests/test_figures: $(BUILD)/tests/nvml_stub.so $(BUILD)/tests/nvml_old.so
+$(BUILD)/tests/test_nvml: $(BUILD)/tests/nvml_stub.so $(BUILD)/tests/nvml_old.so
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(filter %.o,$^) $(BUILD)/sources.a -o $@ $(LIBS)

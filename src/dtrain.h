@@ -244,10 +244,8 @@ DTRAIN__COLD
 #include "monitor/file.c"
 #include "monitor/console.c"
 #include "monitor/lines.c"
-#include "monitor/prometheus.c"
 #include "monitor/tensorboard.c"
 #include "monitor/histogram.c"
-#include "monitor/nvml.c"
 #include "monitor/trace.c"
 #endif
 
