@@ -284,8 +284,8 @@ static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *wor
 }
 
 /* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
-static char *dtrain__place(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
-                           size_t c, int j)
+static char *dtrain__place_of(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
+                              size_t c, int j)
 {
     char *stage = dtrain__part_at(comm, rank)->stage;
     const size_t place = (work->first + c) % work->fit * work->places;
@@ -326,13 +326,13 @@ static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work,
     for (int i = 0; i < comm->size; i++) {
         const size_t slice = (size_t)i * work->bytes;
         in[i] = i == own ? (const char *)what->send + at + (kind->cuts ? slice : 0)
-                         : dtrain__place(comm, work, i, c, own);
+                         : dtrain__place_of(comm, work, i, c, own);
         if (kind->reduces || !gets || (kind->rooted && i != what->root)) continue;
         char *to = (char *)what->recv + at + (kind->joins ? slice : 0);
         if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, false);
     }
     if (!kind->reduces || !bytes) return;
-    char *place = dtrain__place(comm, work, own, c, own);
+    char *place = dtrain__place_of(comm, work, own, c, own);
     char *sum = gets ? (char *)what->recv + at : place;
     dtrain__combine(what, in, comm->size, &sum, 1, bytes / dtrain_dtype_bytes(what->dtype));
     if (work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
@@ -356,7 +356,7 @@ static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
     for (int j = 0; gives && step < work->chunks && j < (int)work->places; j++) {
         if (work->places > 1 && j == own) continue;
         bytes = dtrain__chunk_slice(comm, work, step, j, &at);
-        dtrain__fill_place(comm, dtrain__place(comm, work, own, step, j),
+        dtrain__fill_place(comm, dtrain__place_of(comm, work, own, step, j),
                            (const char *)what->send + at + (cuts ? (size_t)j * work->bytes : 0),
                            bytes);
         comm->info.staged_bytes += bytes;
@@ -365,8 +365,8 @@ static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
     for (int i = 0; step >= 2 && work->sliced && dtrain__gets(what, own) && i < comm->size; i++) {
         bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at);
         if (i != own)
-            dtrain__copy_lines((char *)what->recv + at, dtrain__place(comm, work, i, step - 2, i),
-                               bytes, false);
+            dtrain__copy_lines((char *)what->recv + at,
+                               dtrain__place_of(comm, work, i, step - 2, i), bytes, false);
     }
     return true;
 }
