@@ -34,6 +34,7 @@
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
 #define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
+#define DTRAIN__FAR_BYTES ((size_t)4 << 20)   /* slices from this size on do not stay in caches */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -301,16 +302,18 @@ static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_w
     return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place. Its lines are in the cache of the core that has read them: where that is far
- * away, writing past the cache is ten times as fast (Zen 4: 2.3 GB/s and 30), where it is near,
- * reading what was written so takes twice as long. Find out from time to time how far it is. */
+/* Copy into a place. The rank that reads it has its lines in a cache: of a core far away it takes
+ * ten times as long to get them back as to write past the cache (Zen 4: 2.3 GB/s and 30), of a core
+ * nearby it takes half as long to read what was not written past it. Find out from time to time,
+ * with what takes long enough for that, how far away it is. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
+    const bool past = local->past > 0 || bytes < 16384;
     const uint64_t begin = dtrain__now_ns();
-    dtrain__copy_lines(place, from, bytes, local->past > 0);
+    dtrain__copy_lines(place, from, bytes, past);
     if (local->past > 0) local->past--;
-    else if (bytes >= 16384 && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+    else if (!past && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
 }
 
 /* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
@@ -329,7 +332,7 @@ static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work,
                          : dtrain__place_of(comm, work, i, c, own);
         if (kind->reduces || !gets || (kind->rooted && i != what->root)) continue;
         char *to = (char *)what->recv + at + (kind->joins ? slice : 0);
-        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, false);
+        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, work->bytes >= DTRAIN__FAR_BYTES);
     }
     if (!kind->reduces || !bytes) return;
     char *place = dtrain__place_of(comm, work, own, c, own);
