@@ -43,6 +43,7 @@ help:
 	@echo "make run        the main job: $(BUILD)/train_gpt (ARGS=\"--help\" shows its flags)"
 	@echo "make cuda       the examples for NVIDIA GPUs, in $(BUILD)/cuda/ (nvcc)"
 	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
+	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
 	@echo "make lib        $(BUILD)/libdtrain.so and .a, for programs that do not compile dtrain.h; make lib-cuda: libdtrain_cuda.so too"
 	@echo "make install    header and library to PREFIX=$(PREFIX), with files for pkg-config; also install-headers, uninstall"
 	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
@@ -109,12 +110,14 @@ MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
-programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
+# What several scripts need is built before them: they run in parallel, and each would build it.
+SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings)
+programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs
 	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
@@ -397,17 +400,16 @@ LIBDIR  = $(PREFIX)/lib
 INCLUDE = $(DESTDIR)$(PREFIX)/include
 PC      = $(DESTDIR)$(PREFIX)/share/pkgconfig
 TO      = $(DESTDIR)$(LIBDIR)
-MODULES = $(wildcard $(BUILD)/dtrain.f90 $(BUILD)/dtrain.py)
 PYTHONS = $(PREFIX)/share/dtrain
 pc = printf '%s\n' 'Name: $(1)' 'Description: distributed deep-learning training for C' 'Version: $(VERSION)' 'Cflags: -I$(PREFIX)/include' $(2) >$(PC)/$(1).pc
-install: install-headers lib
+install: install-headers lib bindings
 	mkdir -p $(TO)
 	for file in $(BUILD)/libdtrain*.$(SO); do name=$$(basename $$file .$(SO)); install -m 755 $$file $(TO)/$$name.so.$(VERSION) && \
 	  ln -sf $$name.so.$(VERSION) $(TO)/$$name.$(SO) && ln -sf $$name.$(SO) $(TO)/$$name.so || exit 1; done
 	install -m 644 $(BUILD)/libdtrain.a $(TO)
 	$(call pc,libdtrain,'Libs: -L$(LIBDIR) -ldtrain' 'Libs.private: $(LIBS)')
-	$(if $(filter %.f90,$(MODULES)),install -m 644 $(filter %.f90,$(MODULES)) $(INCLUDE))
-	$(if $(filter %.py,$(MODULES)),install -D -m 644 $(filter %.py,$(MODULES)) $(DESTDIR)$(PYTHONS)/dtrain.py)
+	install -m 644 $(BUILD)/dtrain.f90 $(INCLUDE)
+	install -D -m 644 $(BUILD)/dtrain.py $(DESTDIR)$(PYTHONS)/dtrain.py
 install-headers: dtrain.h dtrain_cuda.cu dtrain_nccl.h
 	mkdir -p $(INCLUDE) $(PC)
 	install -m 644 $^ $(INCLUDE)

@@ -122,12 +122,11 @@ DTRAIN__COLD
 #include "comm/comm.c"
 #include "comm/same.c"
 #include "comm/flight.c"
+#include "comm/engine.c"
 DTRAIN__HOT
 #include "comm/reduce.c"
-#include "comm/engine.c"
 #include "comm/local.c"
 DTRAIN__COLD
-#include "comm/circle.c"
 #include "comm/staged.c"
 #include "comm/mpi.c"
 #include "comm/mpi_meet.c"
