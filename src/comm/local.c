@@ -187,10 +187,7 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
-    slot->shown = work->call;
-    if (work->small && work->send_bytes)
-        dtrain__copy_lines(slot->data, (const char *)what->send, work->send_bytes,
-                           work->send_bytes > 2048);
+    (void)dtrain__write_shown(work, &slot->shown);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
     slot->direct = false;
