@@ -44,18 +44,25 @@ static inline int forked_gather(void *user, const void *mine, void *all, size_t 
     return 0;
 }
 
-/* Become `size` processes, of which this one is rank 0. */
+/* Return memory in which the ranks of later forks can meet; NULL: there is none. */
+static inline struct forked_page *forked_meeting(void)
+{
+    void *page = mmap(NULL, sizeof(struct forked_page), PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return page == MAP_FAILED ? NULL : (struct forked_page *)page;
+}
+
+/* Become `size` processes, of which this one is rank 0. Returns 0, or another value for an error. */
 static inline int forked_begin(forked *me, int size)
 {
     memset(me, 0, sizeof *me);
-    if (size < 1 || size > FORKED_MOST) return -1;
-    me->page = (struct forked_page *)mmap(NULL, sizeof *me->page, PROT_READ | PROT_WRITE,
-                                          MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (me->page == MAP_FAILED) return -1;
+    me->size = size;
+    me->page = size < 1 || size > FORKED_MOST ? NULL : forked_meeting();
+    if (!me->page) return 1;
     fflush(NULL);
-    for (me->size = size, me->rank = size - 1; me->rank > 0; me->rank--) {
+    for (me->rank = size - 1; me->rank > 0; me->rank--) {
         const pid_t child = fork();
-        if (child < 0) return -1;
+        if (child < 0) return 1;
         if (child == 0) break;
     }
     return 0;

@@ -8,8 +8,8 @@
  *     step  200  loss 0.35111
  *     step  300  loss 0.31111
  *
- * A network says which of four actions an observation asks for. Sums and momentum are fp32, and so is a master
- * copy of the parameters, which is rounded into the array that forward and backward read. */
+ * A network says which of four actions an observation asks for. Sums are fp32, and so is a master copy of the
+ * parameters, which is rounded into the array that forward and backward read. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -117,21 +117,27 @@ static float cross_entropy(float y[][HIDDEN], float d[][HIDDEN], const int *acti
 static int train(int steps)
 {
     static uint16_t params[TOTAL], grads[TOTAL];
-    static float master[TOTAL], momentum[TOTAL];
+    static float master[TOTAL];
     static activations x, d;
     static int actions[BATCH];
+    const int first = 0, rows = BATCH;
     for (int l = 0; l < LAYERS; l++)
         for (int i = 0; i < layer_count(l); i++) master[layer_at(l) + i] = first_value(l, i);
     for (int i = 0; i < TOTAL; i++) params[i] = narrow(master[i]);
     for (int step = 1; step <= steps; step++) {
-        draw(step, 0, BATCH, x[0], actions);
-        for (int l = 0; l < LAYERS; l++) layer_forward(l, params + layer_at(l), x, BATCH);
-        float loss = cross_entropy(x[LAYERS], d[LAYERS], actions, BATCH);
-        for (int l = LAYERS - 1; l >= 0; l--)
-            layer_backward(l, params + layer_at(l), grads + layer_at(l), x, d, BATCH);
+        draw(step, first, rows, x[0], actions);
+        for (int l = 0; l < LAYERS; l++) {
+            const uint16_t *w = params + layer_at(l);
+            layer_forward(l, w, x, rows);
+        }
+        float loss = cross_entropy(x[LAYERS], d[LAYERS], actions, rows);
+        for (int l = LAYERS - 1; l >= 0; l--) {
+            const uint16_t *w = params + layer_at(l);
+            uint16_t *g = grads + layer_at(l);
+            layer_backward(l, w, g, x, d, rows);
+        }
         for (int i = 0; i < TOTAL; i++) {
-            momentum[i] = 0.9f * momentum[i] + widen(grads[i]);
-            master[i] -= 0.03f * momentum[i];
+            master[i] -= 0.3f * widen(grads[i]);
             params[i] = narrow(master[i]);
         }
         if (step % 100 == 0) printf("step %4d  loss %.5f\n", step, (double)loss);
@@ -141,7 +147,7 @@ static int train(int steps)
 
 int main(int argc, char **argv)
 {
-    const int steps = argc == 2 ? atoi(argv[1]) : 0;
+    const int steps = argc > 1 ? atoi(argv[1]) : 0;
     if (steps > 0) return train(steps);
     fprintf(stderr, "usage: flat_array STEPS\n");
     return 2;

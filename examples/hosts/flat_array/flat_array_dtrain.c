@@ -16,7 +16,6 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "../forked.h"
-
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -123,65 +122,80 @@ static float cross_entropy(float y[][HIDDEN], float d[][HIDDEN], const int *acti
 
 #define CHECK(call) \
     if ((call) != DTRAIN_OK) return fprintf(stderr, "%s\n", dtrain_last_error()), 1
-
 static int train(int steps, forked *ranks, uint32_t kind, const char *device_name)
 {
-    static uint16_t host[LARGEST]; /* a layer, copied from or to the device */
-    static float master[LARGEST];
+    static uint16_t w[LARGEST], g[LARGEST]; /* of a layer, copied from and to the device */
     static dtrain_param p[LAYERS] = {{.name = "layer0"}, {.name = "layer1"}, {.name = "layer2"}};
+    const dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     const dtrain_strategy_desc how = {.kind = kind};
-    dtrain_join_desc member = {ranks->rank, ranks->size, forked_gather, ranks};
-    dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+    dtrain_join_desc me = {
+        .rank = ranks->rank, .size = ranks->size, .all_gather = forked_gather, .user = ranks};
     dtrain_world *world;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
-    void *params = NULL; /* TOTAL of them, and as many gradients */
+    const dtrain_shard *shards;
+    size_t count;
+    void *arena = NULL; /* TOTAL parameters and as many gradients, in device memory */
+    static float master[TOTAL];
     static activations x, d;
     static int actions[BATCH];
-    const int rows = BATCH / ranks->size;
-    CHECK(dtrain_device_ops_by_name(device_name, &member.device_ops));
-    CHECK(dtrain_world_join(&member, &world));
+    const int rows = BATCH / ranks->size, first = rows * ranks->rank;
+    for (int l = 0; l < LAYERS; l++)
+        for (int i = 0; i < layer_count(l); i++) master[layer_at(l) + i] = first_value(l, i);
+    CHECK(dtrain_device_ops_by_name(device_name, &me.device_ops));
+    CHECK(dtrain_world_join(&me, &world));
     dtrain_device *device = dtrain_world_device(world);
-    if (kind != DTRAIN_STRATEGY_FULL_SHARD) CHECK(device->ops->alloc(device, 4 * TOTAL, &params));
+    if (kind != DTRAIN_STRATEGY_FULL_SHARD) CHECK(device->ops->alloc(device, 4 * TOTAL, &arena));
     for (int l = 0; l < LAYERS; l++) {
         p[l].unit = (uint32_t)l, p[l].count = layer_count(l), p[l].dtype = DTRAIN_DTYPE_BF16;
-        p[l].typed_value = params ? (uint16_t *)params + layer_at(l) : NULL;
-        p[l].typed_grad = params ? (uint16_t *)params + TOTAL + layer_at(l) : NULL;
+        p[l].typed_value = arena ? (uint16_t *)arena + layer_at(l) : NULL;
+        p[l].typed_grad = arena ? (uint16_t *)arena + TOTAL + layer_at(l) : NULL;
     }
-    sgd.momentum = 0.9f;
     CHECK(dtrain_strategy_create(world, p, LAYERS, &how, &strategy));
     CHECK(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
-    CHECK(set_values(strategy, device, p));
+    CHECK(dtrain_strategy_shards(strategy, &shards, &count));
+    for (const dtrain_shard *s = shards; s < shards + count; s++)
+        CHECK(dtrain_device_copy(device, s->value,
+                                 master + layer_at((int)s->param->unit) + s->offset,
+                                 4 * (size_t)s->count));
+    CHECK(dtrain_strategy_publish(strategy)); /* rounded into what forward reads */
     for (int step = 1; step <= steps; step++) {
-        draw(step, ranks->rank * rows, rows, x[0], actions);
+        draw(step, first, rows, x[0], actions);
         for (int l = 0; l < LAYERS; l++) {
-            CHECK(fetch(strategy, l, DTRAIN_PASS_FORWARD));
-            layer_forward(l, host, x, rows);
+            CHECK(dtrain_strategy_gather(strategy, (uint32_t)l, DTRAIN_PASS_FORWARD));
+            CHECK(dtrain_device_copy(device, w, p[l].typed_value, 2 * (size_t)p[l].count));
+            layer_forward(l, w, x, rows);
             CHECK(dtrain_strategy_release(strategy, (uint32_t)l));
         }
         float loss = cross_entropy(x[LAYERS], d[LAYERS], actions, rows);
         for (int l = LAYERS - 1; l >= 0; l--) {
-            CHECK(fetch(strategy, l, DTRAIN_PASS_BACKWARD));
-            layer_backward(l, host, host, x, d, rows);
-            CHECK(dtrain_device_copy(device, p[l].typed_grad, host, 2 * (size_t)p[l].count));
-            CHECK(dtrain_strategy_ready(strategy,
-                                        (size_t)l)); /* travels while the next layer is computed */
+            CHECK(dtrain_strategy_gather(strategy, (uint32_t)l, DTRAIN_PASS_BACKWARD));
+            CHECK(dtrain_device_copy(device, w, p[l].typed_value, 2 * (size_t)p[l].count));
+            layer_backward(l, w, g, x, d, rows);
+            CHECK(dtrain_device_copy(device, p[l].typed_grad, g, 2 * (size_t)p[l].count));
+            CHECK(dtrain_strategy_ready(strategy, (size_t)l)); /* it may travel */
             CHECK(dtrain_strategy_release(strategy, (uint32_t)l));
         }
         CHECK(dtrain_strategy_finish(strategy));
-        CHECK(dtrain_optimizer_step(optimizer, 0.03f, 1));
+        CHECK(dtrain_optimizer_step(optimizer, 0.3f, 1));
         CHECK(dtrain_all_reduce(dtrain_world_comm(world), &loss, &loss, 1, DTRAIN_DTYPE_F32,
                                 DTRAIN_REDUCE_MEAN, NULL));
-        if (step % 100 == 0 && ranks->rank == 0)
-            printf("step %4d  loss %.5f\n", step, (double)loss);
+        if (step % 100 == 0 && !ranks->rank) printf("step %4d  loss %.5f\n", step, (double)loss);
     }
-    return 0;
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    device->ops->free(device, arena, 4 * TOTAL);
+    return dtrain_world_leave(world) != DTRAIN_OK;
 }
 
 int main(int argc, char **argv)
 {
-    const int steps = argc == 2 ? atoi(argv[1]) : 0;
-    if (steps > 0) return train(steps);
-    fprintf(stderr, "usage: flat_array STEPS\n");
+    const int steps = argc > 1 ? atoi(argv[1]) : 0;
+    forked ranks;
+    if (steps > 0 && argc > 3 && BATCH % atoi(argv[2]) == 0 &&
+        forked_begin(&ranks, atoi(argv[2])) == 0)
+        return forked_end(
+            &ranks, train(steps, &ranks, (uint32_t)atoi(argv[3]), argc > 4 ? argv[4] : "cpu"));
+    fprintf(stderr, "usage: flat_array_dtrain STEPS RANKS KIND [cpu|cuda]\n");
     return 2;
 }

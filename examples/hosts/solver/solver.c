@@ -32,7 +32,7 @@ typedef struct net {
 
 static double u[TRAINED][FINE], flux[TRAINED][FINE]; /* of the fields of this rank */
 static float x[SAMPLES][WINDOW], y[SAMPLES];
-static net weights, grad, moments[2];
+static net weights, grad, velocity;
 static bool trains; /* this rank does */
 
 static double wrap(const double *u, int n, int i) { return u[(i + n) % n]; }
@@ -56,7 +56,7 @@ static void solve(int i, int f, int step)
     }
 }
 
-/* Of the i-th field: write the averages around each coarse side to x, and what the coarse flux lacks to y. */
+/* Of the i-th field: write the averages around each coarse side to x, and 10 times what the coarse flux lacks to y. */
 static void sample(int i)
 {
     double mean[COARSE] = {0};
@@ -64,9 +64,9 @@ static void sample(int i)
     for (int c = 0; c < COARSE; c++) {
         for (int k = 0; k < WINDOW; k++)
             x[i * COARSE + c][k] = (float)wrap(mean, COARSE, c + k - WINDOW / 2 + 1);
-        y[i * COARSE + c] =
-            (float)(flux[i][c * RATIO + RATIO - 1] -
-                    flux_between(mean[c], wrap(mean, COARSE, c + 1), RATIO * 6.283185307 / FINE));
+        const double coarse =
+            flux_between(mean[c], wrap(mean, COARSE, c + 1), RATIO * 6.283185307 / FINE);
+        y[i * COARSE + c] = (float)(10 * (flux[i][c * RATIO + RATIO - 1] - coarse));
     }
 }
 
@@ -100,16 +100,14 @@ static float gradient(int n)
     return loss;
 }
 
-/* Adam (Kingma and Ba, 2015). */
-static void update(int step)
+/* Gradient descent with momentum. */
+static void update(void)
 {
-    float *w = (float *)&weights, *m = (float *)&moments[0], *v = (float *)&moments[1];
+    float *w = (float *)&weights, *v = (float *)&velocity;
     const float *g = (const float *)&grad;
-    const double c1 = 1 - pow(0.9, step + 1), c2 = 1 - pow(0.999, step + 1);
     for (size_t i = 0; i < sizeof(net) / sizeof(float); i++) {
-        m[i] = 0.9f * m[i] + 0.1f * g[i];
-        v[i] = 0.999f * v[i] + 0.001f * g[i] * g[i];
-        w[i] -= 0.003f * (float)(m[i] / c1 / (sqrt(v[i] / c2) + 1e-8));
+        v[i] = 0.9f * v[i] + g[i];
+        w[i] -= 0.02f * v[i];
     }
 }
 
@@ -156,7 +154,7 @@ int main(int argc, char **argv)
         good &= file("rb", out, "field", number[i], from, u[i], sizeof u[i]);
     if (trains && from) {
         good &= file("rb", out, "net", rank, from, &weights, sizeof weights);
-        good &= file("rb", out, "moments", rank, from, moments, sizeof moments);
+        good &= file("rb", out, "velocity", rank, from, &velocity, sizeof velocity);
     }
     for (int step = from; step < steps && good; step++) {
         float loss = 0;
@@ -166,7 +164,7 @@ int main(int argc, char **argv)
             if (trains) sample(i);
         }
         if (trains) loss = gradient(COARSE * mine);
-        if (trains) update(step);
+        if (trains) update();
         if ((step + 1) % EVERY) continue;
         for (int i = 0; i < mine * FINE; i++)
             energy += u[i / FINE][i % FINE] * u[i / FINE][i % FINE] / (mine * FINE);
@@ -177,7 +175,7 @@ int main(int argc, char **argv)
             good &= file("wb", out, "field", number[i], step + 1, u[i], sizeof u[i]);
         if (trains) {
             good &= file("wb", out, "net", rank, step + 1, &weights, sizeof weights);
-            good &= file("wb", out, "moments", rank, step + 1, moments, sizeof moments);
+            good &= file("wb", out, "velocity", rank, step + 1, &velocity, sizeof velocity);
         }
     }
     MPI_Finalize();

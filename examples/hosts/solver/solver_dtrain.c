@@ -33,7 +33,7 @@ typedef struct net {
 
 static double u[TRAINED][FINE], flux[TRAINED][FINE]; /* of the fields of this rank */
 static float x[SAMPLES][WINDOW], y[SAMPLES];
-static net weights, grad, moments[2];
+static net weights, grad, velocity;
 static bool trains; /* this rank does */
 static dtrain_world *world;
 static dtrain_strategy *ddp;
@@ -66,7 +66,7 @@ static void solve(int i, int f, int step)
     }
 }
 
-/* Of the i-th field: write the averages around each coarse side to x, and what the coarse flux lacks to y. */
+/* Of the i-th field: write the averages around each coarse side to x, and 10 times what the coarse flux lacks to y. */
 static void sample(int i)
 {
     double mean[COARSE] = {0};
@@ -74,9 +74,9 @@ static void sample(int i)
     for (int c = 0; c < COARSE; c++) {
         for (int k = 0; k < WINDOW; k++)
             x[i * COARSE + c][k] = (float)wrap(mean, COARSE, c + k - WINDOW / 2 + 1);
-        y[i * COARSE + c] =
-            (float)(flux[i][c * RATIO + RATIO - 1] -
-                    flux_between(mean[c], wrap(mean, COARSE, c + 1), RATIO * 6.283185307 / FINE));
+        const double coarse =
+            flux_between(mean[c], wrap(mean, COARSE, c + 1), RATIO * 6.283185307 / FINE);
+        y[i * COARSE + c] = (float)(10 * (flux[i][c * RATIO + RATIO - 1] - coarse));
     }
 }
 
@@ -116,16 +116,14 @@ static float gradient(int n)
     return loss;
 }
 
-/* Adam (Kingma and Ba, 2015). */
-static void update(int step)
+/* Gradient descent with momentum. */
+static void update(void)
 {
-    float *w = (float *)&weights, *m = (float *)&moments[0], *v = (float *)&moments[1];
+    float *w = (float *)&weights, *v = (float *)&velocity;
     const float *g = (const float *)&grad;
-    const double c1 = 1 - pow(0.9, step + 1), c2 = 1 - pow(0.999, step + 1);
     for (size_t i = 0; i < sizeof(net) / sizeof(float); i++) {
-        m[i] = 0.9f * m[i] + 0.1f * g[i];
-        v[i] = 0.999f * v[i] + 0.001f * g[i] * g[i];
-        w[i] -= 0.003f * (float)(m[i] / c1 / (sqrt(v[i] / c2) + 1e-8));
+        v[i] = 0.9f * v[i] + g[i];
+        w[i] -= 0.02f * v[i];
     }
 }
 
@@ -147,13 +145,14 @@ static bool file(const char *mode, const char *out, const char *what, int number
 /* Join the training ranks, and continue from a saved step unless it is 0. */
 static bool join(MPI_Comm trainers, const char *out, int from)
 {
-    char net[400], step[450];
-    snprintf(net, sizeof net, "%s/net", out);
-    snprintf(step, sizeof step, "%s/step-%012d", net, from);
-    const dtrain_state_item adam = {
-        .name = "moments", .count = sizeof moments / sizeof(float), .memory = moments};
-    dtrain_state_desc what = {.items = &adam, .item_count = 1};
-    dtrain_checkpoint_desc where = {.directory = net};
+    static char folder[400]; /* a checkpoint keeps it by pointer */
+    char step[450];
+    snprintf(folder, sizeof folder, "%s/net", out);
+    snprintf(step, sizeof step, "%s/step-%012d", folder, from);
+    const dtrain_state_item own = {
+        .name = "velocity", .count = sizeof velocity / sizeof(float), .memory = &velocity};
+    dtrain_state_desc what = {.items = &own, .item_count = 1};
+    dtrain_checkpoint_desc where = {.directory = folder, .keep = DTRAIN_KEEP_ALL};
     return !dtrain_world_join_mpi(trainers, NULL, &world) &&
            !dtrain_strategy_create(world, params, 4, NULL, &ddp) && /* all begin as rank 0 */
            (what.strategy = ddp) && !dtrain_state_create(world, &what, &state) &&
@@ -209,7 +208,7 @@ int main(int argc, char **argv)
             if (trains) sample(i);
         }
         if (trains) loss = gradient(COARSE * mine);
-        if (trains) update(step);
+        if (trains) update();
         if (!trains && world) leave(); /* and solve on */
         if ((step + 1) % EVERY) continue;
         for (int i = 0; i < mine * FINE; i++)
