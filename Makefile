@@ -33,6 +33,7 @@ UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard t
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
+HOSTS     := $(addprefix $(BUILD)/,flat_array flat_array_dtrain host fit.so fit_dtrain.so plugin_footprint)
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
 examples: $(EXAMPLES)
@@ -82,6 +83,7 @@ endif
 ifneq ($(shell command -v $(CXX)),)
 EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs \
              $(BUILD)/emu/test_tensor_programs $(BUILD)/emu/test_pipeline
+HOSTS     += $(BUILD)/emu/flat_array_dtrain
 EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp gpu_nccl)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
@@ -107,12 +109,12 @@ MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
-programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
+programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(HOSTS) $(filter $(BUILD)/%,$(ALL))
 test: programs
 	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+test-all: $(EXAMPLES) $(HOSTS) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
 	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
@@ -201,12 +203,12 @@ mpi: $(EXAMPLES:$(BUILD)/%=$(BUILD)/mpi/%)
 	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/mpi/. Try: mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 # What the tests start under each MPI that is installed, in a folder of its own.
 openmpi mpich:
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt)
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt solver solver_dtrain)
 
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
 # flags of its compiler (flags): when one of them changes it is built again.
-vpath %.c   examples $(sort $(dir $(filter tools/%,$(PROGRAMS)))) tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
+vpath %.c   examples $(wildcard examples/hosts/*) $(sort $(dir $(filter tools/%,$(PROGRAMS)))) tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
 vpath %.cpp tests/cuda tests/cuda/emulation
 STRICT_CXX := -std=c++17 -Wall -Wextra -Werror
 OPTIONS = $(CFLAGS) $(DEFINES) -I. -MMD -MP -MF $@.d -MT $@
@@ -253,6 +255,11 @@ $(BUILD)/dtrain.a: $(if $(filter src,$(FROM)),$(PARTS),$(BUILD)/dtrain.o)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+# A plugin and the program that opens it (examples/hosts/plugin), which is not linked with the library.
+$(BUILD)/host $(BUILD)/plugin_footprint: $(BUILD)/%: %.c $(BUILD)/flags
+	$(PROGRAM) $(TEST_INCLUDES) $< -o $@ -lm -lpthread -ldl
+$(BUILD)/fit.so $(BUILD)/fit_dtrain.so: $(BUILD)/%.so: %.c $(BUILD)/flags
+	$(PROGRAM) -fPIC -fvisibility=hidden -shared $< -o $@ $(LIBS)
 READING = flight trace report
 $(READING:%=$(BUILD)/%): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c))
 	$(PROGRAM) $(INTERNAL) $< $(filter %.o,$^) -o $@ $(LIBS)

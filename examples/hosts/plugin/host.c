@@ -44,6 +44,7 @@ static void prepare(task *t, int number, int rank, struct forked_page *page, fit
     t->group.rank = t->me.rank = rank;
     t->group.size = t->me.size = size;
     t->group.page = page;
+    t->group.passed = 0;
     t->me.all_gather = forked_gather;
     t->me.user = &t->group;
     t->me.count = 0;

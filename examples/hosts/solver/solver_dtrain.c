@@ -213,8 +213,9 @@ int main(int argc, char **argv)
         if ((step + 1) % EVERY) continue;
         for (int i = 0; i < mine * FINE; i++)
             energy += u[i / FINE][i % FINE] * u[i / FINE][i % FINE] / (mine * FINE);
-        printf("rank %d: step %4d  energy %.4f", rank, step + 1, energy);
-        printf(trains ? "  loss %.7f\n" : "\n", (double)loss);
+        char text[32] = "";
+        if (trains) snprintf(text, sizeof text, "  loss %.7f", (double)loss);
+        printf("rank %d: step %4d  energy %.4f%s\n", rank, step + 1, energy, text);
         fflush(stdout);
         for (int i = 0; i < mine; i++)
             good &= file("wb", out, "field", number[i], step + 1, u[i], sizeof u[i]);
