@@ -32,6 +32,7 @@
    ------------------------------------------------------------------------------------------------
    Contents: the files that this one is joined from, in the order of reading. First the API, in
    which what authors of backends need comes last; then the implementation, its kernels last.
+       src/core/abi.h                       Sizes of structs, for a library that was compiled apart from its program
        src/core/api.h                       Version and linkage
        src/core/result.h                    Results and error sentences
        src/core/log.h                       Log, allocator, clock, memory of the process
@@ -65,6 +66,8 @@
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
        src/comm/backend.h                   For authors of communicators: the communicator table, and the transport table
+       src/sizes.h                          The sizes of public structs, as the compiler of this file sees them
+       src/launch/join_mpi.h                Joining with the ranks of an MPI communicator, compiled by the host's mpicc
        src/core/platform.c                  The clock, files, and how much memory there is
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
        src/core/core_internal.h             What every room uses of core
@@ -75,7 +78,9 @@
        src/core/hash.c                      Hashes of 64 bits: FNV-1a to compare, SipHash under a key
        src/world/world.c                    World
        src/world/world_internal.h           The world of a rank, and the control page that ranks share
+       src/world/abi_internal.h             Descs and infos of programs that were compiled with another dtrain.h, see core/abi.h
        src/world/timeline_internal.h        The events of a rank as the library records and reads them: see world/timeline.c
+       src/world/abi.c                      Descs and infos of programs that were compiled with another dtrain.h
        src/world/timeline.c                 The timeline: what a rank does when
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: TCP connections between ranks that another launcher has started
@@ -86,13 +91,13 @@
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
+       src/device/device_internal.h         What other rooms use of a device
        src/comm/same.c                      Ranks agree: on an outcome, and on settings
        src/comm/groups_internal.h           Groups: who shares what with this rank
        src/comm/same_internal.h             Do all ranks have the same settings? A collective create lists its settings in a table of fields,
        src/comm/flight.c                    Dumps: the flight record of a rank
        src/comm/engine_internal.h           The progress engine
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
-       src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
        src/comm/local.c                     The local transport: shared memory
        src/comm/circle.c                    Circles: ranks that wait for each other
@@ -517,6 +522,25 @@ extern "C" {
 
 /* Ring 1, core: ranks, their communication, strategies, optimizers. */
 
+/* ==== src/core/abi.h ========================================================================== */
+
+/* Sizes of structs, for a library that was compiled apart from its program
+ *
+ * A program that is compiled with one dtrain.h can run with the shared library of another version.
+ * It hands over &dtrain_header_abi in dtrain_launch_desc.abi or dtrain_join_desc.abi:
+ *
+ *     GROWS    later versions may append fields, never in the padding at its end. A field that the
+ *              program does not know is zero, its default; one that the library does not know is
+ *              an error unless it is zero. Infos are filled as far as both know them. Calls without
+ *              a world (dtrain_strategy_plan, a mesh for plans) read and fill what the first
+ *              version had
+ *     FIXED    never grows: it stands in arrays or inside of other structs, is returned, or belongs
+ *              to calls without a world, such as dtrain_device_create. A program whose struct has
+ *              another size is refused by name
+ *
+ * Tables of backends have a version in their first field instead. Entries are appended, none is
+ * moved or removed; the numbers are what a struct had in the first version. */
+
 /* ==== src/core/api.h ========================================================================== */
 
 /* Version and linkage. */
@@ -531,14 +555,53 @@ extern "C" {
 #define DTRAIN_VERSION_PATCH 0
 #define DTRAIN_VERSION_STRING "0.2.0"
 
-/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. */
+/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. make lib
+ * defines DTRAIN_SHARED, with -fvisibility=hidden; programs that use the library do not. */
 #ifndef DTRAIN_API
 #ifdef DTRAIN_STATIC
 #define DTRAIN_API static
+#elif defined(DTRAIN_SHARED)
+#define DTRAIN_API extern __attribute__((visibility("default")))
 #else
 #define DTRAIN_API extern
 #endif
 #endif
+
+/* clang-format off */
+#define DTRAIN_ABI_LIST(GROWS, FIXED) \
+    GROWS(launch_desc, abi, 200) GROWS(join_desc, abi, 200) GROWS(launch_info, restart_count, 28) \
+    GROWS(launch_place, restart_count, 20) GROWS(world_info, stop_requested, 73) \
+    GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
+    GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
+    GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
+    GROWS(state_desc, comm, 80) GROWS(checkpoint_desc, state, 48) \
+    GROWS(checkpoint_info, snapshot_bytes, 56) GROWS(load_desc, storage, 16) \
+    GROWS(load_info, note, 1192) GROWS(export_desc, storage, 24) GROWS(import_desc, storage, 40) \
+    GROWS(import_info, note, 624) GROWS(dataset_desc, user, 64) GROWS(loader_desc, user, 112) \
+    GROWS(loader_info, batch_samples, 20) GROWS(tape_info, error, 60) \
+    GROWS(batch_norm_desc, comm, 48) GROWS(attention_desc, mask, 56) \
+    GROWS(conv2d_desc, groups, 56) GROWS(pool2d_desc, padding, 56) GROWS(trainer_desc, mesh, 224) \
+    GROWS(metrics_desc, sink_count, 128) GROWS(metrics_info, no_plan, 256) FIXED(allocator, 24) \
+    FIXED(trace_desc, 40) FIXED(device_desc, 56) FIXED(device_info, 224) FIXED(cut, 48) \
+    FIXED(param, 208) FIXED(shard, 56) FIXED(memory, 72) FIXED(comm_info, 160) \
+    FIXED(loss_scaler, 24) FIXED(schedule, 104) FIXED(optimizer_desc, 64) \
+    FIXED(pipeline_desc, 16) FIXED(pipeline_action, 24) FIXED(pipeline_schedule, 48) \
+    FIXED(pipeline_costs, 32) FIXED(pipeline_part, 24) FIXED(pipeline_work, 24) FIXED(piece, 80) \
+    FIXED(state_tensor, 160) FIXED(state_item, 152) FIXED(storage, 88) FIXED(export_name, 24) \
+    FIXED(dataset_info, 72) FIXED(sample, 32) FIXED(tensor, 96) FIXED(step_record, 1672) \
+    FIXED(batch_search, 48) FIXED(summary, 136) FIXED(metric, 56) FIXED(histogram, 96) \
+    FIXED(metrics_sample, 88) FIXED(metrics_sink, 32) FIXED(metrics_sink_info, 32) \
+    FIXED(hook_tensor, 56) FIXED(hook_bucket, 96) FIXED(comm_hook_desc, 56) FIXED(op, 608) \
+    FIXED(op_desc, 56)
+/* clang-format on */
+
+#define DTRAIN_ABI_ONE(...) +1
+
+/* Bytes of each struct of the list, of one that grows up to the end of its last field. */
+typedef struct dtrain_abi {
+    uint32_t count; /* entries that follow; 0 = program and library were compiled together */
+    uint32_t bytes[0 DTRAIN_ABI_LIST(DTRAIN_ABI_ONE, DTRAIN_ABI_ONE)];
+} dtrain_abi;
 
 /* ==== src/core/result.h ======================================================================= */
 
@@ -703,15 +766,20 @@ typedef enum dtrain_math {
     DTRAIN_MATH_BF16 = 3  /* tensor cores with 7 bits of mantissa; CPU: an error */
 } dtrain_math;
 
+/* dtrain_device_desc.device_index: the GPU that is current on the calling thread. */
+#define DTRAIN_DEVICE_CURRENT UINT32_MAX
+
 typedef struct dtrain_device_desc {
     uint32_t thread_count; /* CPU: compute threads of this rank; 0 = 1 */
-    uint32_t device_index; /* GPU: which one, modulo how many there are */
+    uint32_t device_index; /* GPU: which one, modulo how many there are; or DTRAIN_DEVICE_CURRENT */
     uint32_t math;         /* dtrain_math */
     bool oversubscribed;   /* more threads than cores here: waiting threads must not spin */
     bool tune;             /* GPU: time the algorithms of a GEMM at its first use. Some per cent
                               faster; the bits may then differ from run to run */
     uint64_t memory_limit; /* bytes; what would go beyond is DTRAIN_ERROR_MEMORY. 0 = none */
     dtrain_allocator allocator;
+    void *stream; /* GPU: the host's cudaStream_t, on which kernels are queued; it must outlive the
+                     device. NULL = a new one; a device without streams refuses another value */
 } dtrain_device_desc;
 
 typedef struct dtrain_device_info {
@@ -804,6 +872,8 @@ typedef struct dtrain_world_info {
     dtrain_allocator allocator;
     uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
                                is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
+    bool guest;             /* dtrain_world_join made this world */
+    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
     bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
                                launch/launch.h */
 } dtrain_world_info;
@@ -988,6 +1058,8 @@ typedef struct dtrain_launch_desc {
                          for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
                          port, ranks with another hash are turned away for as long as the right one
                          may still come (ten seconds). 0 = nothing tells such jobs apart */
+    const dtrain_abi *abi; /* &dtrain_header_abi, required where dtrain is a library compiled apart
+                              (core/abi.h); NULL = program and library are compiled together */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -1116,6 +1188,7 @@ typedef struct dtrain_join_desc {
     bool tune;                    /* see dtrain_device_desc */
     const char *flight_directory; /* NULL = no dumps */
     dtrain_trace_desc trace;
+    const dtrain_abi *abi; /* as in dtrain_launch_desc */
 } dtrain_join_desc;
 
 /* Make a world of the members that call it, this one included. Collective: it blocks in all_gather
@@ -1130,43 +1203,6 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
  * first. Collective, at most until the deadline; the result is that of waiting for the others, the
  * world is freed in any case. NULL is OK. */
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world);
-
-#ifdef DTRAIN_USE_MPI
-
-static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
-{
-    return MPI_Allgather((void *)(uintptr_t)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
-                         *(MPI_Comm *)user);
-}
-
-/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
- * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to:
- * below MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data
- * travels over a duplicate of `comm`, which leaving frees. A host that wants to survive the end of
- * another rank ignores SIGPIPE: MPI writes to sockets. Compiled by the host's mpicc, so a libdtrain.so
- * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
-static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
-                                                  dtrain_world **out)
-{
-    static const dtrain_join_desc none; /* zeros */
-    dtrain_join_desc own = desc ? *desc : none;
-    int level = MPI_THREAD_SINGLE, is_main = 1;
-    MPI_Query_thread(&level);
-    MPI_Is_thread_main(&is_main);
-    if (level < MPI_THREAD_SERIALIZED && !is_main)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_world_join_mpi: MPI was initialised for calls of the main thread "
-            "only, and this is another one; ask for MPI_THREAD_SERIALIZED");
-    MPI_Comm_rank(comm, &own.rank);
-    MPI_Comm_size(comm, &own.size);
-    own.all_gather = dtrain_mpi_gather;
-    own.user = &comm;
-    if (!own.comm_ops) own.comm_given = &comm;
-    return dtrain_world_join(&own, out);
-}
-
-#endif /* DTRAIN_USE_MPI */
 
 /* ==== src/comm/comm.h ========================================================================= */
 
@@ -4297,7 +4333,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 12u
+#define DTRAIN_DEVICE_ABI 13u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -4353,6 +4389,9 @@ struct dtrain_device_ops {
     /* End a recording under way, and all graphs: launching one is an error from here on, destroying
      * it is not. A communicator that ends calls it, because graphs keep its collectives. */
     void (*graphs_drop)(dtrain_device *device);
+    /* Tell whether work on the compute stream is recorded: between graph_begin and graph_end, or by
+     * the host whose stream it is. */
+    bool (*capturing)(dtrain_device *device);
     /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
      * back by other means. False: a kernel does not end, and memory stays for good. */
     bool (*may_free)(dtrain_device *device);
@@ -4582,6 +4621,67 @@ typedef struct dtrain_transport_ops {
  * (size), in rank order. Ranks whose buffer the collective does not read may have NULL. */
 DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
                                          const void *const *in);
+
+/* For a library that was compiled apart from its program: see core/abi.h. */
+
+/* ==== src/sizes.h ============================================================================= */
+
+/* The sizes of public structs, as the compiler of this file sees them. */
+
+#define DTRAIN_ABI_END(name, last, first) \
+    (uint32_t)(offsetof(dtrain_##name, last) + sizeof(((dtrain_##name *)NULL)->last)),
+#define DTRAIN_ABI_SIZE(name, bytes) (uint32_t)sizeof(dtrain_##name),
+
+/* What a program gives as dtrain_launch_desc.abi and dtrain_join_desc.abi. */
+#if defined(__GNUC__)
+__attribute__((unused))
+#endif
+static const dtrain_abi dtrain_header_abi = {sizeof(dtrain_abi) / sizeof(uint32_t) - 1,
+                                             {DTRAIN_ABI_LIST(DTRAIN_ABI_END, DTRAIN_ABI_SIZE)}};
+
+/* ==== src/launch/join_mpi.h =================================================================== */
+
+/* Joining with the ranks of an MPI communicator, compiled by the host's mpicc. */
+
+#ifdef DTRAIN_USE_MPI
+#include <string.h>
+
+static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
+{
+    return MPI_Allgather((void *)(uintptr_t)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
+                         *(MPI_Comm *)user);
+}
+
+/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
+ * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to: below
+ * MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data travels
+ * over a duplicate of `comm`, which leaving frees. A host that is to survive the end of another
+ * rank ignores SIGPIPE: MPI writes to sockets. The host's mpicc compiles this, so a libdtrain.so
+ * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
+static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
+                                                  dtrain_world **out)
+{
+    dtrain_join_desc own;
+    int level = MPI_THREAD_SINGLE, is_main = 1;
+    if (desc) own = *desc;
+    else memset(&own, 0, sizeof own);
+    MPI_Query_thread(&level);
+    MPI_Is_thread_main(&is_main);
+    if (level < MPI_THREAD_SERIALIZED && !is_main)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_world_join_mpi: MPI was initialised for calls of the main thread "
+            "only, and this is another one; ask for MPI_THREAD_SERIALIZED");
+    MPI_Comm_rank(comm, &own.rank);
+    MPI_Comm_size(comm, &own.size);
+    own.all_gather = dtrain_mpi_gather;
+    if (!own.abi) own.abi = &dtrain_header_abi;
+    own.user = &comm;
+    if (!own.comm_ops) own.comm_given = &comm;
+    return dtrain_world_join(&own, out);
+}
+
+#endif /* DTRAIN_USE_MPI */
 
 #ifdef __cplusplus
 }
@@ -5601,6 +5701,37 @@ DTRAIN__COLD
  *
  * After the page come the arenas, one per rank, from which shared memory is handed out. */
 
+/* ==== src/world/abi_internal.h ================================================================ */
+
+/* Descs and infos of programs that were compiled with another dtrain.h, see core/abi.h. */
+
+#define DTRAIN__ABI_GROWS(name, last, first) DTRAIN__ABI_##name,
+#define DTRAIN__ABI_FIXED(name, bytes) DTRAIN__ABI_##name,
+typedef enum dtrain__abi_entry {
+    DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS, DTRAIN__ABI_FIXED) DTRAIN__ABI_COUNT
+} dtrain__abi_entry;
+
+/* Replace a desc of the program's, which may be NULL, by a copy as this library knows it. A program
+ * that is compiled together with the library has no other structs. */
+#ifdef DTRAIN_SHARED
+#define DTRAIN__TAKE(abi, name, desc)                                          \
+    dtrain_##name own_##name;                                                  \
+    DTRAIN__TRY(dtrain__take((abi), DTRAIN__ABI_##name, (desc), &own_##name)); \
+    if (desc) (desc) = &own_##name
+#else
+#define DTRAIN__TAKE(abi, name, desc) (void)(abi)
+#endif
+
+/* world/abi.c */
+DTRAIN__PRIVATE const dtrain_abi *dtrain__abi_of(const dtrain_world *world);
+DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_abi *abi,
+                                                dtrain_abi *own);
+DTRAIN__PRIVATE size_t dtrain__abi_bytes(const dtrain_abi *abi, dtrain__abi_entry which);
+DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_entry which,
+                                           const void *given, void *own);
+DTRAIN__PRIVATE void dtrain__give(const dtrain_abi *abi, dtrain__abi_entry which, const void *own,
+                                  void *info);
+
 /* ==== src/world/timeline_internal.h =========================================================== */
 
 /* The events of a rank as the library records and reads them: see world/timeline.c. */
@@ -5898,6 +6029,7 @@ struct dtrain_world {
     uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
     dtrain__range *ranges; /* (range_count), sorted */
     size_t range_count, range_room;
+    dtrain_abi abi; /* sizes of the program's structs */
     dtrain_allocator allocator;
     dtrain__log_sink log;
     dtrain_device *device;
@@ -5937,6 +6069,9 @@ static inline const void *dtrain__gathered(const dtrain_world *world, int rank)
 {
     return world->control->slots[rank].data[world->gather_count % 2];
 }
+
+/* world/world.c */
+DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_info *info);
 
 /* world/control.c */
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number);
@@ -5996,9 +6131,8 @@ DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world)
     return world ? world->comm : NULL;
 }
 
-DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info)
+DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!world) return;
     const int node = world->node_ranks;
@@ -6011,12 +6145,21 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
+    info->guest = world->guest != NULL;
+    info->comm_given = world->comm_given;
     /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
      * launcher has not seen a signal that was sent to only one rank */
     const int signal = world->catches ? dtrain__signal_caught() : 0;
     if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
     info->stop_requested = signal != 0;
     info->allocator = world->allocator;
+}
+
+DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info)
+{
+    dtrain_world_info own;
+    dtrain__world_info(world, &own);
+    dtrain__give(dtrain__abi_of(world), DTRAIN__ABI_world_info, &own, info);
 }
 
 DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
@@ -6026,6 +6169,108 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
     va_start(args, format);
     dtrain__log_va(&world->log, level, format, args);
     va_end(args);
+}
+
+/* ==== src/world/abi.c ========================================================================= */
+
+/* Descs and infos of programs that were compiled with another dtrain.h
+ *
+ *     program (older)   | fields it knows       |              program (newer) | ... | unknown |
+ *                            | copied                                              | must be 0
+ *     library           | fields it knows ...   | 0 |                  library | ... |
+ *
+ * The library's own calls do not pass through these copies: they use dtrain__*_info functions. */
+
+#ifdef DTRAIN_SHARED
+/* A struct of the list, by its name; frozen ones have a size, others that of the first version. */
+#define DTRAIN__ABI_GROWS_ROW(name, last, first) {#name, first, false},
+#define DTRAIN__ABI_FIXED_ROW(name, bytes) {#name, bytes, true},
+static const struct {
+    const char *name;
+    uint32_t bytes;
+    bool fixed;
+} dtrain__abi_rows[] = {DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS_ROW, DTRAIN__ABI_FIXED_ROW)};
+#endif
+
+/* An array of a negative size: a struct of the list was changed in a way that core/abi.h forbids. */
+#define DTRAIN__ABI_GROWN(name, last, first) \
+    typedef char dtrain__abi_grown_##name    \
+        [offsetof(dtrain_##name, last) + sizeof(((dtrain_##name *)NULL)->last) >= first ? 1 : -1];
+#define DTRAIN__ABI_SAME(name, bytes) \
+    typedef char dtrain__abi_same_##name[sizeof(dtrain_##name) == bytes ? 1 : -1];
+DTRAIN_ABI_LIST(DTRAIN__ABI_GROWN, DTRAIN__ABI_SAME)
+
+DTRAIN__PRIVATE const dtrain_abi *dtrain__abi_of(const dtrain_world *world)
+{
+    return world ? &world->abi : NULL;
+}
+
+/* Check what a program says of its structs, at a call that makes a world, and copy it to *own. */
+DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_abi *abi,
+                                                dtrain_abi *own)
+{
+    memset(own, 0, sizeof *own);
+#ifdef DTRAIN_SHARED
+    if (!abi || !abi->count)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: abi of the desc is NULL, and this library (%s) was compiled apart "
+                           "from the program: set it to &dtrain_header_abi",
+                           call, DTRAIN_VERSION_STRING);
+    for (uint32_t i = 0; i < abi->count && i < DTRAIN__ABI_COUNT; i++) {
+        own->bytes[own->count++] = abi->bytes[i];
+        if (dtrain__abi_rows[i].fixed ? abi->bytes[i] != dtrain__abi_rows[i].bytes
+                                      : abi->bytes[i] < dtrain__abi_rows[i].bytes)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: dtrain_%s has %u bytes in the program and %u in this library "
+                               "(%s): compile the program with the dtrain.h of this library",
+                               call, dtrain__abi_rows[i].name, abi->bytes[i],
+                               dtrain__abi_rows[i].bytes, DTRAIN_VERSION_STRING);
+    }
+#else
+    if (abi && memcmp(abi, &dtrain_header_abi, sizeof *abi) != 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: the program has another dtrain.h", call);
+#endif
+    return DTRAIN_OK;
+}
+
+/* Return how many bytes of a struct the program knows. */
+DTRAIN__PRIVATE size_t dtrain__abi_bytes(const dtrain_abi *abi, dtrain__abi_entry which)
+{
+    if (abi && (uint32_t)which < abi->count) return abi->bytes[which];
+#ifdef DTRAIN_SHARED
+    return dtrain__abi_rows[which].bytes;
+#else
+    return dtrain_header_abi.bytes[which];
+#endif
+}
+
+/* Copy a desc of the program's to *own; zeros where it is NULL, or does not have a field. */
+DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_entry which,
+                                           const void *given, void *own)
+{
+    const size_t theirs = dtrain__abi_bytes(abi, which), ours = dtrain_header_abi.bytes[which];
+    memset(own, 0, ours);
+    if (!given) return DTRAIN_OK;
+    memcpy(own, given, theirs < ours ? theirs : ours);
+#ifdef DTRAIN_SHARED
+    for (size_t i = ours; i < theirs; i++)
+        if (((const char *)given)[i])
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "dtrain_%s: a field at byte %zu is not 0, and this library (%s) is "
+                               "older than the program and knows %zu bytes: leave the field at 0, "
+                               "or use the library that came with the program's dtrain.h",
+                               dtrain__abi_rows[which].name, i, DTRAIN_VERSION_STRING, ours);
+#endif
+    return DTRAIN_OK;
+}
+
+/* Copy an info to the program's, which may be NULL; zeros where own is NULL, or lacks a field. */
+DTRAIN__PRIVATE void dtrain__give(const dtrain_abi *abi, dtrain__abi_entry which, const void *own,
+                                  void *info)
+{
+    const size_t theirs = dtrain__abi_bytes(abi, which), ours = dtrain_header_abi.bytes[which];
+    if (info) memset(info, 0, theirs);
+    if (info && own) memcpy(info, own, theirs < ours ? theirs : ours);
 }
 
 /* ==== src/world/timeline.c ==================================================================== */
@@ -8296,6 +8541,52 @@ DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size
 /* comm/flight.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);
 
+/* ==== src/device/device_internal.h ============================================================ */
+
+/* What other rooms use of a device. */
+
+/* device/cpu/cpu.c, device/plan.c: the tables */
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void);
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
+
+/* device/device.c */
+DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
+
+/* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
+/* clang-format off */
+#define DTRAIN__KERNEL_LIST(X, L)                                                            \
+    L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
+    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
+    L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
+    X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
+    L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
+    L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
+/* clang-format on */
+
+/* The entries of a device that has finished its work when a call returns: from stream_create to
+ * event_query, from graph_begin to range_end, and with is_device_memory between them. */
+#define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
+
+/* Call an entry of the table that may be NULL: then there is nothing to do. */
+#define DTRAIN__ORDER(device, entry, ...) \
+    ((device)->ops->entry ? (device)->ops->entry((device), __VA_ARGS__) : DTRAIN_OK)
+
+/* Inputs of several ranks, which are combined in this order into equal outputs. */
+typedef struct dtrain__mix_job {
+    const char *const *in; /* (in_count), 2 or more */
+    char *const *out;      /* (out_count) */
+    int in_count, out_count;
+    size_t count; /* elements */
+    dtrain_dtype dtype;
+    uint32_t op; /* dtrain_reduce_op */
+} dtrain__mix_job;
+
+/* Combine them. */
+DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job);
+
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
 /* Check the arguments of a call. In place is allowed; a shifted overlap would overwrite what is
@@ -8421,6 +8712,24 @@ static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *ca
     return dtrain__world_check(comm->world, call);
 }
 
+/* Refuse what a graph that is being captured cannot hold: the host would have to wait, or to move
+ * data, when the graph is launched. The communicator is as before, since all ranks capture alike. */
+static dtrain_result dtrain__check_captured(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    dtrain_device *device = comm->world->device;
+    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
+    const bool host = !what->count || (what->send && dtrain__on_host(device, what->send)) ||
+                      (what->recv && dtrain__on_host(device, what->recv));
+    if (!host && (!comm->ops->transport || comm->size == 1)) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: %s cannot be part of a captured graph; call it outside of the capture%s",
+        dtrain__kind_of(what->kind)->call,
+        host ? "a barrier, a split, a count of 0 or a buffer in host memory"
+             : "a communicator that moves data through host memory",
+        host ? "" : ", or give each rank a GPU and use dtrain_nccl.h");
+}
+
 /* Check, count and start an operation, and wait for it unless `work` is given.
  *
  * A rank that made a mistake in its arguments has missed an operation the others count on. Were it
@@ -8433,6 +8742,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
+    DTRAIN__TRY(dtrain__check_captured(comm, &what));
     const uint64_t entered = dtrain__enter(comm->world, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
@@ -8539,7 +8849,10 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
 {
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_split: out is NULL");
     *out = NULL;
+    const dtrain_collective what = {
+        DTRAIN_COLLECTIVE_SPLIT, DTRAIN_DTYPE_I32, 0, -1, 0, NULL, NULL};
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_split"));
+    DTRAIN__TRY(dtrain__check_captured(comm, &what));
     const int64_t number = (comm->number + 1) * 1000 + (int64_t)comm->splits++;
     const dtrain_result result = comm->ops->split(comm, color, key, out);
     if (*out && !(*out)->number) (*out)->number = number; /* of a backend that has none */
@@ -9154,52 +9467,6 @@ DTRAIN__HOT
  *         all-to-all      all, not added                                count elements each
  *
  * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
-
-/* ==== src/device/device_internal.h ============================================================ */
-
-/* What other rooms use of a device. */
-
-/* device/cpu/cpu.c, device/plan.c: the tables */
-DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void);
-DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
-
-/* device/device.c */
-DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
-
-/* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
-/* clang-format off */
-#define DTRAIN__KERNEL_LIST(X, L)                                                            \
-    L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
-    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
-    L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
-    X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
-    L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
-    L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
-/* clang-format on */
-
-/* The entries of a device that has finished its work when a call returns: from stream_create to
- * event_query, from graph_begin to range_end, and with is_device_memory between them. */
-#define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
-
-/* Call an entry of the table that may be NULL: then there is nothing to do. */
-#define DTRAIN__ORDER(device, entry, ...) \
-    ((device)->ops->entry ? (device)->ops->entry((device), __VA_ARGS__) : DTRAIN_OK)
-
-/* Inputs of several ranks, which are combined in this order into equal outputs. */
-typedef struct dtrain__mix_job {
-    const char *const *in; /* (in_count), 2 or more */
-    char *const *out;      /* (out_count) */
-    int in_count, out_count;
-    size_t count; /* elements */
-    dtrain_dtype dtype;
-    uint32_t op; /* dtrain_reduce_op */
-} dtrain__mix_job;
-
-/* Combine them. */
-DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job);
 
 static const dtrain__kind dtrain__kinds[] = {
     /*                                           reduces rooted cuts joins */
@@ -10968,6 +11235,7 @@ static void dtrain__mpi_tell(dtrain_world *world)
     dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
     const uint64_t until = dtrain__now_ns() + 100000000u;
     MPI_Request sends[DTRAIN_MAX_RANKS];
+    MPI_Status statuses[DTRAIN_MAX_RANKS];
     int count = 0, done = 0;
     if (!hub || hub->failed) return;
     if (!dtrain__load(&world->control->aborted.state)) {
@@ -10982,7 +11250,7 @@ static void dtrain__mpi_tell(dtrain_world *world)
                       DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
             count++;
     while (!done && dtrain__now_ns() < until)
-        if (MPI_Testall(count, sends, &done, MPI_STATUSES_IGNORE) != MPI_SUCCESS) break;
+        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
 }
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
@@ -11441,6 +11709,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     void *highest = NULL;
     hub->hearing = MPI_REQUEST_NULL;
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs ranks that MPI's launcher has started, "
+                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
+                           "or leave comm_ops NULL for the local communicator",
+                           world->size, world->size);
     MPI_Initialized(&ready);
     MPI_Finalized(&finalized);
     if (!ready || finalized)
@@ -11449,12 +11723,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
             "MPI %s; call MPI_Init before the first world and MPI_Finalize after the "
             "last",
             finalized ? "has been ended by MPI_Finalize" : "is not initialised");
-    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI needs ranks that MPI's launcher has started, "
-                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
-                           "or leave comm_ops NULL for the local communicator",
-                           world->size, world->size);
     MPI_Comm_size(given, &size);
     MPI_Comm_rank(given, &rank);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
@@ -11623,6 +11891,7 @@ typedef struct dtrain__restarts {
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
+    dtrain_abi abi;          /* a copy of the program's */
     dtrain__log_sink log;    /* of rank -1, the launcher */
     dtrain_rank_fn rank_main;
     void *user;
@@ -11630,8 +11899,8 @@ typedef struct dtrain__launch {
     bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
     bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
     dtrain_result joined;    /* with is_rank: the result of making its world */
-    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's, and ... */
-    const dtrain_join_desc *join; /* ... its desc; or NULL */
+    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's; or NULL ... */
+    dtrain_join_desc join;   /* ... its desc */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;               /* see dtrain_world */
@@ -11918,7 +12187,8 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
-    if (given) *desc = *given;
+    DTRAIN__TRY(dtrain__abi_check("dtrain_launch", given ? given->abi : NULL, &launch->abi));
+    DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_launch_desc, given, desc));
     launch->log.write = desc->log;
     launch->log.user = desc->log_user;
     launch->log.level = (dtrain_log_level)desc->log_level;
@@ -12040,20 +12310,19 @@ static uint64_t dtrain__job_number(const dtrain__launch *launch)
     return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
 }
 
-/* A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
+/* Make the result of dtrain_launch and its info.
+ *
+ * A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
  * first fork until after the last restart. Where the host ignores SIGCHLD there would be no exit
  * statuses to wait for, so it gets the default action meanwhile. */
-DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
-                                       void *user, dtrain_launch_info *info)
+static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                          void *user, dtrain_launch_info *info)
 {
     static const int forwarded[] = {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGHUP};
     dtrain__launch launch;
-    dtrain_launch_info ignored;
     struct sigaction child_action;
     bool ignores_children = false, child_was_pending = false;
-    if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
-    *info = dtrain__no_end;
     if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
     if (dtrain__rank_of_thread() >= 0)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -12109,19 +12378,30 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     return result;
 }
 
+DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                       void *user, dtrain_launch_info *info)
+{
+    dtrain_launch_info own = dtrain__no_end;
+    const dtrain_result result = dtrain__launch_ranks(desc, rank_main, user, &own);
+    dtrain__give(desc ? desc->abi : NULL, DTRAIN__ABI_launch_info, &own, info);
+    return result;
+}
+
 DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
                                             dtrain_launch_place *place)
 {
     dtrain__launch launch;
+    dtrain_launch_place own;
     if (!place) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_plan: place is NULL");
-    memset(place, 0, sizeof *place);
+    dtrain__give(desc ? desc->abi : NULL, DTRAIN__ABI_launch_place, NULL, place);
     memset(&launch, 0, sizeof launch);
     DTRAIN__TRY(dtrain__resolve_launch(&launch, desc));
-    place->rank_count = launch.place.size;
-    place->first_rank = launch.place.rank;
-    place->started_count = (int)launch.desc.rank_count;
-    place->restart_count = launch.place.restart_count;
-    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
+    own.rank_count = launch.place.size;
+    own.first_rank = launch.place.rank;
+    own.started_count = (int)launch.desc.rank_count;
+    own.restart_count = launch.place.restart_count;
+    own.host_rank_count = launch.is_rank ? launch.place.local_size : own.started_count;
+    dtrain__give(&launch.abi, DTRAIN__ABI_launch_place, &own, place);
     return DTRAIN_OK;
 }
 
@@ -12183,8 +12463,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->guest = launch->guest;
-    if (launch->join) world->page = launch->region;
-    if (launch->join) world->comm_given = launch->join->comm_given;
+    if (launch->guest) world->page = launch->region;
+    world->comm_given = launch->join.comm_given;
     world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
@@ -12201,6 +12481,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->job = launch->job;
+    world->abi = launch->abi;
     world->catches = desc->catch_signals;
     void *const mine = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -12223,7 +12504,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
     memset(&device, 0, sizeof device);
     device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->local_rank;
+    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
+    device.stream = launch->join.stream;
     device.oversubscribed = world->oversubscribed;
     device.math = desc->math;
     device.tune = desc->tune;
@@ -12441,6 +12723,9 @@ static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, co
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    DTRAIN__TRY(dtrain__abi_check("dtrain_world_join", given->abi, &launch->abi));
+    DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_join_desc, given, &launch->join));
+    given = &launch->join;
     desc->threads_per_rank = given->threads ? given->threads : 1;
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
     desc->log_level = given->log_level;
@@ -12478,7 +12763,7 @@ static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *g
 {
     char why[DTRAIN__ERROR_BYTES];
     snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
-    if (world && world->page.control && !world->gather) dtrain_world_abort(world, result, why);
+    if (world && world->control->arenas) dtrain_world_abort(world, result, why);
     else if (guest->all_gather) (void)dtrain__guest_exchange(guest, result, why, sizeof why);
     if (world) dtrain__world_destroy(world);
     munmap(guest, guest->bytes);
@@ -12492,6 +12777,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     dtrain_world *world = NULL;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: out is NULL");
     *out = NULL;
+    memset(&launch, 0, sizeof launch);
     if (!desc || !desc->all_gather || desc->size < 1 || desc->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_world_join: size is %d, expected 1 to %d, and all_gather is %s",
@@ -12509,9 +12795,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     guest->size = desc->size;
     guest->bytes = bytes;
     guest->all = (dtrain__guest_record *)(void *)(guest + 1);
-    memset(&launch, 0, sizeof launch);
     launch.guest = guest;
-    launch.join = desc;
     dtrain__set_thread_rank(desc->rank);
     dtrain_result result = dtrain__guest_resolve(desc, &launch);
     if (result == DTRAIN_OK) result = dtrain__world_create(&launch, desc->rank, &world);
@@ -12534,7 +12818,9 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world->guest)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
                                                "and ends it; return from the rank's main function");
+    (void)dtrain__enter(world, "dtrain_world_leave");
     const dtrain_result result = dtrain__world_gather(world, NULL, 0);
+    (void)dtrain__leave(world, result);
     dtrain__guest *guest = world->guest;
     dtrain__record_end(world->control, world->rank,
                        result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
@@ -13043,6 +13329,8 @@ struct dtrain_mesh {
  * where that is NULL too the world's. */
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
                                                    dtrain_comm *comm);
+/* Return the info of a mesh; zeros for NULL. */
+DTRAIN__PRIVATE dtrain_mesh_info dtrain__mesh_info(const dtrain_mesh *mesh);
 
 /* A plan may be for more ranks than can be started; the product of three axes fits 64 bits. */
 #define DTRAIN__AXIS_MOST (1 << 20)
@@ -13121,9 +13409,9 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
                                     DTRAIN_AXIS_PIPELINE,
                                     DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    dtrain_mesh_desc zeroed;
-    memset(&zeroed, 0, sizeof zeroed);
-    if (!desc) desc = &zeroed;
+    dtrain_mesh_desc own;
+    DTRAIN__TRY(dtrain__take(dtrain__abi_of(world), DTRAIN__ABI_mesh_desc, desc, &own));
+    desc = &own;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
@@ -13158,7 +13446,7 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
         result = dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i]));
     if (all && result == DTRAIN_OK && mesh->info.tensor > 1) {
         dtrain_world_info own; /* node_ranks counts */
-        dtrain_world_query(world, &own);
+        dtrain__world_info(world, &own);
         int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
         result = dtrain_all_reduce(dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR), most, most, 2,
                                    DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
@@ -13188,11 +13476,17 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
     dtrain__free(&allocator, mesh, 1, sizeof *mesh);
 }
 
+DTRAIN__PRIVATE dtrain_mesh_info dtrain__mesh_info(const dtrain_mesh *mesh)
+{
+    dtrain_mesh_info none;
+    memset(&none, 0, sizeof none);
+    return mesh ? mesh->info : none;
+}
+
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (mesh) *info = mesh->info;
+    dtrain__give(dtrain__abi_of(mesh ? mesh->world : NULL), DTRAIN__ABI_mesh_info,
+                 mesh ? &mesh->info : NULL, info);
 }
 
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
@@ -13515,6 +13809,8 @@ typedef struct dtrain__notes {
 DTRAIN__PRIVATE dtrain__notes *dtrain__notes_of(dtrain_strategy *strategy);
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
+                                           dtrain_strategy_info *info);
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);
 /* Return the desc as resolved. */
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
@@ -13557,6 +13853,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, con
 /* Keep an error for all later calls, and fail the communicators, so that no other rank waits. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
+/* Say what a step would need to be recorded in a graph; NULL: nothing. */
+DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy);
 /* Forget the micro-batches of a step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
@@ -14038,6 +14336,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
 
 /* strategy/settings.c */
+DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
+                                                    const dtrain_strategy_desc *given,
+                                                    dtrain_strategy_desc *desc,
+                                                    dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
                                                    dtrain_compression_desc *how);
@@ -14729,8 +15031,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   const dtrain_strategy_desc *desc, int all,
                                                   int all_rank)
 {
-    dtrain_mesh_info mesh;
-    dtrain_mesh_query(desc->mesh, &mesh); /* zeros without one */
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
@@ -16407,13 +16708,46 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
 
 /* ---- When a call is allowed -------------------------------------------------------------------*/
 
+DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    const dtrain_comm *all = strategy->groups.all;
+    if (desc->offload) return "everything on the device: an offloaded update runs on the host";
+    if (desc->compression) return "no compression: its first steps are not like the later ones";
+    if (desc->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        return "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every "
+               "step";
+    if (all->size > 1 && strcmp(all->ops->name, "nccl") != 0)
+        return "collectives on the device (dtrain_nccl.h): those here go through the host";
+    return NULL;
+}
+
+/* Refuse a call in a graph that the host captures, where the step cannot be a part of it: nothing
+ * has been started yet, and the strategy stays usable. */
+static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, const char *call)
+{
+    dtrain_device *device = strategy->device;
+    if (!device->ops->capturing || strategy->notes.device_weight || !device->ops->capturing(device))
+        return DTRAIN_OK;
+    const char *missing = dtrain__unrecordable(strategy);
+    if (!strategy->notes.sync_count) missing = "a whole step before it, which allocates memory";
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const void *value = dtrain__host_value(p), *grad = dtrain__host_grad(p);
+        if ((value && dtrain__on_host(device, value)) || (grad && dtrain__on_host(device, grad)))
+            missing = "parameters and gradients in device memory";
+    }
+    if (!missing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: a captured graph needs %s", call, missing);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call)
 {
     if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->notes.torn) return DTRAIN_OK;
+    if (!strategy->notes.torn) return dtrain__check_capture(strategy, call);
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: %s failed after it had replaced a part of the values; load a whole "
                        "checkpoint, or end",
@@ -17789,7 +18123,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
     const int ranks = dtrain_comm_size(groups->data);
     dtrain_world_info own; /* node_ranks counts */
     int size = 1;
-    dtrain_world_query(world, &own);
+    dtrain__world_info(world, &own);
     const int64_t mine = own.node;
     DTRAIN__TRY(dtrain_all_gather(groups->data, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
     while (size < ranks && nodes[size] == nodes[0]) size++;
@@ -18212,6 +18546,19 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
 
 static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
 
+/* Copy a desc of the program's, and its compression, as this library knows them. */
+DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
+                                                    const dtrain_strategy_desc *given,
+                                                    dtrain_strategy_desc *desc,
+                                                    dtrain_compression_desc *how)
+{
+    const dtrain_abi *abi = dtrain__abi_of(world);
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_strategy_desc, given, desc));
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_compression_desc, desc->compression, how));
+    if (desc->compression) desc->compression = how;
+    return DTRAIN_OK;
+}
+
 /* Copy the given desc (NULL: a zeroed one) to *desc, fill in defaults and check its fields one by
  * one. *how becomes the copy of its compression and must live as long as *desc. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
@@ -18242,8 +18589,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
-    dtrain_mesh_info mesh;
-    dtrain_mesh_query(desc->mesh, &mesh);
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     if (!desc->accumulation)
         desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
                              : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
@@ -18678,10 +19024,13 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    const dtrain_mesh *mesh =
-        desc && dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL) ? desc->mesh : NULL;
-    const dtrain__groups groups = dtrain__mesh_groups(world, mesh, desc ? desc->comm : NULL);
-    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
+    dtrain_result result = dtrain__take_strategy(world, desc, &own, &how);
+    const dtrain_mesh *mesh = dtrain_mesh_comm(own.mesh, DTRAIN_AXIS_ALL) ? own.mesh : NULL;
+    const dtrain__groups groups = dtrain__mesh_groups(world, mesh, own.comm);
+    if (result == DTRAIN_OK)
+        result = dtrain__strategy_begin(world, params, param_count, &own, &groups, out);
     result = dtrain__compare_settings(out ? *out : NULL, &groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK) return DTRAIN_OK;
@@ -18825,9 +19174,9 @@ DTRAIN__PRIVATE void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm 
         info->kind_bytes[kind] += one.kind_bytes[kind];
 }
 
-DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
+                                           dtrain_strategy_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!strategy) return;
     *info = strategy->info;
@@ -18836,6 +19185,21 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     for (size_t i = 0; i < strategy->owned_count; i++)
         if (strategy->owned[i] != strategy->tensor_comm)
             dtrain__add_comm(&info->traffic, strategy->owned[i]);
+}
+
+/* The info begins with a desc, which grows too: what follows it has moved by as much. */
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+{
+    const dtrain_abi *abi = dtrain__abi_of(strategy ? strategy->world : NULL);
+    const size_t at = (dtrain__abi_bytes(abi, DTRAIN__ABI_strategy_desc) + 7) / 8 * 8;
+    const size_t theirs = dtrain__abi_bytes(abi, DTRAIN__ABI_strategy_info) - at;
+    const size_t ours = sizeof *info - offsetof(dtrain_strategy_info, name);
+    dtrain_strategy_info own;
+    if (!info) return;
+    dtrain__strategy_info(strategy, &own);
+    dtrain__give(abi, DTRAIN__ABI_strategy_info, NULL, info);
+    dtrain__give(abi, DTRAIN__ABI_strategy_desc, &own.desc, info);
+    memcpy((char *)info + at, &own.name, theirs < ours ? theirs : ours);
 }
 
 /* ---- Questions of other rooms -----------------------------------------------------------------*/
@@ -19017,7 +19381,8 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     dtrain__groups groups;
     dtrain__planned planned;
-    dtrain_mesh_info mesh;
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
     DTRAIN__GIVEN("dtrain_strategy_plan", params);
     DTRAIN__GIVEN("dtrain_strategy_plan", desc);
     DTRAIN__GIVEN("dtrain_strategy_plan", memory);
@@ -19025,7 +19390,9 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_plan: rank_count is %d; expected 1 or more",
                            rank_count);
-    dtrain_mesh_query(desc->mesh, &mesh);
+    DTRAIN__TRY(dtrain__take_strategy(NULL, desc, &own, &how));
+    desc = &own;
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     if (desc->mesh && mesh.ranks != rank_count)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
@@ -19035,12 +19402,12 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     const int ranks = desc->mesh ? mesh.data : rank_count;
     groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
     const int parts = groups.tensor_ranks * groups.pipeline_ranks;
-    const int own = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
+    const int mine = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
     memset(memory, 0, sizeof *memory);
     for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
         dtrain_memory one;
-        groups.tensor_rank = (own + i) % parts % groups.tensor_ranks;
-        groups.pipeline_rank = (own + i) % parts / groups.tensor_ranks;
+        groups.tensor_rank = (mine + i) % parts % groups.tensor_ranks;
+        groups.pipeline_rank = (mine + i) % parts / groups.tensor_ranks;
         DTRAIN__TRY(dtrain__plan_resolve(&a, params, param_count, desc, ranks, &groups, &planned));
         DTRAIN__TRY(dtrain__plan_kind(&a, params, param_count, &planned.desc, ranks, &one));
         const uint64_t host = one.host > memory->host ? one.host : memory->host;
@@ -19588,6 +19955,24 @@ static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
+/* Refuse an update in a graph that the host captures, if it is the first or if its numbers change
+ * from step to step. */
+static dtrain_result dtrain__check_update_capture(const dtrain_optimizer *optimizer)
+{
+    dtrain_device *device = optimizer->device;
+    const char *why = NULL;
+    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW)
+            why = "AdamW's corrections of bias, which change with each step: call it after each "
+                  "launch of the graph";
+    if (!optimizer->compared)
+        why = "the first update, in which ranks compare rates: run one before";
+    if (!why) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_optimizer_step: a captured graph would repeat %s", why);
+}
+
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -19602,6 +19987,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
+    DTRAIN__TRY(dtrain__check_update_capture(optimizer));
     DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
@@ -19809,13 +20195,16 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
                                        dtrain_optimizer_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!optimizer) return;
-    info->kind = optimizer->groups[0].desc.kind;
-    info->step_count = optimizer->step_count;
-    info->state_bytes = optimizer->state_bytes;
-    info->scratch_bytes = optimizer->scratch_bytes;
+    dtrain_optimizer_info own;
+    memset(&own, 0, sizeof own);
+    if (optimizer) {
+        own.kind = optimizer->groups[0].desc.kind;
+        own.step_count = optimizer->step_count;
+        own.state_bytes = optimizer->state_bytes;
+        own.scratch_bytes = optimizer->scratch_bytes;
+    }
+    dtrain__give(dtrain__abi_of(optimizer ? dtrain__world_of(optimizer->strategy) : NULL),
+                 DTRAIN__ABI_optimizer_info, &own, info);
 }
 
 /* ==== src/optim/groups.c ====================================================================== */
@@ -20011,7 +20400,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns",
                            dtrain__groups_of(strategy).tensor_ranks);
     if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
-    dtrain_strategy_query(strategy, &info);
+    dtrain__strategy_info(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s: parameter %zu (\"%s\") is in group %u, of Muon, which needs whole "
                        "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
@@ -20862,9 +21251,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
                                                     size_t count, const dtrain_strategy_desc *desc,
                                                     dtrain__strategy_plan *plan)
 {
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
     uint32_t node_ranks;
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
+    DTRAIN__TRY(dtrain__take_strategy(world, desc, &own, &how));
+    desc = &own;
     plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
     DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =
@@ -21229,6 +21622,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     DTRAIN__GIVEN(call, world);
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
+    DTRAIN__TAKE(dtrain__abi_of(world), state_desc, desc);
     if (!desc->strategy || (desc->item_count && !desc->items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "items, and a count of them" : "strategy");
@@ -22597,9 +22991,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
                                         dtrain_checkpoint_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (checkpoint) *info = checkpoint->info;
+    dtrain__give(dtrain__abi_of(checkpoint ? checkpoint->world : NULL), DTRAIN__ABI_checkpoint_info,
+                 checkpoint ? &checkpoint->info : NULL, info);
 }
 
 /* ---- Life -------------------------------------------------------------------------------------*/
@@ -22612,6 +23005,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
     dtrain_checkpoint *c = NULL;
     if (out) *out = NULL;
     DTRAIN__GIVEN(call, desc);
+    DTRAIN__TAKE(dtrain__abi_of(world), checkpoint_desc, desc);
     const char *null = !world ? "world" : !out ? "out" : !desc->state ? "desc->state" : NULL;
     dtrain_result result = null ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, null)
                                 : dtrain__path_check(call, desc->directory);
@@ -23279,15 +23673,16 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info)
 {
-    dtrain_load_info ignored;
+    const dtrain_abi *abi = dtrain__abi_of(state ? state->world : NULL);
+    dtrain_load_info own;
     dtrain__load load;
-    if (!info) info = &ignored;
-    memset(info, 0, sizeof *info);
-    info->step = -1;
+    memset(&own, 0, sizeof own);
+    own.step = -1;
+    dtrain__give(abi, DTRAIN__ABI_load_info, &own, info);
     DTRAIN__GIVEN(dtrain__load_call, state);
     memset(&load, 0, sizeof load);
     load.state = state;
-    if (desc) load.desc = *desc;
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_load_desc, desc, &load.desc));
     load.folder.storage = dtrain__storage_or_files(load.desc.storage);
     load.folder.allocator = &state->allocator;
     load.folder.path = path;
@@ -23298,15 +23693,15 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {
         const dtrain__manifest *m = &load.manifest;
-        *info = load.info;
-        info->step = m->step;
-        info->ranks = (int)m->ranks;
-        snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
-        snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
-                 load.directory.text);
-        info->bytes = load.reader.bytes;
-        memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
-        info->seconds = dtrain_seconds() - start;
+        own = load.info;
+        own.step = m->step;
+        own.ranks = (int)m->ranks;
+        snprintf(own.strategy, sizeof own.strategy, "%s", m->strategy ? m->strategy : "");
+        snprintf(own.path, sizeof own.path, "%.*s", (int)sizeof own.path - 1, load.directory.text);
+        own.bytes = load.reader.bytes;
+        memcpy(&own.metric, &m->metric_bits, sizeof own.metric);
+        own.seconds = dtrain_seconds() - start;
+        dtrain__give(abi, DTRAIN__ABI_load_info, &own, info);
     } else if (!notes->torn) notes->torn = torn;
     dtrain__load_free(&load);
     dtrain__steps_free(&load.steps);
@@ -23539,7 +23934,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     e.path = path;
     e.file = -1;
     e.header.allocator = &dtrain__world_of(strategy)->allocator;
-    if (desc) e.desc = *desc;
+    DTRAIN__TRY(dtrain__take(dtrain__abi_of(dtrain__world_of(strategy)), DTRAIN__ABI_export_desc,
+                             desc, &e.desc));
     e.desc.storage = dtrain__storage_or_files(e.desc.storage);
     dtrain_comm *comm = dtrain__groups_of(strategy).all;
     dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
@@ -23870,13 +24266,14 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
                                                   dtrain_import_info *info)
 {
     dtrain__import im;
-    if (info) memset(info, 0, sizeof *info);
+    const dtrain_abi *abi = dtrain__abi_of(state ? state->world : NULL);
+    dtrain__give(abi, DTRAIN__ABI_import_info, NULL, info);
     DTRAIN__GIVEN(dtrain__import_call, state);
     const double start = dtrain_seconds();
     memset(&im, 0, sizeof im);
     im.state = state;
     im.path = path;
-    if (desc) im.desc = *desc;
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_import_desc, desc, &im.desc));
     if (!im.desc.prefix) im.desc.prefix = "";
     im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
@@ -23887,7 +24284,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
     im.info.bytes = im.reader.bytes;
     im.info.seconds = dtrain_seconds() - start;
-    if (result == DTRAIN_OK && info) *info = im.info;
+    if (result == DTRAIN_OK) dtrain__give(abi, DTRAIN__ABI_import_info, &im.info, info);
     dtrain__reader_end(&im.reader, state);
     for (uint32_t i = 0; i < im.file_count; i++) dtrain__safetensors_free(&im.files[i].header);
     dtrain__free(&state->allocator, im.files, im.file_room, sizeof *im.files);
@@ -24168,7 +24565,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     const dtrain_state *state = c->desc.state;
     dtrain_strategy_info info;
     uint64_t bits;
-    dtrain_strategy_query(state->desc.strategy, &info);
+    dtrain__strategy_info(state->desc.strategy, &info);
     dtrain__text_add(
         text,
         "{\"format\": \"dtrain checkpoint\", \"version\": %d, \"library\": \"%s\", \"step\": %lld, "
@@ -26304,6 +26701,9 @@ DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__tape_info(const dtrain_tape *tape, dtrain_tape_info *info);
+DTRAIN__PRIVATE const void *dtrain__tape_take(dtrain_tape *tape, dtrain__abi_entry which,
+                                              const void *given, void *own);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item);
@@ -26956,9 +27356,8 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
                : DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+DTRAIN__PRIVATE void dtrain__tape_info(const dtrain_tape *tape, dtrain_tape_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!tape) return;
     info->node_count = tape->pass.node_count;
@@ -26973,6 +27372,23 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     }
     info->activation_bytes -= info->gradient_bytes;
     info->error = dtrain__tape_error(tape);
+}
+
+DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+{
+    dtrain_tape_info own;
+    dtrain__tape_info(tape, &own);
+    dtrain__give(dtrain__abi_of(tape ? tape->world : NULL), DTRAIN__ABI_tape_info, &own, info);
+}
+
+/* Copy the desc of an operation, see DTRAIN__TAKE; an error sticks to the tape. */
+DTRAIN__PRIVATE const void *dtrain__tape_take(dtrain_tape *tape, dtrain__abi_entry which,
+                                              const void *given, void *own)
+{
+    const dtrain_abi *abi = dtrain__abi_of(tape ? tape->world : NULL);
+    const dtrain_result result = dtrain__take(abi, which, given, own);
+    if (tape && result != DTRAIN_OK) dtrain__tape_stick(tape, result);
+    return given ? own : NULL;
 }
 
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
@@ -28712,7 +29128,10 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
     dtrain__attention args;
     dtrain_tensor *inputs[5] = {q};
     uint32_t count = 1;
+    dtrain_attention_desc own;
     memset(&args, 0, sizeof args);
+    desc = (const dtrain_attention_desc *)dtrain__tape_take(tape, DTRAIN__ABI_attention_desc, desc,
+                                                            &own);
     if (desc) { /* otherwise prepare refuses the number of heads */
         args.args.causal = desc->causal;
         args.args.heads = desc->heads;
@@ -29612,7 +30031,7 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
     dtrain_tensor *inputs[2] = {x, NULL};
     dtrain__batch_norm args;
     memset(&args, 0, sizeof args);
-    if (desc) args.desc = *desc;
+    (void)dtrain__tape_take(tape, DTRAIN__ABI_batch_norm_desc, desc, &args.desc);
     inputs[1] = args.desc.residual;
     params[2] = args.desc.running_mean;
     params[3] = args.desc.running_var;
@@ -29738,8 +30157,10 @@ DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtr
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc)
 {
     dtrain_param *const params[2] = {weight, bias};
+    dtrain_conv2d_desc own;
     dtrain_conv2d_args args;
     memset(&args, 0, sizeof args);
+    desc = (const dtrain_conv2d_desc *)dtrain__tape_take(tape, DTRAIN__ABI_conv2d_desc, desc, &own);
     for (int axis = 0; axis < 2; axis++) {
         args.windows.stride[axis] = desc && desc->stride[axis] ? desc->stride[axis] : 1;
         args.windows.dilation[axis] = desc && desc->dilation[axis] ? desc->dilation[axis] : 1;
@@ -29817,7 +30238,8 @@ DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
 {
     dtrain__pool2d args;
     memset(&args, 0, sizeof args);
-    if (desc) args.desc = *desc; /* otherwise prepare refuses the kind */
+    (void)dtrain__tape_take(tape, DTRAIN__ABI_pool2d_desc, desc,
+                            &args.desc); /* NULL: prepare refuses the kind */
     return dtrain_tape_apply(tape, &dtrain__pool2d_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
@@ -31690,6 +32112,7 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     if (out) *out = NULL;
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
+    DTRAIN__TAKE(dtrain__abi_of(world), dataset_desc, desc);
     const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
     const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
     const dtrain__bound bounds[] = {
@@ -32152,9 +32575,8 @@ static void dtrain__loader_resume(dtrain__state_source *source, char *note, size
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
-    if (!info) return;
-    if (loader) *info = loader->info;
-    else memset(info, 0, sizeof *info);
+    dtrain__give(dtrain__abi_of(loader ? loader->world : NULL), DTRAIN__ABI_loader_info,
+                 loader ? &loader->info : NULL, info);
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
@@ -32294,6 +32716,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
     *out = NULL;
+    DTRAIN__TAKE(dtrain__abi_of(world), loader_desc, desc);
     DTRAIN__GIVEN(call, desc->dataset);
     const bool tokens = desc->dataset->info.item_bytes == 0;
     const dtrain__bound bounds[] = {
@@ -32890,13 +33313,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const uint32_t micro_batches = trainer->desc.micro_batches;
     dtrain_device *device = dtrain_world_device(trainer->world);
     const char *missing = NULL;
-    dtrain_comm_info comm;
     void *memory;
-    dtrain_comm_query(trainer->groups.all, &comm);
     if (trainer->pipeline)
         missing = "no pipeline: passes of several micro-batches are under way, and a recorded step "
                   "has one; use graph = false";
@@ -32908,16 +33328,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (dtrain__not_recordable(trainer->desc.optimizer))
         missing = dtrain__not_recordable(trainer->desc.optimizer);
-    else if (settings->offload)
-        missing = "everything on the device: an offloaded update runs on the host";
     else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
-    else if (settings->compression)
-        missing = "no compression: its first steps are not like the later ones";
-    else if (settings->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
-        missing =
-            "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
-    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
-        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
+    else missing = dtrain__unrecordable(strategy);
     if (missing)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s",
                            missing);
@@ -33364,7 +33776,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         result = dtrain__pass_run(&rehearsal, &pass, 0, 0, &loss);
         if (result == DTRAIN_OK) result = dtrain__plan_backward(tape, loss);
     }
-    dtrain_tape_query(tape, &info);
+    dtrain__tape_info(tape, &info);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
     DTRAIN__TRY(result);
@@ -33424,11 +33836,9 @@ static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_traine
                                         dtrain_batch_search *search, dtrain__strategy_plan *plan)
 {
     dtrain_device *device = world->device;
-    dtrain_strategy_desc plain;
     int32_t least = 0, good = 0;
-    memset(&plain, 0, sizeof plain);
-    DTRAIN__TRY(dtrain__plan_strategy(world, search->params, search->param_count,
-                                      search->strategy ? search->strategy : &plain, plan));
+    DTRAIN__TRY(
+        dtrain__plan_strategy(world, search->params, search->param_count, search->strategy, plan));
     dtrain_comm *comm = plan->groups.all;
     DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(world, desc, search, plan, &least)));
     DTRAIN__TRY(
@@ -33466,7 +33876,7 @@ static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_traine
 static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
 {
     dtrain_strategy_info strategy;
-    dtrain_strategy_query(desc->strategy, &strategy); /* zeros without one */
+    dtrain__strategy_info(desc->strategy, &strategy); /* zeros without one */
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
     memory->buffers = strategy.buffer_bytes;
@@ -33475,14 +33885,11 @@ static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *
     else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
 }
 
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_batch_search *search, dtrain_memory *memory)
+static dtrain_result dtrain__trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                          dtrain_batch_search *search, dtrain_memory *memory)
 {
     dtrain__strategy_plan found, plan;
     dtrain_result result = DTRAIN_OK;
-    DTRAIN__GIVEN("dtrain_trainer_plan", world);
-    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
-    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
     if (search && (!search->set_batch || !search->params || search->max_batch > INT32_MAX))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: expected a search with set_batch, params and "
@@ -33510,11 +33917,21 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     return DTRAIN_OK;
 }
 
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_batch_search *search, dtrain_memory *memory)
+{
+    DTRAIN__GIVEN("dtrain_trainer_plan", world);
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
+    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
+    return dtrain__trainer_plan(world, desc, search, memory);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
                                                      dtrain_memory *held, dtrain_memory *planned)
 {
     dtrain__memory_held(&trainer->desc, held);
-    return dtrain_trainer_plan(trainer->world, &trainer->desc, NULL, planned);
+    return dtrain__trainer_plan(trainer->world, &trainer->desc, NULL, planned);
 }
 
 /* ---- Costs of units ---------------------------------------------------------------------------*/
@@ -33532,6 +33949,7 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_unit_costs: world, desc, params, costs or unit_count is "
                            "NULL, or there is no parameter");
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
     dtrain__strategy_plan whole;
     memset(&whole, 0, sizeof whole);
     whole.groups = dtrain__mesh_groups(world, NULL, NULL);
@@ -33654,6 +34072,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     DTRAIN__GIVEN("dtrain_trainer_create", desc);
     DTRAIN__GIVEN("dtrain_trainer_create", out);
     *out = NULL;
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
     DTRAIN__TRY(dtrain__check_trainer(desc));
     const dtrain_allocator *allocator = &world->allocator;
     dtrain_trainer *trainer =
@@ -33788,7 +34207,7 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
                  {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
     dtrain_strategy_info strategy;
     dtrain_comm_info tensor, line;
-    dtrain_strategy_query(trainer->desc.strategy, &strategy);
+    dtrain__strategy_info(trainer->desc.strategy, &strategy);
     const dtrain_comm_info *const comm = &strategy.traffic;
     dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
     dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
@@ -33817,8 +34236,8 @@ static void dtrain__put_figures(const dtrain_trainer *trainer, const double *bef
     const dtrain_device *device = dtrain_world_device(trainer->world);
     dtrain_world_info world;
     dtrain_tape_info tape;
-    dtrain_world_query(trainer->world, &world);
-    dtrain_tape_query(trainer->tape, &tape);
+    dtrain__world_info(trainer->world, &world);
+    dtrain__tape_info(trainer->tape, &tape);
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) own[word] -= before[word];
     const double exposed = own[DTRAIN_FIGURE_EXPOSED_COMM], bytes = own[DTRAIN_FIGURE_COMM_BYTES];
     const double flight = fmax(own[DTRAIN__WORD_COMM], exposed);
@@ -34148,7 +34567,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     dtrain_world_info world;
     memset(own, 0, DTRAIN__ROUND_BYTES);
-    dtrain_world_query(trainer->world, &world);
+    dtrain__world_info(trainer->world, &world);
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
@@ -34496,6 +34915,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     DTRAIN__GIVEN("dtrain_metrics_create", world);
     DTRAIN__GIVEN("dtrain_metrics_create", desc);
     DTRAIN__GIVEN("dtrain_metrics_create", out);
+    DTRAIN__TAKE(dtrain__abi_of(world), metrics_desc, desc);
     if (desc->sink_count) DTRAIN__GIVEN("dtrain_metrics_create", desc->sinks);
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -34600,9 +35020,8 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 
 /* ---- Queries ----------------------------------------------------------------------------------*/
 
-DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
+static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!metrics) return;
     info->last = metrics->sample;
@@ -34618,6 +35037,14 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
                            : DTRAIN__NAN;
 }
 
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
+{
+    dtrain_metrics_info own;
+    dtrain__metrics_info(metrics, &own);
+    dtrain__give(dtrain__abi_of(metrics ? metrics->world : NULL), DTRAIN__ABI_metrics_info, &own,
+                 info);
+}
+
 /* ---- The end ----------------------------------------------------------------------------------*/
 
 /* End the stream; a second call does nothing. What was lost is an error here, because the training
@@ -34628,7 +35055,7 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     if (metrics && metrics->finished) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
-    dtrain_metrics_query(metrics, &info);
+    dtrain__metrics_info(metrics, &info);
     metrics->sample.summary = &info.summary;
     dtrain__sinks_take(metrics, DTRAIN_METRICS_FINISH);
     metrics->sample.summary = NULL;
@@ -35283,8 +35710,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metric
         dtrain_world_info world;
         char host[65] = "";
         (void)gethostname(host, sizeof host - 1);
-        dtrain_world_query(metrics->world, &world);
-        dtrain_strategy_query(trainer ? trainer->state.strategy : NULL, &how);
+        dtrain__world_info(metrics->world, &world);
+        dtrain__strategy_info(trainer ? trainer->state.strategy : NULL, &how);
         DTRAIN__TRY(dtrain_device_query(dtrain_world_device(metrics->world), &device));
         const char *const texts[][2] = {
             {"dtrain", DTRAIN_VERSION_STRING}, {"run", desc->run_name}, {"host", host},
@@ -36008,7 +36435,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics)
     /* a GPU has an id; where ranks compute on a CPU and NVML was asked for by its path, this rank's
      * is the GPU with its number on this host */
     code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain_world_query(world, &info);
+    dtrain__world_info(world, &info);
     if (gpu && dtrain_device_query(dtrain_world_device(world), &device) == DTRAIN_OK &&
         strlen(device.id) == 36) { /* "GPU-" and 32 digits */
         snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", device.id, device.id + 12,
@@ -36355,6 +36782,11 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
                            (unsigned)ops->abi, (unsigned)DTRAIN_DEVICE_ABI);
+    if (desc->stream && !ops->stream_create)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "a stream is given, and the device \"%s\" has none: set device_ops to "
+                           "dtrain_cuda_device_ops(), or leave stream NULL",
+                           ops->name);
     const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
     dtrain__owned_device *owned =
         (dtrain__owned_device *)dtrain__alloc(&allocator, 1, sizeof *owned, "a device");

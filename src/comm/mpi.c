@@ -107,6 +107,7 @@ static void dtrain__mpi_tell(dtrain_world *world)
     dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
     const uint64_t until = dtrain__now_ns() + 100000000u;
     MPI_Request sends[DTRAIN_MAX_RANKS];
+    MPI_Status statuses[DTRAIN_MAX_RANKS];
     int count = 0, done = 0;
     if (!hub || hub->failed) return;
     if (!dtrain__load(&world->control->aborted.state)) {
@@ -121,7 +122,7 @@ static void dtrain__mpi_tell(dtrain_world *world)
                       DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
             count++;
     while (!done && dtrain__now_ns() < until)
-        if (MPI_Testall(count, sends, &done, MPI_STATUSES_IGNORE) != MPI_SUCCESS) break;
+        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
 }
 
 /* ---- Requests ---------------------------------------------------------------------------------*/

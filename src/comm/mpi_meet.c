@@ -65,6 +65,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     void *highest = NULL;
     hub->hearing = MPI_REQUEST_NULL;
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs ranks that MPI's launcher has started, "
+                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
+                           "or leave comm_ops NULL for the local communicator",
+                           world->size, world->size);
     MPI_Initialized(&ready);
     MPI_Finalized(&finalized);
     if (!ready || finalized)
@@ -73,12 +79,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
             "MPI %s; call MPI_Init before the first world and MPI_Finalize after the "
             "last",
             finalized ? "has been ended by MPI_Finalize" : "is not initialised");
-    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI needs ranks that MPI's launcher has started, "
-                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
-                           "or leave comm_ops NULL for the local communicator",
-                           world->size, world->size);
     MPI_Comm_size(given, &size);
     MPI_Comm_rank(given, &rank);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);

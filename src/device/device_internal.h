@@ -27,7 +27,7 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 /* The entries of a device that has finished its work when a call returns: from stream_create to
  * event_query, from graph_begin to range_end, and with is_device_memory between them. */
 #define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 #define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */

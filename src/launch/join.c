@@ -19,6 +19,7 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
@@ -133,6 +134,9 @@ static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, co
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    DTRAIN__TRY(dtrain__abi_check("dtrain_world_join", given->abi, &launch->abi));
+    DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_join_desc, given, &launch->join));
+    given = &launch->join;
     desc->threads_per_rank = given->threads ? given->threads : 1;
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
     desc->log_level = given->log_level;
@@ -170,7 +174,7 @@ static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *g
 {
     char why[DTRAIN__ERROR_BYTES];
     snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
-    if (world && world->page.control && !world->gather) dtrain_world_abort(world, result, why);
+    if (world && world->control->arenas) dtrain_world_abort(world, result, why);
     else if (guest->all_gather) (void)dtrain__guest_exchange(guest, result, why, sizeof why);
     if (world) dtrain__world_destroy(world);
     munmap(guest, guest->bytes);
@@ -184,6 +188,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     dtrain_world *world = NULL;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: out is NULL");
     *out = NULL;
+    memset(&launch, 0, sizeof launch);
     if (!desc || !desc->all_gather || desc->size < 1 || desc->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_world_join: size is %d, expected 1 to %d, and all_gather is %s",
@@ -201,9 +206,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     guest->size = desc->size;
     guest->bytes = bytes;
     guest->all = (dtrain__guest_record *)(void *)(guest + 1);
-    memset(&launch, 0, sizeof launch);
     launch.guest = guest;
-    launch.join = desc;
     dtrain__set_thread_rank(desc->rank);
     dtrain_result result = dtrain__guest_resolve(desc, &launch);
     if (result == DTRAIN_OK) result = dtrain__world_create(&launch, desc->rank, &world);
@@ -226,7 +229,9 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world->guest)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
                                                "and ends it; return from the rank's main function");
+    (void)dtrain__enter(world, "dtrain_world_leave");
     const dtrain_result result = dtrain__world_gather(world, NULL, 0);
+    (void)dtrain__leave(world, result);
     dtrain__guest *guest = world->guest;
     dtrain__record_end(world->control, world->rank,
                        result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,

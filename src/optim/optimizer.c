@@ -246,6 +246,24 @@ static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
+/* Refuse an update in a graph that the host captures, if it is the first or if its numbers change
+ * from step to step. */
+static dtrain_result dtrain__check_update_capture(const dtrain_optimizer *optimizer)
+{
+    dtrain_device *device = optimizer->device;
+    const char *why = NULL;
+    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW)
+            why = "AdamW's corrections of bias, which change with each step: call it after each "
+                  "launch of the graph";
+    if (!optimizer->compared)
+        why = "the first update, in which ranks compare rates: run one before";
+    if (!why) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_optimizer_step: a captured graph would repeat %s", why);
+}
+
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -260,6 +278,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
+    DTRAIN__TRY(dtrain__check_update_capture(optimizer));
     DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
@@ -467,11 +486,14 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
                                        dtrain_optimizer_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!optimizer) return;
-    info->kind = optimizer->groups[0].desc.kind;
-    info->step_count = optimizer->step_count;
-    info->state_bytes = optimizer->state_bytes;
-    info->scratch_bytes = optimizer->scratch_bytes;
+    dtrain_optimizer_info own;
+    memset(&own, 0, sizeof own);
+    if (optimizer) {
+        own.kind = optimizer->groups[0].desc.kind;
+        own.step_count = optimizer->step_count;
+        own.state_bytes = optimizer->state_bytes;
+        own.scratch_bytes = optimizer->scratch_bytes;
+    }
+    dtrain__give(dtrain__abi_of(optimizer ? dtrain__world_of(optimizer->strategy) : NULL),
+                 DTRAIN__ABI_optimizer_info, &own, info);
 }

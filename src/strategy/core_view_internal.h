@@ -13,6 +13,7 @@
 #include "comm/groups_internal.h"
 #include "parallel/cut_internal.h"
 #include "strategy/params.h"
+#include "strategy/query.h"
 #include "strategy/strategy.h"
 #include "device/device.h"
 
@@ -43,6 +44,8 @@ typedef struct dtrain__notes {
 DTRAIN__PRIVATE dtrain__notes *dtrain__notes_of(dtrain_strategy *strategy);
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
+                                           dtrain_strategy_info *info);
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);
 /* Return the desc as resolved. */
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
@@ -85,6 +88,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, con
 /* Keep an error for all later calls, and fail the communicators, so that no other rank waits. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
+/* Say what a step would need to be recorded in a graph; NULL: nothing. */
+DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy);
 /* Forget the micro-batches of a step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 

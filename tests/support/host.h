@@ -122,7 +122,7 @@ static inline void host_run(int count, bool threads, host_main run, void *user, 
         int ended = 0;
         if (threads) pthread_join(ids[i], NULL);
         else waitpid(pids[i], &ended, 0);
-        status[i] = threads            ? all[i].status
+        status[i] = threads              ? all[i].status
                     : WIFSIGNALED(ended) ? 128 + WTERMSIG(ended)
                                          : WEXITSTATUS(ended);
     }
