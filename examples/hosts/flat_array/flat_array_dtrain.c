@@ -127,7 +127,6 @@ static int train(int steps, forked *ranks, uint32_t kind, const char *device_nam
     static uint16_t w[LARGEST], g[LARGEST]; /* of a layer, copied from and to the device */
     static dtrain_param p[LAYERS] = {{.name = "layer0"}, {.name = "layer1"}, {.name = "layer2"}};
     const dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
-    const dtrain_strategy_desc how = {.kind = kind};
     dtrain_join_desc me = {
         .rank = ranks->rank, .size = ranks->size, .all_gather = forked_gather, .user = ranks};
     dtrain_world *world;
@@ -151,7 +150,8 @@ static int train(int steps, forked *ranks, uint32_t kind, const char *device_nam
         p[l].typed_value = arena ? (uint16_t *)arena + layer_at(l) : NULL;
         p[l].typed_grad = arena ? (uint16_t *)arena + TOTAL + layer_at(l) : NULL;
     }
-    CHECK(dtrain_strategy_create(world, p, LAYERS, &how, &strategy));
+    CHECK(
+        dtrain_strategy_create(world, p, LAYERS, &(dtrain_strategy_desc){.kind = kind}, &strategy));
     CHECK(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
     CHECK(dtrain_strategy_shards(strategy, &shards, &count));
     for (const dtrain_shard *s = shards; s < shards + count; s++)
@@ -192,7 +192,7 @@ int main(int argc, char **argv)
 {
     const int steps = argc > 1 ? atoi(argv[1]) : 0;
     forked ranks;
-    if (steps > 0 && argc > 3 && BATCH % atoi(argv[2]) == 0 &&
+    if (steps > 0 && argc > 3 && atoi(argv[2]) > 0 && BATCH % atoi(argv[2]) == 0 &&
         forked_begin(&ranks, atoi(argv[2])) == 0)
         return forked_end(
             &ranks, train(steps, &ranks, (uint32_t)atoi(argv[3]), argc > 4 ? argv[4] : "cpu"));
