@@ -1,5 +1,6 @@
-/* forked.h: a program's own parallel ranks for the examples of this folder, without dtrain: processes made by fork, which
- * meet in shared memory. It stands for what your program has: MPI, sockets, a job's key-value store. */
+/* forked.h: a program's own parallel ranks for the examples of this folder, without dtrain:
+ * processes made by fork, which meet in shared memory. It stands for what your program has: MPI,
+ * sockets, a job's key-value store. */
 #ifndef FORKED_H
 #define FORKED_H
 
@@ -52,7 +53,8 @@ static inline struct forked_page *forked_meeting(void)
     return page == MAP_FAILED ? NULL : (struct forked_page *)page;
 }
 
-/* Become `size` processes, of which this one is rank 0. Returns 0, or another value for an error. */
+/* Become `size` processes, of which this one is rank 0. Returns 0, or another value for an error.
+ */
 static inline int forked_begin(forked *me, int size)
 {
     memset(me, 0, sizeof *me);

@@ -1,5 +1,6 @@
-/* plugin_footprint.c: examples/hosts/plugin/host.c several times, and what the process holds before the second time and
- * after the last. The first time loads what then stays: libraries, stacks and arenas of the C library. */
+/* plugin_footprint.c: examples/hosts/plugin/host.c several times, and what the process holds before
+ * the second time and after the last. The first time loads what then stays: libraries, stacks and
+ * arenas of the C library. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
 #endif

@@ -1,15 +1,16 @@
-/* flat_array.c: a trainer whose parameters and gradients are two flat arrays of bf16, as trainers for GPUs have them: a
- * layer is an offset. One process; flat_array_dtrain.c is the same program on several ranks.
+/* flat_array.c: a trainer whose parameters and gradients are two flat arrays of bf16, as trainers
+ * for GPUs have them: a layer is an offset. One process; flat_array_dtrain.c is the same program on
+ * several ranks.
  *
  *   build:   cc -O2 examples/hosts/flat_array/flat_array.c -o flat_array -lm
  *   run:     ./flat_array 300                  so many steps
  *   expect:
- *     step  100  loss 0.42011
- *     step  200  loss 0.35111
- *     step  300  loss 0.31111
+ *     step  100  loss 0.68965
+ *     step  200  loss 0.56201
+ *     step  300  loss 0.42724
  *
- * A network says which of four actions an observation asks for. Sums are fp32, and so is a master copy of the
- * parameters, which is rounded into the array that forward and backward read. */
+ * A network says which of four actions an observation asks for. Sums are fp32, and so is a master
+ * copy of the parameters, which is rounded into the array that forward and backward read. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -55,7 +56,8 @@ static float first_value(int l, int i)
                : 0;
 }
 
-/* x[l] (rows, widths[l]) is the input of layer l, x[LAYERS] (rows, ACTIONS) the output of the network. */
+/* x[l] (rows, widths[l]) is the input of layer l, x[LAYERS] (rows, ACTIONS) the output of the
+ * network. */
 typedef float activations[LAYERS + 1][BATCH][HIDDEN];
 
 static void layer_forward(int l, const uint16_t *p, activations x, int rows)
@@ -69,7 +71,8 @@ static void layer_forward(int l, const uint16_t *p, activations x, int rows)
         }
 }
 
-/* Write the gradients of layer l to g, and those of its input to d[l] from those of its output, d[l + 1]. */
+/* Write the gradients of layer l to g, and those of its input to d[l] from those of its output, d[l
+ * + 1]. */
 static void layer_backward(int l, const uint16_t *p, uint16_t *g, activations x, activations d,
                            int rows)
 {
@@ -89,7 +92,8 @@ static void layer_backward(int l, const uint16_t *p, uint16_t *g, activations x,
     for (int i = 0; i < layer_count(l); i++) g[i] = narrow(sums[i]);
 }
 
-/* Draw the observations of some rows of a step's batch; the action counts what is positive of the first three. */
+/* Draw the observations of some rows of a step's batch; the action counts what is positive of the
+ * first three. */
 static void draw(int step, int first_row, int rows, float x[][HIDDEN], int *actions)
 {
     for (int r = 0; r < rows; r++) {

@@ -1,11 +1,13 @@
-/* fit_dtrain.c: fit.c, whose workers fit one polynomial together: `diff fit.c fit_dtrain.c` is what it takes. The program
- * that opens it knows nothing of dtrain, which is inside the plugin, in a copy that nobody else sees (-fvisibility=hidden).
+/* fit_dtrain.c: fit.c, whose workers fit one polynomial together: `diff fit.c fit_dtrain.c` is what
+ * it takes. The program that opens it knows nothing of dtrain, which is inside the plugin, in a
+ * copy that nobody else sees (-fvisibility=hidden).
  *
  *   build:   cc -O2 -fPIC -fvisibility=hidden -shared -I. examples/hosts/plugin/fit_dtrain.c -o fit_dtrain.so -lm -lpthread
  *   run:     ./host ./fit_dtrain.so                     (host.c has its own build line)
  *   expect:
- *     EXPECT
- */
+ *     task 0, 2 workers: 1.0000 +0.9877 x +0.0000 x^2 -1.9722 x^3
+ *     task 1, 3 workers: 2.0000 +0.9877 x +0.0000 x^2 -1.9722 x^3
+ *     nothing of the plugin is left */
 #define DTRAIN_CORE
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"

@@ -1,11 +1,13 @@
-/* host.c: a program with plugins that knows nothing of dtrain. Three processes have two tasks, each in a thread of its
- * own: the first task has workers in two processes, the second in all three. A plugin that trains with dtrain has two
- * worlds in a process at once, of two sizes.
+/* host.c: a program with plugins that knows nothing of dtrain. Three processes have two tasks, each
+ * in a thread of its own: the first task has workers in two processes, the second in all three. A
+ * plugin that trains with dtrain has two worlds in a process at once, of two sizes.
  *
  *   build:   cc -O2 examples/hosts/plugin/host.c -o host -lpthread -ldl
  *   run:     ./host ./fit_dtrain.so                     (fit_dtrain.c has its own build line; fit.c too)
  *   expect:
- *     EXPECT
+ *     task 0, 2 workers: 1.0000 +0.9877 x +0.0000 x^2 -1.9722 x^3
+ *     task 1, 3 workers: 2.0000 +0.9877 x +0.0000 x^2 -1.9722 x^3
+ *     nothing of the plugin is left
  *
  * In the end each process looks whether the plugin has left it: the file, threads, descriptors. */
 #ifndef _GNU_SOURCE
@@ -36,7 +38,8 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* Give a worker its part of the points of a task, which lie on (task + 1) + x - 2 x^3, and some beside it. */
+/* Give a worker its part of the points of a task, which lie on (task + 1) + x - 2 x^3, and some
+ * beside it. */
 static void prepare(task *t, int number, int rank, struct forked_page *page, fit_fn fit)
 {
     const int size = number + 2;

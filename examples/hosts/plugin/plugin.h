@@ -18,7 +18,8 @@ typedef struct worker {
     char sentence[512];             /* an error of the plugin */
 } worker;
 
-/* A plugin exports `fit`: make the polynomial that is nearest to the points. Returns 0, or 1 and a sentence. */
+/* A plugin exports `fit`: make the polynomial that is nearest to the points. Returns 0, or 1 and a
+ * sentence. */
 typedef int (*fit_fn)(worker *me);
 
 #endif
