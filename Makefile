@@ -113,13 +113,13 @@ RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
 # What several scripts need is built before them: they run in parallel, and each would build it.
-SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings)
-programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(HOSTS) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
+SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS))
+programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs
 	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: $(EXAMPLES) $(HOSTS) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
+test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling

@@ -14,13 +14,16 @@
 
 enum { FORKED_MOST = 16, FORKED_BYTES = 1 << 13 };
 
+/* What the ranks share. */
+struct forked_page {
+    int came; /* ranks at the gates, of all times */
+    char data[FORKED_MOST][FORKED_BYTES];
+};
+
 typedef struct forked {
     int rank, size; /* of this process */
     int passed;     /* gates that this rank has passed */
-    struct forked_page {
-        int came; /* ranks at the gates, of all times */
-        char data[FORKED_MOST][FORKED_BYTES];
-    } * page; /* of all ranks */
+    struct forked_page *page;
 } forked;
 
 /* Wait until all ranks have come. */
