@@ -55,7 +55,7 @@ inline dtrain_world *dtrain_torch_join(c10d::Store &store, int rank, int size,
         const std::string call = "dtrain/" + std::to_string(m.calls++) + "/";
         const auto *from = static_cast<const uint8_t *>(mine);
         try {
-            m.store.set(call + std::to_string(m.rank), {from, from + bytes});
+            m.store.set(call + std::to_string(m.rank), std::vector<uint8_t>(from, from + bytes));
             for (int r = 0; r < m.size; r++) {
                 const std::vector<uint8_t> value = m.store.get(call + std::to_string(r)); // waits
                 if (value.size() != bytes) return 1;
@@ -109,7 +109,7 @@ class dtrain_torch
     }
 
     /* Say before a backward whether more micro-batches of this step follow it (torch's no_sync).
-     * Gradients are means over micro-batches, too: the loss is not divided by their number. */
+     * They add up, as torch's do: divide each loss by their number. */
     void accumulate(bool more)
     {
         dtrain_torch_check(dtrain_strategy_accumulate(strategy_, more));
