@@ -22,7 +22,7 @@
 enum { MAX_ROUNDS = 16, KINDS = 5, ROWS = KINDS + 2, ONE = KINDS, DDP = KINDS + 1 };
 
 static const char *const models[] = {"tiny", "baby", "gpt2", NULL};
-static const char *const kinds[] = {"1f1b", "gpipe", "interleaved", "zb_h1", "zbv", NULL};
+static const char *const kinds[] = {"1f1b", "gpipe", "interleaved", "zb_h1", NULL};
 
 static struct options {
     const char *program, *data, *flags;
