@@ -6,8 +6,6 @@
 #include "core/result.h"
 #include "parallel/pipeline.h"
 
-#define DTRAIN__CHUNKS_MOST 64
-
 /* parallel/chunks.c */
 /* Check the kind and its chunks, and count them: one on one rank. desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,

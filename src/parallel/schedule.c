@@ -24,7 +24,7 @@ DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action)
 typedef struct dtrain__weave_rank {
     dtrain_pipeline_action *actions; /* (count) computations and messages */
     size_t count;
-    int ordered[4];              /* by act: how many computations, with the next one */
+    int ordered[4];              /* by act: how many computations are done or next */
     dtrain_pipeline_action next; /* computation; act 0: all are done */
     int clock;                   /* until when the rank is busy */
 } dtrain__weave_rank;
@@ -44,11 +44,11 @@ typedef struct dtrain__weave {
     int *done;             /* (3, p * v, m) when a computation ended; 0: not yet */
 } dtrain__weave;
 
-/* Order the computations of a rank: first a number of forwards, then a forward and a backward in
- * turn. That number is all with GPIPE; with one chunk, one for each stage after this one; with
- * several, a forward and a backward for each of those ranks, and the forwards of a whole group in
- * all chunks but the last. With weights apart (ZB_H1) `rank` micro-batches put theirs off: rank 0
- * has none to spare, and the last rank computes them where it would wait at the end.
+/* Find the next computation of a rank. It does a number of forwards first, then a forward and a
+ * backward in turn. That number is all with GPIPE; with one chunk, one for each stage after this
+ * one; with several, a forward and a backward for each of those ranks, and the forwards of a whole
+ * group in all chunks but the last. With weights apart (ZB_H1) `rank` micro-batches put theirs off:
+ * rank 0 has none to spare, and the last rank computes them where it would wait at the end.
  *
  * Groups of p micro-batches (the first ones with more where p does not divide m) go through all
  * chunks one after the other: forwards from the first chunk on, backwards from the last. */
