@@ -43,8 +43,10 @@ help:
 	@echo "make run        the main job: $(BUILD)/train_gpt (ARGS=\"--help\" shows its flags)"
 	@echo "make cuda       the examples for NVIDIA GPUs, in $(BUILD)/cuda/ (nvcc)"
 	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
+	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
 	@echo "make lib        $(BUILD)/libdtrain.so and .a, for programs that do not compile dtrain.h; make lib-cuda: libdtrain_cuda.so too"
 	@echo "make install    header and library to PREFIX=$(PREFIX), with files for pkg-config; also install-headers, uninstall"
+	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
 	@echo "make test       the tests; prints what was skipped for want of an optional tool"
 	@echo "make test-all   with the long ones: every case of every matrix, dialects, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
 	@echo "make test-long  the long scripts alone"
@@ -108,12 +110,14 @@ MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
-programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
+# What several scripts need is built before them: they run in parallel, and each would build it.
+SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings)
+programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs
 	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
@@ -275,13 +279,13 @@ $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 $(BUILD)/tests/test_system_calls $(BUILD)/tests/test_restart: private WRAPPED = \
     ${shell sed -n 's/^WRAP([^,]*, \([a-z_]*\),.*/\1/p; \
         s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
-# A library that stands for NVIDIA's, today's and an older one, which test_figures loads.
+# A library that stands for NVIDIA's, today's and an older one, which test_nvml loads.
 $(BUILD)/tests/nvml_stub.so: OLD :=
 $(BUILD)/tests/nvml_old.so: OLD := -DNVML_OLD
 $(BUILD)/tests/nvml_%.so: tests/support/nvml_stub.c
 	@mkdir -p $(@D)
 	$(call quiet,LD,$@)$(CC) -std=c99 -O1 -Wall -Wextra -Wconversion -Werror -shared -fPIC $(OLD) $< -o $@
-$(BUILD)/tests/test_figures: $(BUILD)/tests/nvml_stub.so $(BUILD)/tests/nvml_old.so
+$(BUILD)/tests/test_nvml: $(BUILD)/tests/nvml_stub.so $(BUILD)/tests/nvml_old.so
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(filter %.o,$^) $(BUILD)/sources.a -o $@ $(LIBS)
@@ -355,6 +359,13 @@ docs:
 	$(call quiet,DRAW,docs/tensor.svg)sh tools/tensor_svg.sh >docs/tensor.svg
 	$(call quiet,LIST,docs/api.md)sh tools/api_index.sh >docs/api.md
 
+# ---- Other languages --------------------------------------------------------------------------------
+# Modules for Fortran and Python, made from the public half of dtrain.h.
+bindings: $(BUILD)/dtrain.f90 $(BUILD)/dtrain.py
+$(BUILD)/dtrain.f90 $(BUILD)/dtrain.py: dtrain.h $(wildcard tools/bindings/*)
+	@mkdir -p $(@D)
+	$(call quiet,BIND,$@)sh tools/bindings/bindings.sh $(subst .,,$(suffix $@)) <$< >$@.new && mv $@.new $@
+
 # ---- A library ------------------------------------------------------------------------------------
 # Both forms are compiled once, by DTRAIN_SHARED: a program says with which dtrain.h it was compiled (src/core/abi.h).
 VERSION = $(shell sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)
@@ -389,17 +400,16 @@ LIBDIR  = $(PREFIX)/lib
 INCLUDE = $(DESTDIR)$(PREFIX)/include
 PC      = $(DESTDIR)$(PREFIX)/share/pkgconfig
 TO      = $(DESTDIR)$(LIBDIR)
-MODULES = $(wildcard $(BUILD)/dtrain.f90 $(BUILD)/dtrain.py)
 PYTHONS = $(PREFIX)/share/dtrain
 pc = printf '%s\n' 'Name: $(1)' 'Description: distributed deep-learning training for C' 'Version: $(VERSION)' 'Cflags: -I$(PREFIX)/include' $(2) >$(PC)/$(1).pc
-install: install-headers lib
+install: install-headers lib bindings
 	mkdir -p $(TO)
 	for file in $(BUILD)/libdtrain*.$(SO); do name=$$(basename $$file .$(SO)); install -m 755 $$file $(TO)/$$name.so.$(VERSION) && \
 	  ln -sf $$name.so.$(VERSION) $(TO)/$$name.$(SO) && ln -sf $$name.$(SO) $(TO)/$$name.so || exit 1; done
 	install -m 644 $(BUILD)/libdtrain.a $(TO)
 	$(call pc,libdtrain,'Libs: -L$(LIBDIR) -ldtrain' 'Libs.private: $(LIBS)')
-	$(if $(filter %.f90,$(MODULES)),install -m 644 $(filter %.f90,$(MODULES)) $(INCLUDE))
-	$(if $(filter %.py,$(MODULES)),install -D -m 644 $(filter %.py,$(MODULES)) $(DESTDIR)$(PYTHONS)/dtrain.py)
+	install -m 644 $(BUILD)/dtrain.f90 $(INCLUDE)
+	install -D -m 644 $(BUILD)/dtrain.py $(DESTDIR)$(PYTHONS)/dtrain.py
 install-headers: dtrain.h dtrain_cuda.cu dtrain_nccl.h
 	mkdir -p $(INCLUDE) $(PC)
 	install -m 644 $^ $(INCLUDE)
@@ -413,6 +423,6 @@ clean:
 
 .PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
         asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-first gpu-check gpu-bench mpi openmpi mpich \
-        src lib lib-cuda install install-headers uninstall clean FORCE
+        src lib lib-cuda bindings install install-headers uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

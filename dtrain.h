@@ -35,7 +35,7 @@
        src/core/abi.h                       Sizes of structs, for a library that was compiled apart from its program
        src/core/api.h                       Version and linkage
        src/core/result.h                    Results and error sentences
-       src/core/log.h                       Log, allocator, clock, memory of the process
+       src/core/log.h                       Log, allocator, clock
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
        src/world/world.h                    World: which rank this is, of how many, and what ranks tell each other
@@ -68,7 +68,7 @@
        src/comm/backend.h                   For authors of communicators: the communicator table, and the transport table
        src/sizes.h                          The sizes of public structs, as the compiler of this file sees them
        src/launch/join_mpi.h                Joining with the ranks of an MPI communicator, compiled by the host's mpicc
-       src/core/platform.c                  The clock, files, and how much memory there is
+       src/core/platform.c                  The clock, files, how much memory there is, and copies that know the cache
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
        src/core/core_internal.h             What every room uses of core
        src/core/result.c                    Results and error sentences
@@ -97,10 +97,9 @@
        src/comm/same_internal.h             Do all ranks have the same settings? A collective create lists its settings in a table of fields,
        src/comm/flight.c                    Dumps: the flight record of a rank
        src/comm/engine_internal.h           The progress engine
-       src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
+       src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/comm/local.c                     The local transport: shared memory
-       src/comm/circle.c                    Circles: ranks that wait for each other
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/mpi.c                       The MPI transport
        src/comm/mpi_internal.h              Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI
@@ -218,13 +217,11 @@
        src/monitor/metrics.c                The stream of metrics
        src/monitor/monitor_internal.h       The stream of metrics and its writers
        src/monitor/table.c                  The metrics of a step
-       src/monitor/file.c                   Numbers, and files that cannot stop a training
+       src/monitor/file.c                   Files that cannot stop a training
        src/monitor/console.c                Progress for people
        src/monitor/lines.c                  A JSON line a step: monitor/metrics.h has its keys
-       src/monitor/prometheus.c             A text file for Prometheus
        src/monitor/tensorboard.c            Event files for TensorBoard
        src/monitor/histogram.c              Histograms of weights and gradients
-       src/monitor/nvml.c                   GPUs, by NVML
        src/monitor/trace.c                  Traces: what a rank did when, for Perfetto
        src/device/device.c                  Devices: creation, copies, tables by name
        src/device/plan.c                    The plan device
@@ -254,8 +251,9 @@
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
-       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
+       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
+       src/device/cpu/kernels/dropout.h     Dropout: ranges are multiples of 16, so that no block of Philox is split
        src/device/cpu/kernels/muon.h        Muon: the element-wise stages of a step, see optim/muon.c
        src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
        src/device/cpu/kernels/pointwise.h   Functions of two elements: gated products, losses
@@ -407,7 +405,7 @@
        2 state     what must survive a run, checkpoints, import and export
        3 models    tape, operations and their CPU kernels (products of matrices among them), Muon,
                    pipelines' runner, data, trainer
-       4 monitor   metrics for terminal, JSON, TensorBoard, Prometheus; traces
+       4 monitor   metrics for terminal, JSON, TensorBoard, sinks as tools/prometheus.h; traces
    A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So do an optimizer with
    Muon without ring 3, and a rank without ring 4 whose launch asks for a trace.
 
@@ -570,7 +568,7 @@ extern "C" {
 /* clang-format off */
 #define DTRAIN_ABI_LIST(GROWS, FIXED) \
     GROWS(launch_desc, abi, 200) GROWS(join_desc, abi, 200) GROWS(launch_info, restart_count, 28) \
-    GROWS(launch_place, restart_count, 20) GROWS(world_info, stop_requested, 73) \
+    GROWS(launch_place, restart_count, 20) GROWS(world_info, comm_given, 72) \
     GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
     GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
     GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
@@ -581,14 +579,14 @@ extern "C" {
     GROWS(loader_info, batch_samples, 20) GROWS(tape_info, error, 60) \
     GROWS(batch_norm_desc, comm, 48) GROWS(attention_desc, mask, 56) \
     GROWS(conv2d_desc, groups, 56) GROWS(pool2d_desc, padding, 56) GROWS(trainer_desc, mesh, 224) \
-    GROWS(metrics_desc, sink_count, 128) GROWS(metrics_info, no_plan, 256) FIXED(allocator, 24) \
+    GROWS(metrics_desc, sink_count, 120) GROWS(metrics_info, no_plan, 248) FIXED(allocator, 24) \
     FIXED(trace_desc, 40) FIXED(device_desc, 56) FIXED(device_info, 224) FIXED(cut, 48) \
     FIXED(param, 208) FIXED(shard, 56) FIXED(memory, 72) FIXED(comm_info, 160) \
     FIXED(loss_scaler, 24) FIXED(schedule, 104) FIXED(optimizer_desc, 64) \
     FIXED(pipeline_desc, 16) FIXED(pipeline_action, 24) FIXED(pipeline_schedule, 48) \
     FIXED(pipeline_costs, 32) FIXED(pipeline_part, 24) FIXED(pipeline_work, 24) FIXED(piece, 80) \
     FIXED(state_tensor, 160) FIXED(state_item, 152) FIXED(storage, 88) FIXED(export_name, 24) \
-    FIXED(dataset_info, 72) FIXED(sample, 32) FIXED(tensor, 96) FIXED(step_record, 1672) \
+    FIXED(dataset_info, 72) FIXED(sample, 32) FIXED(tensor, 96) FIXED(step_record, 1520) \
     FIXED(batch_search, 48) FIXED(summary, 136) FIXED(metric, 56) FIXED(histogram, 96) \
     FIXED(metrics_sample, 88) FIXED(metrics_sink, 32) FIXED(metrics_sink_info, 32) \
     FIXED(hook_tensor, 56) FIXED(hook_bucket, 96) FIXED(comm_hook_desc, 56) FIXED(op, 608) \
@@ -653,7 +651,7 @@ dtrain_fail(dtrain_result code, const char *format, ...);
 
 /* ==== src/core/log.h ========================================================================== */
 
-/* Log, allocator, clock, memory of the process. */
+/* Log, allocator, clock. */
 
 typedef enum dtrain_log_level {
     DTRAIN_LOG_DEFAULT = 0, /* = DTRAIN_LOG_INFO */
@@ -680,10 +678,6 @@ typedef struct dtrain_allocator {
 
 /* Return the seconds of the monotonic clock that all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);
-
-/* Ask the operating system for the memory of this process: the proportional set size now, and the
- * high-water mark of the resident set size. 0 where it is unknown. */
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* ==== src/core/dtype.h ======================================================================== */
 
@@ -872,10 +866,10 @@ typedef struct dtrain_world_info {
     dtrain_allocator allocator;
     uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
                                is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
-    bool guest;             /* dtrain_world_join made this world */
-    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
     bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
                                launch/launch.h */
+    bool guest;             /* dtrain_world_join made this world */
+    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
 } dtrain_world_info;
 
 /* Fill info with this rank's place and settings; with zeros when world is NULL. Local and cheap
@@ -1403,7 +1397,8 @@ typedef struct dtrain_mesh_info {
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
     bool sequence_parallel;
 } dtrain_mesh_info;
-/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
+/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. The rank at a place
+ * is tensor_rank + tensor * (data_rank + data * pipeline_rank). */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
@@ -1412,8 +1407,6 @@ DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *inf
  * DATA and another axis, both of several ranks, makes that communicator and is collective: all
  * ranks of the mesh make these calls in the same order. NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
-/* Return the rank at a place of the mesh; -1 where there is none. */
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
 
 /* ==== src/parallel/cut.h ====================================================================== */
 
@@ -3213,14 +3206,6 @@ typedef enum dtrain_figure {
     /* Of the bytes, over the pipeline axis; NaN without one. */
     DTRAIN_FIGURE_PIPELINE_BYTES,
     DTRAIN_FIGURE_BUBBLE, /* of exposed_comm, seconds in which the rank waited for other stages */
-    /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
-    DTRAIN_FIGURE_GPU_UTILIZATION, /* 0 to 1 */
-    DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
-    DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
-    DTRAIN_FIGURE_GPU_POWER,       /* W */
-    DTRAIN_FIGURE_GPU_TEMPERATURE, /* degrees Celsius */
-    DTRAIN_FIGURE_GPU_THROTTLE,    /* NVML's bits of why clocks are low */
-    DTRAIN_FIGURE_GPU_ECC,         /* uncorrected errors since the driver was loaded */
     DTRAIN_FIGURE_COUNT
 } dtrain_figure;
 
@@ -3241,7 +3226,7 @@ typedef struct dtrain_added_figure {
     double value;
 } dtrain_added_figure;
 
-#define DTRAIN_ADDED_FIGURES 8
+#define DTRAIN_ADDED_FIGURES 16
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
@@ -3383,13 +3368,14 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  *
  * One stream of metrics, several writers. Call dtrain_metrics_step with each record of the trainer,
  * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines,
- * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
+ * TensorBoard event files, and sinks of the host's own. tools/prometheus.h is such a sink, and
+ * tools/nvml.h adds figures of GPUs.
  *
  * A step becomes one list of metrics, which all writers walk; a figure that a program adds to a
- * record (dtrain_added_figure) is one more of them. The name is the JSON key, and Prometheus has
- * dtrain_ and the name in base units. TensorBoard's tag is group/name: it opens the first two
- * groups in the order of their names, and the loss has the first. A metric that was not measured is
- * not in the list. One that was measured and is not finite is null in JSON, nan or inf elsewhere.
+ * record (dtrain_added_figure) is one more of them. The name is the JSON key. TensorBoard's tag is
+ * group/name: it opens the first two groups in the order of their names, and the loss has the
+ * first. A metric that was not measured is not in the list. One that was measured and is not finite
+ * is null in JSON, nan or inf elsewhere.
  *
  * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
  * unless desc has one), ranks, nodes, threads, and of desc.trainer, else 0 or "": shard_ranks,
@@ -3425,11 +3411,6 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  *     memory_bytes, memory_peak_bytes, memory_activation_bytes
  *                      of the device, as the library allocates: now, the most so far, and the
  *                      tape's largest pass; of the rank that holds most
- *     gpu_utilization, gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
- *                      by NVML, as the rows below: 0 to 1; means over ranks' GPUs, most memory
- *     gpu_temperature_celsius        the hottest
- *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
- *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, the fields
  * of dtrain_summary but bubble_ms, and of desc.trainer what a rank holds and what
@@ -3457,7 +3438,7 @@ typedef struct dtrain_summary {
 } dtrain_summary;
 
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
-#define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
+#define DTRAIN_METRIC_COUNTER 2u /* never falls: a counter of Prometheus */
 #define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
 
 /* A number that was measured in a step. */
@@ -3534,22 +3515,18 @@ typedef struct dtrain_metrics_desc {
                                 terminal NO_COLOR is respected, and TERM=dumb gets the table */
     const char *jsonl_path;      /* a file of one JSON object a step; NULL = none */
     bool append;                 /* to what is in the files, as a run that was resumed does */
-    const char *prometheus_path; /* NAME.prom in the directory of node_exporter's textfile
-                                     collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
                                      TensorBoard and sinks with `histograms`; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
-    uint32_t gpu_every_ms;   /* between two questions to NVML, libnvidia-ml.so.1 or DTRAIN_NVML of
-                                    the environment; 0 = 5000 */
-    const char *run_name;    /* a label; NULL = "dtrain" */
-    const char *config;      /* text for TensorBoard and the first JSON line, such as the
+    const char *run_name;        /* a label; NULL = "dtrain" */
+    const char *config;          /* text for TensorBoard and the first JSON line, such as the
                                     configuration file; NULL = none */
-    const char *hparams;     /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;      /* of a resumed run: TensorBoard drops what the earlier run
+    const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
+    int64_t first_step;          /* of a resumed run: TensorBoard drops what the earlier run
                                      wrote for this step and later ones; 0 = all */
-    double peak_flops;       /* FLOP/s that one rank's device can do at most; 0 = unknown */
+    double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned
                                 once, as by dtrain_trainer_plan. NULL = records alone */
@@ -3580,7 +3557,6 @@ typedef struct dtrain_metrics_info {
     dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED */
     size_t sink_count;
     const dtrain_metrics_sink_info *sinks; /* (sink_count) */
-    const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
 /* Tell what the run has come to so far, on any rank; zeros for NULL. */
@@ -4715,7 +4691,7 @@ static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_jo
 
 /* ==== src/core/platform.c ===================================================================== */
 
-/* The clock, files, and how much memory there is. */
+/* The clock, files, how much memory there is, and copies that know the cache. */
 
 /* ==== src/core/platform_internal.h ============================================================ */
 
@@ -4956,6 +4932,8 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void);
+DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache);
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
 
@@ -4997,6 +4975,10 @@ DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t cou
                                     uint32_t out[4]);
 DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_t first,
                                          int64_t count, bool normal, float scale, float *out);
+
+#ifdef __x86_64__
+#include <emmintrin.h>
+#endif
 
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
 #error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
@@ -5160,12 +5142,45 @@ DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
     return rest < bytes ? rest : bytes;
 }
 
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+/* Return the proportional set size of this process in bytes; 0 where it is unknown. */
+DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void)
 {
-    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
-    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
-    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
-    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
+    const uint64_t kib = dtrain__read_number("/proc/self/smaps_rollup", "Pss:");
+    return kib == UINT64_MAX ? 0 : kib * 1024;
+}
+
+/* Copy what another core has written: memcpy's `rep movsb` takes twice as long for it (Zen 4). Or
+ * write past the cache: what this core works with stays there, the memory that is written need not
+ * be read first, and no other core is asked for it. Of GPT-2's state (1.5 GB, Xeon) that takes 0.6
+ * of memcpy's time. */
+DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache)
+{
+    size_t done = 0;
+#ifdef __x86_64__
+    const bool past = past_cache && (uintptr_t)to % 16 == 0;
+    for (; done + 64 <= bytes; done += 64) {
+        const __m128i *in = (const __m128i *)(const void *)(from + done);
+        __m128i *out = (__m128i *)(void *)(to + done);
+        __builtin_prefetch(from + done + 512);
+        const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
+        const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+        if (past) {
+            _mm_stream_si128(out, a);
+            _mm_stream_si128(out + 1, b);
+            _mm_stream_si128(out + 2, c);
+            _mm_stream_si128(out + 3, d);
+        } else {
+            _mm_storeu_si128(out, a);
+            _mm_storeu_si128(out + 1, b);
+            _mm_storeu_si128(out + 2, c);
+            _mm_storeu_si128(out + 3, d);
+        }
+    }
+    if (past) _mm_sfence();
+#else
+    (void)past_cache;
+#endif
+    memcpy(to + done, from + done, bytes - done);
 }
 
 /* ==== src/core/result.c ======================================================================= */
@@ -5937,16 +5952,6 @@ typedef struct dtrain__pulse {
     uint64_t line;
 } dtrain__pulse;
 
-/* The operation that a rank has been waiting for, as comm/circle.c shows it. The fields between
- * `number` and `text` are atomic by themselves, and those of this wait or of a later one. */
-typedef struct dtrain__long_wait {
-    uint64_t number;   /* atomic, stored last: of the wait, from 1, below 2^31; 0: none */
-    int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
-    uint64_t sequence; /* of the collective; messages: 0 */
-    uint32_t kind;     /* dtrain_collective_kind */
-    char text[176];    /* the call, for error sentences */
-} dtrain__long_wait;
-
 /* The control page, at the start of the shared region. Where ranks share no memory, each has its
  * own copy, which the link updates. */
 typedef struct dtrain__control {
@@ -5963,8 +5968,6 @@ typedef struct dtrain__control {
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     uint64_t waits[DTRAIN_MAX_RANKS]; /* atomic: for whom each rank waits, see control.c */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
-    dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
-    uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
     uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use the mapping of a process,
                                            which its first rank has made, see page.c */
 } dtrain__control;
@@ -5989,12 +5992,6 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part;   /* of a communicator, see comm/ */
 typedef struct dtrain__guest dtrain__guest; /* see launch/join.c */
-struct dtrain__engine;
-struct dtrain__work;
-struct dtrain__wait;
-typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__engine *comm,
-                                         const struct dtrain__work *work,
-                                         struct dtrain__wait *wait);
 
 struct dtrain_world {
     int rank, size;
@@ -6040,12 +6037,9 @@ struct dtrain_world {
     uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    uint64_t long_wait_ns;        /* a wait that lasts longer gets a number, see comm/circle.c */
-    uint64_t long_wait_count;     /* of these numbers, so far ... */
-    dtrain__look_fn look_for_circle; /* ... of which control.c knows nothing; or NULL */
-    int64_t comm_count;              /* every communicator made so far has a smaller number */
-    dtrain__timeline timeline;       /* its spans, collectives and signs of life */
-    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
+    int64_t comm_count;           /* every communicator made so far has a smaller number */
+    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
+    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
 };
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
@@ -6059,8 +6053,6 @@ typedef struct dtrain__wait {
     bool polled;            /* the last turn polled: the caller may make its own rarer checks */
     uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
     uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
-    uint64_t number, looked_ns;  /* of a long wait, see comm/circle.c; when it last looked */
-    uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
 /* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last
@@ -7166,10 +7158,6 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                     world, DTRAIN_ERROR_PEER,
                     "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather",
                     rank, world->rank);
-            if (world->look_for_circle &&
-                world->look_for_circle(world, NULL, NULL, &wait) != DTRAIN_OK)
-                return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
-                                          dtrain__bare(dtrain_last_error()));
             if (turn != DTRAIN_ERROR_TIMEOUT) continue;
             const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
             return dtrain__abort_with(
@@ -7184,7 +7172,6 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                 (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
     }
     dtrain__set_waits(world, -1);
-    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
 }
 
@@ -8531,8 +8518,6 @@ DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank);
 DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank);
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count);
-DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
-                                  const char *const *in, size_t first, size_t count);
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
 DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
@@ -8552,13 +8537,19 @@ DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
+/* Tell whether the device's work is recorded in a graph. */
+static inline bool dtrain__capturing(dtrain_device *device)
+{
+    return device->ops->capturing && device->ops->capturing(device);
+}
+
 /* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
     L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
     L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
     L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) L(dropout) X(sum)    \
     X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
     L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
     L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
@@ -8712,12 +8703,12 @@ static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *ca
     return dtrain__world_check(comm->world, call);
 }
 
-/* Refuse what a graph that is being captured cannot hold: the host would have to wait, or to move
- * data, when the graph is launched. The communicator is as before, since all ranks capture alike. */
+/* Refuse what a captured graph cannot hold: the host would have to wait, or to move data, at each
+ * launch. The communicator is as before, because all ranks capture alike. */
 static dtrain_result dtrain__check_captured(const dtrain_comm *comm, const dtrain_collective *what)
 {
     dtrain_device *device = comm->world->device;
-    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
+    if (!dtrain__capturing(device)) return DTRAIN_OK;
     const bool host = !what->count || (what->send && dtrain__on_host(device, what->send)) ||
                       (what->recv && dtrain__on_host(device, what->recv));
     if (!host && (!comm->ops->transport || comm->size == 1)) return DTRAIN_OK;
@@ -9328,12 +9319,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int colo
 DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
-/* comm/circle.c */
-DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
-                                       int rank);
-DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain__wait *wait);
-
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work);
@@ -9448,147 +9433,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
     if (!out.error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the flight record %s cannot be written: %s: %s", path,
                        failed, strerror(out.error));
-}
-DTRAIN__HOT
-
-/* ==== src/comm/reduce.c ======================================================================= */
-
-/* What collectives do: who sends what to whom, and the results on one rank
- *
- * Large collectives have one or two phases, in which a rank owns slice `rank`:
- *
- *                         parts of slice j         results of slice j
- *                         to rank j from           from rank j to       slices
- *         all-reduce      all                      all                  cut
- *         reduce          all                      root                 cut
- *         reduce-scatter  all                                           count elements each
- *         broadcast       root                     all but root         cut
- *         all-gather                               all                  count elements each
- *         all-to-all      all, not added                                count elements each
- *
- * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
-
-static const dtrain__kind dtrain__kinds[] = {
-    /*                                           reduces rooted cuts joins */
-    {"?", "?", false, false, false, false},
-    {"dtrain_all_reduce", "all-reduce", true, false, false, false},
-    {"dtrain_reduce_scatter", "reduce-scatter", true, false, true, false},
-    {"dtrain_all_gather", "all-gather", false, false, false, true},
-    {"dtrain_broadcast", "broadcast", false, true, false, false},
-    {"dtrain_reduce", "reduce", true, true, false, false},
-    {"dtrain_barrier", "barrier", false, false, false, false},
-    {"dtrain_send", "send", false, true, false, false},
-    {"dtrain_recv", "recv", false, true, false, false},
-    {"dtrain_comm_split", "split", false, false, false, true},
-    {"dtrain_all_to_all", "all-to-all", false, false, true, true},
-};
-/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
-DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
-{
-    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
-}
-
-/* Return the bytes of the send buffer, and below of the receive buffer. */
-DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
-{
-    return what->count * dtrain_dtype_bytes(what->dtype) *
-           (dtrain__kind_of(what->kind)->cuts ? (size_t)size : 1);
-}
-DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size)
-{
-    return what->count * dtrain_dtype_bytes(what->dtype) *
-           (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
-}
-
-/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
-DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
-{
-    return what->kind != DTRAIN_COLLECTIVE_RECV &&
-           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == rank);
-}
-DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
-{
-    return what->kind != DTRAIN_COLLECTIVE_SEND &&
-           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root != rank) &&
-           (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
-}
-
-/* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
- * an output may be one of the inputs. One input is a copy: exact for every dtype. */
-DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
-                                     int in_count, char *const *out, int out_count, size_t count)
-{
-    const dtrain__mix_job job = {in, out, in_count, out_count, count, what->dtype, what->op};
-    if (in_count > 1) {
-        dtrain__mix(&job);
-        return;
-    }
-    for (int i = 0; i < out_count; i++)
-        if (out[i] != in[0]) memcpy(out[i], in[0], count * dtrain_dtype_bytes(what->dtype));
-}
-
-/* Compute elements [first, first + count) of this rank's own result from everybody's input,
- * in (size). A barrier has no buffers; a reduction has no recv but at the root. */
-DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
-                                  const char *const *in, size_t first, size_t count)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    if (!count || !dtrain__gets(what, comm->rank)) return;
-    char *out = (char *)what->recv + first * unit;
-    if (kind->reduces) dtrain__combine(what, in, comm->size, &out, 1, count);
-    else if (!kind->joins) dtrain__combine(what, in + what->root, 1, &out, 1, count);
-    for (int i = 0; kind->joins && i < comm->size; i++, out += what->count * unit)
-        dtrain__combine(what, in + i, 1, &out, 1, count);
-}
-
-DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
-                                         const void *const *in)
-{
-    const char *from[DTRAIN_MAX_RANKS];
-    const size_t cut = dtrain__kind_of(what->kind)->cuts
-                           ? (size_t)comm->rank * what->count * dtrain_dtype_bytes(what->dtype)
-                           : 0;
-    if (!what->count) return;
-    for (int i = 0; i < comm->size; i++) from[i] = in[i] ? (const char *)in[i] + cut : NULL;
-    dtrain__pull(comm, what, from, 0, what->count);
-}
-
-/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
- * is cut at multiples of 64 bytes so that no two ranks write one line. */
-DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
-                                   size_t *length)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t count = what->count, r = (size_t)rank;
-    *first = r * count;
-    *length = count;
-    if (kind->cuts || kind->joins) return;
-    const size_t step = DTRAIN__CACHE_LINE / dtrain_dtype_bytes(what->dtype);
-    const size_t steps = count / step + (count % step != 0);
-    const size_t each = steps / (size_t)size, more = steps % (size_t)size;
-    const size_t begin = (each * r + (r < more ? r : more)) * step;
-    const size_t end = begin + (each + (r < more)) * step;
-    *first = begin < count ? begin : count;
-    *length = (end < count ? end : count) - *first;
-}
-
-/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
- * second, results. Return false if that is nothing. A part that is added has no target. */
-DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
-                                         int from, int to, dtrain__transfer *transfer)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    size_t first, length;
-    if (results ? kind->cuts || !dtrain__gets(what, to)
-                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
-        return false;
-    dtrain__slice(what, size, results ? from : to, &first, &length);
-    transfer->bytes = length * unit;
-    transfer->source = kind->joins && !kind->cuts ? 0 : first * unit;
-    transfer->target = (kind->joins ? (size_t)from * length : first) * unit;
-    return true;
 }
 
 /* ==== src/comm/engine.c ======================================================================= */
@@ -9845,6 +9689,16 @@ DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
 
+/* Say whether an operation waits for another rank's side, as far as this rank can see. */
+static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
+{
+    const bool message = !work->op.sequence;
+    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
+    return message || work->state == DTRAIN__MOVING
+               ? comm->transport->lags(&comm->base, &work->op, rank)
+               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
+}
+
 /* Find the sequence number of a rank's latest collective, for error sentences. All ranks have shown
  * what this one has finished, and no rank is more than a window ahead of another. */
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
@@ -9869,8 +9723,7 @@ static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dt
 }
 
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
- * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
- * nothing at a deadline: messages of these ranks can be under way on a slow network. */
+ * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". */
 static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
@@ -10005,12 +9858,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
- * returned `turn`, and fail the communicator if they say so: is there a circle, has another rank
- * failed the communicator, called something else, left? Before that, advance once more: what other
- * ranks did until they failed or left may be all that was needed. */
+/* Make the rarer checks of a wait or a test, after dtrain__wait_poll
+ * returned `turn`, and fail the communicator if they say so: has another rank failed the
+ * communicator, called something else, left? Before that, advance once more: what other ranks did
+ * until they failed or left may be all that was needed. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
-                                 dtrain__wait *wait, dtrain_result turn)
+                                 dtrain_result turn)
 {
     dtrain_world *world = comm->base.world;
     const int *ranks = comm->base.world_ranks, rank = comm->base.rank;
@@ -10020,10 +9873,6 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
     if (waited->done || comm->failed) return;
 
-    if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
-    if (wait)
-        (void)dtrain__engine_ok(&comm->base, dtrain__look_for_circle(world, comm, waited, wait));
-    if (waited->done || comm->failed) return;
     if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
 
@@ -10060,7 +9909,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         dtrain__engine_advance_all(comm);
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
     }
     bool ok = work->done;
     if (ok && comm->staged) /* what the compute stream gets from now on comes after it */
@@ -10069,7 +9918,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     const dtrain_result result = ok ? DTRAIN_OK : dtrain__engine_standing(comm);
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
-    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -10080,7 +9928,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_check(comm, work, NULL, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -10206,7 +10054,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_
 {
     int members[DTRAIN_MAX_RANKS];
     for (int i = 0; i < world->size; i++) members[i] = i;
-    world->look_for_circle = dtrain__look_for_circle;
     return dtrain__engine_form(world, NULL, members, world->size, world->rank, out);
 }
 
@@ -10232,6 +10079,138 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     if (color < 0) world->comm_count++;
     return dtrain__engine_form(world, base, members, color < 0 ? 0 : size, rank, out);
 }
+DTRAIN__HOT
+
+/* ==== src/comm/reduce.c ======================================================================= */
+
+/* What collectives do: who sends what to whom, and the results on one rank
+ *
+ * Large collectives have one or two phases, in which a rank owns slice `rank`:
+ *
+ *                         parts of slice j         results of slice j
+ *                         to rank j from           from rank j to       slices
+ *         all-reduce      all                      all                  cut
+ *         reduce          all                      root                 cut
+ *         reduce-scatter  all                                           count elements each
+ *         broadcast       root                     all but root         cut
+ *         all-gather                               all                  count elements each
+ *         all-to-all      all, not added                                count elements each
+ *
+ * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
+
+static const dtrain__kind dtrain__kinds[] = {
+    /*                                           reduces rooted cuts joins */
+    {"?", "?", false, false, false, false},
+    {"dtrain_all_reduce", "all-reduce", true, false, false, false},
+    {"dtrain_reduce_scatter", "reduce-scatter", true, false, true, false},
+    {"dtrain_all_gather", "all-gather", false, false, false, true},
+    {"dtrain_broadcast", "broadcast", false, true, false, false},
+    {"dtrain_reduce", "reduce", true, true, false, false},
+    {"dtrain_barrier", "barrier", false, false, false, false},
+    {"dtrain_send", "send", false, true, false, false},
+    {"dtrain_recv", "recv", false, true, false, false},
+    {"dtrain_comm_split", "split", false, false, false, true},
+    {"dtrain_all_to_all", "all-to-all", false, false, true, true},
+};
+/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
+{
+    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
+}
+
+/* Return the bytes of the send buffer, and below of the receive buffer. */
+DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->cuts ? (size_t)size : 1);
+}
+DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
+}
+
+/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
+DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_RECV &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == rank);
+}
+DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_SEND &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root != rank) &&
+           (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
+}
+
+/* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
+ * an output may be one of the inputs. One input is a copy: exact for every dtype. */
+DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
+                                     int in_count, char *const *out, int out_count, size_t count)
+{
+    const dtrain__mix_job job = {in, out, in_count, out_count, count, what->dtype, what->op};
+    if (in_count > 1) {
+        dtrain__mix(&job);
+        return;
+    }
+    for (int i = 0; i < out_count; i++)
+        if (out[i] != in[0])
+            dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
+}
+
+DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
+                                         const void *const *in)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const char *from[DTRAIN_MAX_RANKS];
+    char *out = (char *)what->recv;
+    if (!bytes || !dtrain__gets(what, comm->rank)) return;
+    for (int i = 0; i < comm->size; i++)
+        from[i] =
+            in[i] ? (const char *)in[i] + (kind->cuts ? (size_t)comm->rank * bytes : 0) : NULL;
+    if (kind->reduces) dtrain__combine(what, from, comm->size, &out, 1, what->count);
+    else if (!kind->joins) dtrain__combine(what, from + what->root, 1, &out, 1, what->count);
+    for (int i = 0; kind->joins && i < comm->size; i++, out += bytes)
+        dtrain__combine(what, from + i, 1, &out, 1, what->count);
+}
+
+/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
+ * is cut at multiples of 64 bytes so that no two ranks write one line. */
+DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
+                                   size_t *length)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t count = what->count, r = (size_t)rank;
+    *first = r * count;
+    *length = count;
+    if (kind->cuts || kind->joins) return;
+    const size_t step = DTRAIN__CACHE_LINE / dtrain_dtype_bytes(what->dtype);
+    const size_t steps = count / step + (count % step != 0);
+    const size_t each = steps / (size_t)size, more = steps % (size_t)size;
+    const size_t begin = (each * r + (r < more ? r : more)) * step;
+    const size_t end = begin + (each + (r < more)) * step;
+    *first = begin < count ? begin : count;
+    *length = (end < count ? end : count) - *first;
+}
+
+/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
+ * second, results. Return false if that is nothing. A part that is added has no target. */
+DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
+                                         int from, int to, dtrain__transfer *transfer)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    size_t first, length;
+    if (results ? kind->cuts || !dtrain__gets(what, to)
+                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
+        return false;
+    dtrain__slice(what, size, results ? from : to, &first, &length);
+    transfer->bytes = length * unit;
+    transfer->source = kind->joins && !kind->cuts ? 0 : first * unit;
+    transfer->target = (kind->joins ? (size_t)from * length : first) * unit;
+    return true;
+}
 
 /* ==== src/comm/local.c ======================================================================== */
 
@@ -10250,20 +10229,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
  *     small    the data came with the calls: every rank computes its own result, done
  *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
  *              takes what belongs to its own: stage 2, done. No temporary memory
- *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank
- *              r computes slice r of its own result: stage 2. All-reduce: it takes the other slices
- *              from the ranks that computed them: stage 3, done
- *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
- *              When all have reached it, every rank computes its own result from the buffers
+ *     copied   otherwise: what other ranks need goes through the stage buffers in chunks, see
+ *              dtrain__next_step: one stage a step
  *
  * All paths add in rank order in fp32 and round once, so results have the same bits on each.
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
-#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10)   /* half a stage: two ranks' stages stay in L2 */
-#define DTRAIN__READ_BYTES ((size_t)128 << 10)    /* buffers from this size on are read ... */
-#define DTRAIN__SCRATCH_BYTES ((size_t)512 << 10) /* ... in blocks of all ranks that fit here */
+#define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
+#define DTRAIN__FAR_BYTES ((size_t)4 << 20)   /* slices from this size on do not stay in caches */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -10275,7 +10250,7 @@ typedef struct dtrain__slot {
     char data[DTRAIN_SMALL_BYTES];
     const char *send;
     char *recv;
-    uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
+    bool direct; /* these buffers allow the direct path */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks. head - tail cells are filled: a message that does not fit
@@ -10301,7 +10276,7 @@ typedef struct dtrain__channel {
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
     uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
-    char *stage;                 /* buffer of 2 chunks, made when first needed */
+    char *stage;                 /* buffer of the copied path, made when first needed */
     int64_t pid;                 /* of its rank, which has in private memory, */
     const uint64_t *proof;       /* at this address, */
     uint64_t proof_value;        /* this number: others read it to see that they can */
@@ -10315,9 +10290,9 @@ struct dtrain__part {
 typedef struct dtrain__local_comm {
     dtrain_comm base;
     dtrain__part **parts; /* (size) */
-    char *scratch;        /* made when first needed */
     uint64_t proof;       /* see dtrain__part */
-    bool reads;           /* as in this rank's part */
+    size_t stage_end;     /* copied path: where the last chunk of the last operation ends */
+    uint32_t past;        /* so many places to come are written past the cache */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
@@ -10326,9 +10301,14 @@ typedef struct dtrain__local_work {
     dtrain_transport_work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
-    int seen;     /* ranks below it have reached `stage` */
-    size_t moved; /* messages: bytes that this side is done with */
-    uint64_t end; /* a send that waits for the receiver: its cells are before this one */
+    int seen;             /* ranks below it have reached `stage` */
+    bool sliced;          /* copied path: ranks add up slices, and take those of others */
+    size_t bytes;         /* of a rank's slice where the call says what it is, else of the buffer */
+    size_t place, places; /* bytes of a place, places of a chunk */
+    size_t chunks, first; /* how many, and how many before the first in the stage buffer */
+    size_t fit;           /* chunks that the stage buffer has room for */
+    size_t moved;         /* messages: bytes that this side is done with */
+    uint64_t end;         /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
 static dtrain__part *dtrain__part_at(const dtrain_comm *comm, int rank)
@@ -10403,28 +10383,26 @@ static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *t
 
 /* ---- Showing a call ---------------------------------------------------------------------------*/
 
-/* Show a call, and which paths this rank's buffers allow. On the direct path other ranks read
- * `send`; they write `recv` where slices of a result are computed by different ranks. */
+/* Show a call, and whether this rank's buffers allow the direct path: other ranks read `send`; they
+ * write `recv` where slices of a result are computed by different ranks. */
 static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
-    (void)dtrain__write_shown(work, &slot->shown);
+    slot->shown = work->call;
+    if (work->small && work->send_bytes)
+        dtrain__copy_lines(slot->data, (const char *)what->send, work->send_bytes,
+                           work->send_bytes > 2048 && ((const dtrain__local_comm *)comm)->past > 0);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
-    slot->paths = 0;
+    slot->direct = false;
     if (!work->small) {
         const size_t send_bytes = dtrain__send_bytes(what, comm->size);
         const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
         const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
-        const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
-                            (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
-        const bool read = ((const dtrain__local_comm *)comm)->reads &&
-                          send_bytes >= DTRAIN__READ_BYTES &&
-                          (direct || (dtrain__is_readable(what->send, send_bytes) &&
-                                      dtrain__is_readable(what->recv, recv_bytes)));
-        slot->paths = (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
+        slot->direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
+                       (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
     }
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
@@ -10443,132 +10421,160 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
- * every rank's result, on the read path in its own, where the root of a reduce computes everything.
- * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
- * that no other rank reads. */
-static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
-{
-    dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const dtrain_collective *what = &work->base.what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const bool direct = work->path == DTRAIN__DIRECT;
-    const int size = comm->size, rank = comm->rank;
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const char *in[DTRAIN_MAX_RANKS];
-    char *out[DTRAIN_MAX_RANKS];
-    size_t first, length, block, count;
-    int outs = 0;
-    dtrain__slice(what, size, rank, &first, &length);
-    if (kind->rooted && !direct) {
-        first = 0;
-        length = what->root == rank ? what->count : 0;
-    }
-    if (!length) return true; /* and recv may be NULL */
-    if (!direct && !local->scratch) {
-        local->scratch = (char *)dtrain__alloc(&comm->world->allocator, DTRAIN__SCRATCH_BYTES, 1,
-                                               "blocks of other ranks");
-        if (!local->scratch) return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
-    }
-    block = direct ? length
-                   : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
-                         DTRAIN__CACHE_LINE / unit;
-    for (int i = 0; i < size; i++)
-        if (direct && !kind->cuts ? dtrain__gets(what, i) : i == rank)
-            out[outs++] = dtrain__slot_of(comm, i, work->base.sequence)->recv +
-                          (kind->cuts ? 0 : first * unit);
-    for (size_t at = 0; at < length; at += count) {
-        count = length - at < block ? length - at : block;
-        for (int i = 0; i < size; i++) {
-            in[i] = dtrain__slot_of(comm, i, work->base.sequence)->send + (first + at) * unit;
-            if (direct || i == rank) continue;
-            char *copy = local->scratch + (size_t)i * block * unit;
-            if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
-            in[i] = copy;
-        }
-        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
-                        outs, count);
-        for (int i = 0; i < outs; i++) out[i] += count * unit;
-    }
-    return true;
-}
-
-/* Take from each rank what belongs into this rank's result as it is, the next rank's first, so that
- * not all read the same rank. */
-static bool dtrain__take_pieces(dtrain_comm *comm, const dtrain__local_work *work)
+/* The direct path. Of a sum or a broadcast compute this rank's slice in every rank's result; in
+ * place, an all-reduce overwrites a slice that no other rank reads. Otherwise take from each rank
+ * what belongs into this rank's result as it is, the next rank's first, so that not all read the
+ * same rank. */
+static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const int size = comm->size, own = comm->rank;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const char *in[DTRAIN_MAX_RANKS];
+    char *out[DTRAIN_MAX_RANKS];
+    size_t first, length;
+    int outs = 0;
+    dtrain__slice(what, size, own, &first, &length);
     for (int turn = 1; turn <= size; turn++) {
         const int i = (own + turn) % size;
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
         dtrain__transfer piece;
-        if (!dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
-        if (kind->rooted) { /* a broadcast is read from the root alone */
-            if (i != what->root) continue;
-            piece.source = piece.target = 0;
-            piece.bytes = dtrain__send_bytes(what, size);
-        }
-        const char *from = (kind->reduces ? slot->recv : slot->send) + piece.source;
+        in[i] = slot->send + first * unit;
+        if (!kind->joins && (kind->cuts ? i == own : dtrain__gets(what, i)))
+            out[outs++] = slot->recv + (kind->cuts ? 0 : first * unit);
+        if (!kind->joins || !dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
+        const char *from = slot->send + piece.source;
         char *to = (char *)what->recv + piece.target;
-        if (i != own && work->path == DTRAIN__READ) {
-            if (!dtrain__fetch(comm, i, from, to, piece.bytes)) return false;
-        } else if (from != to) {
-            memcpy(to, from, piece.bytes);
-        }
+        if (from != to) dtrain__copy_lines(to, from, piece.bytes, false);
     }
-    return true;
+    if (length && outs)
+        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
+                        outs, length);
 }
 
-/* The copied path:
+/* The copied path goes through the stage buffers in chunks. One step of it is one stage:
  *
- *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
+ *     step s    chunk s        copy in what other ranks need of this rank's input
+ *               chunk s - 1    add up this rank's slice, or take what others have copied in
+ *               chunk s - 2    all-reduce and reduce: take the slices that others have added up
  *
- * Chunk c + 1 goes into the half that held chunk c - 1, which all ranks have pulled: they did so
- * before they reached stage c + 2. After the last stage, chunks + 2, all have pulled everything and
- * the next operation may use the buffers; so only the oldest one in flight uses them. */
+ * A chunk is one place, or one for each rank's slice. A rank does not copy its own slice in: of an
+ * all-reduce or reduce the sum goes there. In step s others may still read chunks s - 1 and s - 2,
+ * and no older one: all have ended step s - 1. At the end of an operation nobody waits: some rank
+ * may still read the last chunk when another one fills the first of the next operation, which
+ * therefore lies elsewhere. The second is filled when all have taken the next operation's step 0,
+ * and only the oldest operation in flight takes steps. */
 
-static size_t dtrain__chunk_count(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
-    return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
-}
-
-/* Go to the next stage of the copied path: compute the chunk of this rank's result whose inputs all
- * ranks have copied (ranks that give nothing may have no buffer), and copy the next chunk of its
- * own input into its buffer: one piece, or one for each rank's slice. */
-static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work)
+/* Cut an operation into chunks that are as equal as they can be. They follow each other around the
+ * buffer, which has room for four of the largest. The first one lies after all that the last
+ * operation used or at the beginning, and so not on that operation's last chunk. */
+static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
-    const bool cuts = dtrain__kind_of(what->kind)->cuts;
-    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t slice = cuts ? (size_t)comm->rank * chunk : 0,
-                 pieces = cuts ? (size_t)comm->size : 1;
-    dtrain__part *part = dtrain__part_at(comm, comm->rank);
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t size = (size_t)comm->base.size, line = DTRAIN__CACHE_LINE;
+    work->sliced = kind->reduces && !kind->cuts;
+    work->places = kind->reduces || kind->cuts ? size : 1;
+    work->bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const size_t most = DTRAIN__STAGE_BYTES / 4 / work->places / line * line;
+    const size_t part = work->bytes / (work->sliced ? size : 1) + line;
+    work->place = dtrain__round_up(part / (part / most + 1), line);
+    work->chunks = (work->bytes - 1) / (work->place * (work->sliced ? size : 1)) + 1;
+    const size_t chunk = work->place * work->places;
+    work->fit = DTRAIN__STAGE_BYTES / chunk;
+    work->first = (comm->stage_end + chunk - 1) / chunk % work->fit;
+    comm->stage_end = ((work->first + work->chunks - 1) % work->fit + 1) * chunk;
+    work->final = (uint32_t)work->chunks + (work->sliced ? 3 : 2);
+}
+
+/* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
+static char *dtrain__place_of(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
+                              size_t c, int j)
+{
+    char *stage = dtrain__part_at(comm, rank)->stage;
+    const size_t place = (work->first + c) % work->fit * work->places;
+    return stage ? stage + (place + (work->places > 1 ? (size_t)j : 0)) * work->place : NULL;
+}
+
+/* Find where slice j of chunk c lies in a buffer; return its bytes. */
+static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_work *work, size_t c,
+                                  int j, size_t *at)
+{
+    *at = (work->sliced ? c * (size_t)comm->size + (size_t)j : c) * work->place;
+    if (*at > work->bytes) *at = work->bytes;
+    return work->bytes - *at < work->place ? work->bytes - *at : work->place;
+}
+
+/* Copy into a place. The rank that reads it has its lines in a cache: of a core far away it takes
+ * ten times as long to get them back as to write past the cache (Zen 4: 2.3 GB/s and 30), of a core
+ * nearby it takes half as long to read what was not written past it. Find out from time to time,
+ * with what takes long enough for that, how far away it is. */
+static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
+{
+    dtrain__local_comm *local = (dtrain__local_comm *)comm;
+    const bool past = local->past > 0 || bytes < 16384;
+    const uint64_t begin = dtrain__now_ns();
+    dtrain__copy_lines(place, from, bytes, past);
+    if (local->past > 0) local->past--;
+    else if (!past && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+}
+
+/* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
+static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work, size_t c)
+{
+    const dtrain_collective *what = &work->base.what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool gets = dtrain__gets(what, comm->rank);
+    const int own = comm->rank;
     const char *in[DTRAIN_MAX_RANKS];
-    void *stage;
-    if (work->stage > 1) {
-        const size_t c = work->stage - 2, rest = what->count - c * chunk;
-        for (int i = 0; i < comm->size; i++) {
-            in[i] = dtrain__part_at(comm, i)->stage;
-            if (in[i]) in[i] += c % 2 * DTRAIN__CHUNK_BYTES + slice * unit;
-        }
-        dtrain__pull(comm, what, in, c * chunk, rest < chunk ? rest : chunk);
+    size_t at;
+    const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at);
+    for (int i = 0; i < comm->size; i++) {
+        const size_t slice = (size_t)i * work->bytes;
+        in[i] = i == own ? (const char *)what->send + at + (kind->cuts ? slice : 0)
+                         : dtrain__place_of(comm, work, i, c, own);
+        if (kind->reduces || !gets || (kind->rooted && i != what->root)) continue;
+        char *to = (char *)what->recv + at + (kind->joins ? slice : 0);
+        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, work->bytes >= DTRAIN__FAR_BYTES);
     }
-    if (work->stage + 1 >= work->final || !dtrain__gives(what, comm->rank)) return true;
-    if (!part->stage) {
-        if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
+    if (!kind->reduces || !bytes) return;
+    char *place = dtrain__place_of(comm, work, own, c, own);
+    char *sum = gets ? (char *)what->recv + at : place;
+    dtrain__combine(what, in, comm->size, &sum, 1, bytes / dtrain_dtype_bytes(what->dtype));
+    if (work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
+}
+
+/* Take the next step of the copied path. */
+static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->base.what;
+    const bool cuts = dtrain__kind_of(what->kind)->cuts, gives = dtrain__gives(what, comm->rank);
+    const size_t step = work->stage - 1;
+    const int own = comm->rank;
+    dtrain__part *part = dtrain__part_at(comm, own);
+    size_t at, bytes;
+    void *stage;
+    if (gives && !part->stage) {
+        if (dtrain__shared_alloc(comm->world, DTRAIN__STAGE_BYTES, &stage) != DTRAIN_OK)
             return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
-    const size_t c = work->stage - 1, rest = what->count - c * chunk;
-    const size_t length = rest < chunk ? rest : chunk;
-    char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
-    for (size_t i = 0; i < pieces; i++)
-        memcpy(half + i * chunk * unit,
-               (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
-    comm->info.staged_bytes += pieces * length * unit;
+    for (int j = 0; gives && step < work->chunks && j < (int)work->places; j++) {
+        if (work->places > 1 && j == own) continue;
+        bytes = dtrain__chunk_slice(comm, work, step, j, &at);
+        dtrain__fill_place(comm, dtrain__place_of(comm, work, own, step, j),
+                           (const char *)what->send + at + (cuts ? (size_t)j * work->bytes : 0),
+                           bytes);
+        comm->info.staged_bytes += bytes;
+    }
+    if (step >= 1 && step <= work->chunks) dtrain__use_chunk(comm, work, step - 1);
+    for (int i = 0; step >= 2 && work->sliced && dtrain__gets(what, own) && i < comm->size; i++) {
+        bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at);
+        if (i != own)
+            dtrain__copy_lines((char *)what->recv + at,
+                               dtrain__place_of(comm, work, i, step - 2, i), bytes, false);
+    }
     return true;
 }
 
@@ -10632,7 +10638,8 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         if (sends && !cell->lies && length)
             memcpy(cell->data, (const char *)what->send + work->moved, length);
         if (!sends && cell->path != DTRAIN__READ && length)
-            memcpy((char *)what->recv + work->moved, cell->lies ? cell->lies : cell->data, length);
+            dtrain__copy_lines((char *)what->recv + work->moved,
+                               cell->lies ? cell->lies : cell->data, length, false);
         if (!sends && cell->path == DTRAIN__READ &&
             !dtrain__fetch(comm, what->root, cell->lies, (char *)what->recv, length))
             return false;
@@ -10649,23 +10656,15 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
-    const dtrain_collective *what = &base->what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     if (!base->sequence) return dtrain__local_message(comm, work);
     if (base->small) return true;
     if (!work->final) { /* choose the path from what all ranks have shown; all are at stage 1 */
-        uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
-        for (int i = 0; i < comm->size; i++)
-            paths &= dtrain__slot_of(comm, i, base->sequence)->paths;
         work->seen = comm->size;
-        work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT
-                     : paths                ? DTRAIN__READ
-                                            : DTRAIN__COPIED;
-        work->final =
-            work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
-        const size_t chunk = dtrain__chunk_count(comm, what);
-        if (work->path == DTRAIN__COPIED)
-            work->final += (uint32_t)((what->count + chunk - 1) / chunk);
+        work->path = DTRAIN__DIRECT;
+        work->final = 2;
+        for (int i = 0; i < comm->size; i++)
+            if (!dtrain__slot_of(comm, i, base->sequence)->direct) work->path = DTRAIN__COPIED;
+        if (work->path == DTRAIN__COPIED) dtrain__cut_chunks((dtrain__local_comm *)comm, work);
     }
     for (;;) {
         while (work->seen < comm->size &&
@@ -10673,14 +10672,10 @@ static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
             work->seen++;
         if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
-        const bool computes =
-            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
-        const bool moved = work->path == DTRAIN__COPIED
-                               ? base->oldest && dtrain__next_chunk(comm, work)
-                           : computes ? dtrain__compute_slice(comm, work)
-                                      : dtrain__take_pieces(comm, work);
-        if (!moved) return false;
+        if (work->path == DTRAIN__DIRECT) dtrain__make_direct(comm, work);
+        else if (!base->oldest || !dtrain__next_step(comm, work)) return false;
         dtrain__reach(comm, work, work->stage + 1);
+        if (work->path == DTRAIN__COPIED && work->stage == work->final) return true;
     }
 }
 
@@ -10756,15 +10751,14 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
 static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    comm->reads = true;
+    bool reads = true;
     for (int i = 0; i < base->size; i++) {
         const dtrain__part *part = comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
         uint64_t value = 0;
-        comm->reads = comm->reads &&
-                      dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
-                      value == part->proof_value;
+        reads = reads && dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
+                value == part->proof_value;
     }
-    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)comm->reads);
+    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)reads);
     return &comm->parts[0]->report;
 }
 
@@ -10784,7 +10778,6 @@ static void dtrain__local_release(dtrain_comm *base, bool joined)
     } else {
         dtrain__shared_free(world, part);
     }
-    dtrain__free(&world->allocator, comm->scratch, DTRAIN__SCRATCH_BYTES, 1);
     dtrain__free(&world->allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
 }
 
@@ -10809,178 +10802,6 @@ DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged)
     return &ops[staged];
 }
 DTRAIN__COLD
-
-/* ==== src/comm/circle.c ======================================================================= */
-
-/* Circles: ranks that wait for each other
- *
- * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
- * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A
- * wait that has lasted a while gets a number, and its rank shows on the control page which
- * operation it is for. Two waits become a fact in three steps, at polls:
- *
- *     waiter     shows its wait n and the operation
- *     awaited    finds during its own wait m that it has not started its side: writes (n, m)
- *     waiter     reads (n, m), moves all that can be moved, still waits: confirms it
- *
- * A fact says that n cannot end well before m has ended. For the operation ends well only after the
- * awaited rank has started its side; it had not when it wrote (n, m), during m; and a rank starts
- * nothing during a wait. Messages have no numbers: there, "not started" means that no message of
- * the pair is under way on the awaited rank. What that rank sent or took before it wrote (n, m),
- * the waiter moves before it confirms; so another message has to be started.
- *
- * A circle of facts (n1, n2), (n2, n3), ..., (nk, n1) proves that none of these waits can end well:
- * the first one to end would end before the next one. Facts stay true for ever, so it does not
- * matter when each was read. A rank that computes, sleeps or only tests its operations has no
- * numbered wait, so it is in no circle, however slow it is. Nor is one whose wait has ended with an
- * error: it may go on. Only a rank that has found a circle leaves its wait to be seen.
- *
- * Ranks that share no control page, and ranks over NCCL, find no circles. */
-
-#define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
-
-/* Say whether an operation waits for another rank's side, as far as this rank can see. */
-DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
-                                       int rank)
-{
-    const bool message = !work->op.sequence;
-    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
-    return message || work->state == DTRAIN__MOVING
-               ? comm->transport->lags(&comm->base, &work->op, rank)
-               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
-}
-
-/* Number the wait of this rank, for `work` or, if NULL, for a world all-gather, and show it. */
-static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
-                              const dtrain__work *work, dtrain__wait *wait)
-{
-    dtrain__long_wait *own = &world->control->long_waits[world->rank];
-    const char *axis = work && comm->base.axis ? comm->base.axis : "";
-    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : "";
-    char call[80] = "dtrain_world_all_gather", ranks[64] = "";
-    size_t used = 0;
-    dtrain__store(&own->comm, work ? comm->base.number : -1);
-    dtrain__store(&own->sequence, work ? work->op.sequence : world->gather_count);
-    dtrain__store(&own->kind, work ? work->op.what.kind : 0);
-    if (work) dtrain__describe(&work->op.call, work->op.sequence, call, sizeof call);
-    for (int i = 0; work && i < comm->base.size && i < 6; i++)
-        used +=
-            (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
-                             i == 5 && comm->base.size > 6 ? " ..." : "");
-    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis,
-             *axis ? " axis, " : "", work ? "" : "all ", ranks, *span ? " during \"" : "", span,
-             *span ? "\"" : "");
-    wait->number = ++world->long_wait_count;
-    dtrain__store(&own->number, wait->number);
-}
-
-/* Say whether this rank has started its side of an operation in which `waiter` waits. If it is not
- * in that communicator, or has destroyed it or not yet made it, it has not. */
-static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wait *other,
-                                int waiter)
-{
-    const dtrain__engine *comm = world->comms;
-    const int64_t number = dtrain__load(&other->comm);
-    const uint64_t sequence = dtrain__load(&other->sequence);
-    if (number < 0) return world->gather_count >= sequence;
-    while (comm && comm->base.number != number) comm = comm->next;
-    if (!comm) return false;
-    if (sequence) return comm->sequence >= sequence;
-    for (const dtrain__work *work = comm->queue; work; work = work->next)
-        if (!work->op.sequence && comm->base.world_ranks[work->op.what.root] == waiter &&
-            work->op.what.kind != dtrain__load(&other->kind))
-            return true;
-    return false;
-}
-
-/* Confirm what other ranks have written about the wait of this one, after moving what they did
- * before. A transport that is slower than the page gets its grace, from the newest fact on. */
-static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
-                                  const dtrain__work *work, dtrain__wait *wait)
-{
-    const int size = work ? comm->base.size : world->size;
-    uint64_t *at[DTRAIN_MAX_RANKS], found[DTRAIN_MAX_RANKS], sum = 0;
-    for (int i = 0; i < size; i++) {
-        at[i] = &world->control->facts[work ? comm->base.world_ranks[i] : i][world->rank];
-        found[i] = dtrain__load(at[i]);
-        if (found[i] >> 32 != wait->number) found[i] = 0;
-        sum += found[i];
-    }
-    if (sum != wait->facts) wait->facts_ns = wait->last_ns;
-    wait->facts = sum;
-    if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
-    if (work) dtrain__engine_advance(comm);
-    /* Once a collective moves, all ranks have called it: facts about it are out of date. */
-    if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
-    for (int i = 0; i < size; i++)
-        if (found[i] && (!work || dtrain__waits_for(comm, work, i)))
-            dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
-}
-
-/* Find a shortest circle that wait n of this rank is in, breadth first: path[0] is this rank, and
- * path[i] waits for path[i + 1]. Return its length; 0: there is none. The search goes from a rank
- * to those that wait for it. */
-static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
-{
-    uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* of the ranks that have been reached; 0: not yet */
-    int reached[DTRAIN_MAX_RANKS], awaited[DTRAIN_MAX_RANKS], count = 1, length = 1;
-    waits[reached[0] = path[0] = world->rank] = n;
-    for (int at = 0; at < count; at++)
-        for (int i = 0; i < world->size; i++) {
-            const uint64_t fact = dtrain__load(&world->control->facts[reached[at]][i]);
-            const uint64_t number = dtrain__load(&world->control->long_waits[i].number);
-            const uint64_t ends_after = fact >> 1 & 0x7fffffffu;
-            if (!(fact & 1) || ends_after != waits[reached[at]] || fact >> 32 != number) continue;
-            if (i == world->rank) {
-                for (int r = reached[at]; r != i; r = awaited[r]) path[length++] = r;
-                return length;
-            }
-            if (waits[i]) continue;
-            waits[i] = number;
-            awaited[i] = reached[at];
-            reached[count++] = i;
-        }
-    return 0;
-}
-
-/* Look for a circle from inside a wait, for `work` or, if NULL, for a world all-gather. */
-DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain__wait *wait)
-{
-    int path[DTRAIN_MAX_RANKS];
-    char list[DTRAIN__CIRCLE_NAMED * 144] = "", more[40] = "";
-    size_t used = 0;
-    if (wait->waited_ns < world->long_wait_ns ||
-        wait->last_ns - wait->looked_ns < world->long_wait_ns / 512)
-        return DTRAIN_OK;
-    wait->looked_ns = wait->last_ns;
-    if (!wait->number) dtrain__show_wait(world, comm, work, wait);
-    /* Write a fact for each rank whose wait may need what this rank has not started. If rank i
-     * begins another wait while this rank reads, the fact is about a wait that is over, and rank i
-     * does not confirm it. */
-    const uint64_t m = wait->number;
-    for (int i = 0; i < world->size; i++) {
-        const dtrain__long_wait *other = &world->control->long_waits[i];
-        uint64_t *fact = &world->control->facts[world->rank][i];
-        const uint64_t n = dtrain__load(&other->number);
-        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
-        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
-    }
-    dtrain__confirm_facts(world, comm, work, wait);
-    const int length = dtrain__find_circle(world, wait->number, path);
-    for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)
-        used += (size_t)snprintf(list + used, sizeof list - used,
-                                 "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
-                                 path[(i + 1) % length], world->control->long_waits[path[i]].text);
-    if (!length) return DTRAIN_OK;
-    wait->number = 0; /* the wait stays shown: the other ranks of the circle find it too */
-    if (length > DTRAIN__CIRCLE_NAMED)
-        snprintf(more, sizeof more, "; ... %d more ranks", length - DTRAIN__CIRCLE_NAMED);
-    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "the ranks wait for each other in a circle: %s%s; make the same calls on "
-                       "all of them",
-                       list, more);
-}
 
 /* ==== src/comm/staged.c ======================================================================= */
 
@@ -12473,7 +12294,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->node_ranks = (int)desc->node_ranks;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
-    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->allocator = desc->allocator;
@@ -12532,7 +12352,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
                 : "",
             gpu.major, gpu.minor);
     DTRAIN__TRY(dtrain__world_comm_create(world));
-    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) world->base_bytes = dtrain__process_bytes();
     return DTRAIN_OK;
 }
 
@@ -13387,9 +13207,10 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     if (mesh->comms[axes]) return DTRAIN_OK;
     if (axes == dtrain__mesh_axes(at, DTRAIN_AXIS_ALL)) mesh->comms[axes] = mesh->all;
     else {
-        const int fixed = dtrain_mesh_rank(mesh, axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank,
-                                           axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
-                                           axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
+        const int tensor = axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank;
+        const int data = axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank;
+        const int pipeline = axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank;
+        const int fixed = tensor + at->tensor * (data + at->data * pipeline);
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
     }
     mesh->comms[axes]->axis = names[axes];
@@ -13495,15 +13316,6 @@ DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
     axes = dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL);
     (void)dtrain__mesh_split((dtrain_mesh *)mesh, axes); /* it stays NULL after an error */
     return mesh->comms[axes];
-}
-
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline)
-{
-    const dtrain_mesh_info *at = mesh ? &mesh->info : NULL;
-    if (!at || tensor < 0 || tensor >= at->tensor || data < 0 || data >= at->data || pipeline < 0 ||
-        pipeline >= at->pipeline)
-        return -1;
-    return tensor + at->tensor * (data + at->data * pipeline);
 }
 
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
@@ -16727,8 +16539,7 @@ DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy
 static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, const char *call)
 {
     dtrain_device *device = strategy->device;
-    if (!device->ops->capturing || strategy->notes.device_weight || !device->ops->capturing(device))
-        return DTRAIN_OK;
+    if (strategy->notes.device_weight || !dtrain__capturing(device)) return DTRAIN_OK;
     const char *missing = dtrain__unrecordable(strategy);
     if (!strategy->notes.sync_count) missing = "a whole step before it, which allocates memory";
     for (size_t i = 0; i < strategy->param_count; i++) {
@@ -19955,22 +19766,12 @@ static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
-/* Refuse an update in a graph that the host captures, if it is the first or if its numbers change
- * from step to step. */
-static dtrain_result dtrain__check_update_capture(const dtrain_optimizer *optimizer)
+/* Return the group whose corrections a recorded step has: the first of AdamW. */
+static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
 {
-    dtrain_device *device = optimizer->device;
-    const char *why = NULL;
-    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
     for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW)
-            why = "AdamW's corrections of bias, which change with each step: call it after each "
-                  "launch of the graph";
-    if (!optimizer->compared)
-        why = "the first update, in which ranks compare rates: run one before";
-    if (!why) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_optimizer_step: a captured graph would repeat %s", why);
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
+    return &optimizer->groups[0];
 }
 
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
@@ -19987,7 +19788,13 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
-    DTRAIN__TRY(dtrain__check_update_capture(optimizer));
+    if (dtrain__capturing(optimizer->device) &&
+        (!optimizer->compared ||
+         dtrain__corrected_group(optimizer)->desc.kind == DTRAIN_OPTIMIZER_ADAMW))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_optimizer_step: a captured graph can hold neither the first "
+                           "update nor those of AdamW, whose corrections of bias change from step "
+                           "to step: call it after each launch of the graph");
     DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
@@ -20007,14 +19814,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 }
 
 /* ---- A recorded step --------------------------------------------------------------------------*/
-
-/* Return the group whose corrections a recorded step has: the first of AdamW. */
-static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
-{
-    for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
-    return &optimizer->groups[0];
-}
 
 /* Compute the numbers of the step that comes next, for kernels that read them from device memory:
  * one set for all groups, which multiply the rate by their own lr_scale. */
@@ -20502,7 +20301,6 @@ typedef struct dtrain__trainer_view {
     int rank, ranks;    /* in groups->all */
     const float *words; /* (ranks, word_count): of each rank its figures, then other words */
     size_t word_count;
-    float *gpu; /* the figures from DTRAIN_FIGURE_GPU_UTILIZATION on, which the next step sends */
     /* Report the memory that this rank holds, and the memory that a plan of the loss predicts; an
      * error is the plan's. */
     dtrain_result (*memory)(const dtrain_trainer *trainer, dtrain_memory *held,
@@ -22322,10 +22120,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  * directory, which all share, for the files of the others, and the ranks agree at the next call.
  * Rank 0 stops waiting when that agreement reports the failure of a rank. */
 
-#ifdef __x86_64__
-#include <emmintrin.h>
-#endif
-
 #define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
 
@@ -22492,30 +22286,6 @@ static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
     }
     for (int f = 0; f < 2; f++) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
     return DTRAIN_OK;
-}
-
-/* ---- Snapshot ---------------------------------------------------------------------------------*/
-
-/* Copy past the cache: what training works with stays there, and the memory that is written need
- * not be read first. Of GPT-2's state (1.5 GB, Xeon) that takes 0.6 of memcpy's time. `to` is
- * aligned to 16 bytes. */
-static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
-{
-    size_t done = 0;
-#ifdef __x86_64__
-    for (; done + 64 <= bytes; done += 64) {
-        const __m128i *in = (const __m128i *)(const void *)(from + done);
-        __m128i *out = (__m128i *)(void *)(to + done);
-        const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
-        const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
-        _mm_stream_si128(out, a);
-        _mm_stream_si128(out + 1, b);
-        _mm_stream_si128(out + 2, c);
-        _mm_stream_si128(out + 3, d);
-    }
-    _mm_sfence();
-#endif
-    memcpy(to + done, from + done, bytes - done);
 }
 
 /* ---- Write ------------------------------------------------------------------------------------*/
@@ -22893,7 +22663,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
         const char *from = (const char *)held->tensor.memory;
         const size_t bytes = (size_t)dtrain__held_bytes(held);
         if (!bytes) continue;
-        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
+        if (device->ops->host_memory) dtrain__copy_lines(held->copy_at, from, bytes, true);
         else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
     }
     if (c->rank != 0) return DTRAIN_OK;
@@ -32961,10 +32731,9 @@ struct dtrain_trainer {
     uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling */
     uint32_t in_a_row; /* how many of the last steps were */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
-    dtrain__micro *micros; /* (micro_batches) */
-    bool ended;            /* this rank's data has ended */
-    double saving;         /* seconds in checkpoints until the end of the last step */
-    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
+    dtrain__micro *micros;     /* (micro_batches) */
+    bool ended;                /* this rank's data has ended */
+    double saving;             /* seconds in checkpoints until the end of the last step */
     dtrain__rank_words *words; /* (ranks), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
     int slow_rank;   /* the slowest of the last step ... */
@@ -34090,8 +33859,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->loss_counts = dtrain__loss_counts(desc->strategy);
     trainer->slow_rank = -1;
     trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
-    for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
-        trainer->gpu[i] = (float)DTRAIN__NAN;
     dtrain_loss_scaler none;
     memset(&none, 0, sizeof none);
     const bool given = /* one of the settings, which come before the counts */
@@ -34137,7 +33904,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     view->ranks = trainer->ranks;
     view->words = (const float *)trainer->words;
     view->word_count = DTRAIN__WORD_COUNT;
-    view->gpu = trainer->gpu;
     view->memory = dtrain__trainer_memory;
     if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
         result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
@@ -34251,8 +34017,6 @@ static void dtrain__put_figures(const dtrain_trainer *trainer, const double *bef
         own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
     if (!trainer->groups.pipeline)
         own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
-    for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
-        own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
     own[DTRAIN__WORD_STOP] = world.stop_requested;
     own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
 }
@@ -34677,8 +34441,8 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
 /* The stream of metrics and its writers
  *
  * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
- * file.c (numbers, and files that cannot stop a training), console.c, lines.c, prometheus.c,
- * tensorboard.c (the writers), histogram.c and nvml.c (measurements of the monitor itself). */
+ * file.c (files that cannot stop a training), console.c, lines.c, tensorboard.c (the
+ * writers), histogram.c (measurements of the monitor itself). */
 
 /* Return false for NaN and infinity, also under -ffast-math. */
 static inline bool dtrain__finite(double value)
@@ -34705,17 +34469,8 @@ typedef struct dtrain__records {
     const char *path;
 } dtrain__records;
 
-typedef struct dtrain__nvml {
-    void *library, *device;
-    bool started;
-    double ask_at;
-    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no answer */
-    char reason[200];                                                   /* why there is none; "" */
-} dtrain__nvml;
-
-#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 105 that table.c has, and added ones */
-#define DTRAIN__WRITERS 4
-#define DTRAIN__NEXT ".next"   /* what the next version of Prometheus's file is called */
+#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 98 that table.c has, and added ones */
+#define DTRAIN__WRITERS 3
 #define DTRAIN__EVENT_FILE 160 /* bytes of the name of TensorBoard's file, at most */
 
 struct dtrain_metrics {
@@ -34740,12 +34495,6 @@ struct dtrain_metrics {
     } console;
     dtrain__records jsonl;
     struct {
-        double write_at;                                 /* when the file may be replaced again */
-        double sent[DTRAIN_COLLECTIVE_KINDS];            /* in all steps */
-        const char *sent_names[DTRAIN_COLLECTIVE_KINDS]; /* "send_bytes" */
-        char *next;                                      /* path of the next version */
-    } prometheus;
-    struct {
         dtrain__records file;
         char *path;     /* file.path */
         size_t open[8]; /* (depth) offsets in the text where its open messages begin */
@@ -34755,11 +34504,9 @@ struct dtrain_metrics {
     dtrain_metrics_sample sample; /* the last step, as sinks see it */
     dtrain_metric metrics[DTRAIN__METRICS_MOST];
     double flops, peak_share;          /* of the last step: a second of all ranks, of their peak */
-    double throttle, ecc;              /* of all ranks' GPUs */
     dtrain_memory held, planned;       /* of this rank; planned: without no_plan */
     uint64_t planned_passes;           /* activations and their gradients */
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
-    dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
 
     double started; /* when the first step began */
@@ -34773,9 +34520,6 @@ DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics);
 /* monitor/file.c */
 /* Begin a record in the text that all writers share. */
 DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
-                                         const char *nan, const char *inf, const char *minus_inf);
-DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done);
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append);
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
@@ -34787,10 +34531,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
 
 /* monitor/lines.c */
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metrics_sample *sample);
-
-/* monitor/prometheus.c */
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_sink(void *user,
-                                                      const dtrain_metrics_sample *sample);
 
 /* monitor/tensorboard.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
@@ -34804,11 +34544,6 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
-
-/* monitor/nvml.c */
-DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
@@ -34846,8 +34581,8 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
  * is none. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
-    const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
-                                  &desc->run_name,   &desc->config,          &desc->hparams};
+    const char **const texts[] = {&desc->jsonl_path, &desc->tensorboard_dir, &desc->run_name,
+                                  &desc->config, &desc->hparams};
     size_t all = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         const char **text = texts[i];
@@ -34869,10 +34604,9 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     const dtrain_metrics_sink writers[DTRAIN__WRITERS] = {
         {false, false, "progress", dtrain__console_sink, metrics},
         {false, false, "json lines", dtrain__jsonl_sink, metrics},
-        {false, false, "prometheus", dtrain__prometheus_sink, metrics},
         {false, true, "tensorboard", dtrain__tensorboard_sink, metrics}};
     const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
-                                                desc->prometheus_path, desc->tensorboard_dir};
+                                                desc->tensorboard_dir};
     for (size_t i = 0; i < DTRAIN__WRITERS + desc->sink_count; i++) {
         const bool own = i < DTRAIN__WRITERS;
         const dtrain_metrics_sink *sink = own ? &writers[i] : &desc->sinks[i - DTRAIN__WRITERS];
@@ -34893,8 +34627,6 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     metrics->planned_passes = metrics->planned.activations + metrics->planned.activation_grads;
     if (plan != DTRAIN_OK)
         snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
-    if (dtrain__nvml_open(metrics) != DTRAIN_OK)
-        snprintf(metrics->nvml.reason, sizeof metrics->nvml.reason, "%s", dtrain_last_error());
     dtrain__metrics_list(metrics);
     for (; metrics->opened < metrics->sink_count; metrics->opened++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[metrics->opened];
@@ -34905,7 +34637,7 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
                               sink->name, dtrain_result_text(result));
         return result;
     }
-    return dtrain__set_last_error(DTRAIN_OK, ""); /* no GPU and no plan are no errors */
+    return dtrain__set_last_error(DTRAIN_OK, ""); /* no plan is no error */
 }
 
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
@@ -34924,20 +34656,16 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: desc has %zu sinks, at most %d are possible",
                            desc->sink_count, DTRAIN_METRICS_SINKS);
-    /* one piece of memory: metrics, texts, names of files */
+    /* one piece of memory: metrics, texts, the path of TensorBoard's file */
     dtrain_metrics_desc resolved = *desc;
     const size_t texts = dtrain__strings_keep(&resolved, NULL);
-    const size_t bytes =
-        sizeof(dtrain_metrics) + 2 * texts + sizeof DTRAIN__NEXT + DTRAIN__EVENT_FILE;
+    const size_t bytes = sizeof(dtrain_metrics) + 2 * texts + DTRAIN__EVENT_FILE;
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, bytes, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->bytes = bytes;
-    char *names = (char *)(metrics + 1) + texts;
-    (void)dtrain__strings_keep(&resolved, names - texts);
-    metrics->prometheus.next = names;
-    if (resolved.prometheus_path) names += strlen(resolved.prometheus_path) + sizeof DTRAIN__NEXT;
-    metrics->tensorboard.path = names;
+    (void)dtrain__strings_keep(&resolved, (char *)(metrics + 1));
+    metrics->tensorboard.path = (char *)(metrics + 1) + texts;
     metrics->desc = resolved;
     metrics->allocator = world->allocator;
     metrics->text.allocator = &metrics->allocator;
@@ -34946,7 +34674,6 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         desc->trainer ? dtrain__trainer_seen(desc->trainer)->groups->all : dtrain_world_comm(world);
     metrics->console.file.size = metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
     dtrain_summary *s = &metrics->summary;
     s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
@@ -35006,7 +34733,6 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
     s->seconds = now - metrics->started;
-    dtrain__nvml_sample(metrics);
     dtrain__metrics_list(metrics);
     const dtrain_spread *figures = metrics->last.figures;
     s->comm_bytes += record->comm_bytes;
@@ -35027,7 +34753,6 @@ static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_i
     info->last = metrics->sample;
     info->sink_count = metrics->sink_count;
     info->sinks = metrics->infos;
-    info->no_gpu = metrics->nvml.reason;
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
@@ -35089,7 +34814,6 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__set_last_error(code, text);
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
-    dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);
     dtrain__text_free(&metrics->text);
     dtrain__free(&allocator, metrics, 1, metrics->bytes);
@@ -35248,21 +34972,6 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
                  "Most device memory so far, largest rank."),
     DTRAIN__EACH(DTRAIN__BASE("memory_activation_bytes"), "memory", DTRAIN__I, ACTIVATIONS, max,
                  "Activations of the largest pass, largest rank."),
-    DTRAIN__EACH(DTRAIN__NAMES("gpu_utilization", "gpu_utilization_ratio"), "nvml", 0,
-                 GPU_UTILIZATION, mean, "GPU utilization, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_memory_bytes"), "nvml", DTRAIN__I, GPU_MEMORY, max,
-                 "GPU memory in use, largest rank."),
-    DTRAIN__EACH(DTRAIN__NAMES("gpu_clock_hz", "gpu_clock_hertz"), "nvml", 0, GPU_CLOCK, mean,
-                 "Clock of the multiprocessors, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_power_watts"), "nvml", 0, GPU_POWER, mean,
-                 "Power, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_temperature_celsius"), "nvml", 0, GPU_TEMPERATURE, max,
-                 "Temperature, hottest GPU."),
-    DTRAIN__EACH_AT(DTRAIN__NAMES("gpu_throttle", "gpu_throttle_reasons"), "nvml", DTRAIN__I,
-                   GPU_THROTTLE, REAL, MEASURED, throttle,
-                   "NVML's bits of why clocks are low, of any rank."),
-    DTRAIN__EACH_AT(DTRAIN__BASE("gpu_ecc_errors"), "nvml", DTRAIN__I, GPU_ECC, REAL, MEASURED,
-                   ecc, "Uncorrected ECC errors of all ranks' GPUs."),
     DTRAIN__MEMORIES("memory_", DTRAIN__HELD, held, "held"),
     DTRAIN__MEMORIES("predicted_", DTRAIN__PLANNED, planned, "predicted"),
     DTRAIN__MEMORY("predicted_activation", DTRAIN__PLANNED, planned_passes,
@@ -35274,34 +34983,14 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
 /* ---- The values -------------------------------------------------------------------------------*/
 
 /* Complete the stream's copy of the record: figures that no rank has measured are NaN, as all are
- * in a record without figures, and without a trainer, which would exchange them, the figures of
- * this rank's GPU are all there are. Then compute the numbers that are no figures. Throttle reasons
- * are the union of all ranks' bits, ECC errors the sum. Figures are fp32, which is exact below
- * 2^24; NVML's reasons are bits up to 2^9. */
+ * in a record without figures. Then compute the numbers that are no figures. */
 static void dtrain__metrics_prepare(dtrain_metrics *metrics)
 {
     const dtrain_spread unknown = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1, 0};
-    const dtrain_metrics_sample *sample = &metrics->sample;
     dtrain_step_record *r = &metrics->last;
     dtrain_spread *figures = r->figures;
-    uint64_t bits = 0;
-    double errors = 0;
-    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
-        const int gpu = f - DTRAIN_FIGURE_GPU_UTILIZATION;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
         if (r->ranks == 0 || figures[f].max_rank < 0) figures[f] = unknown;
-        if (metrics->desc.trainer || gpu < 0 || !dtrain__is_finite(metrics->nvml.figures[gpu]))
-            continue;
-        figures[f].mean = figures[f].max = (double)metrics->nvml.figures[gpu];
-        figures[f].max_rank = dtrain_world_rank(metrics->world);
-    }
-    for (int rank = 0; sample->figures && rank < r->ranks; rank++) {
-        const float *own = sample->figures + (size_t)rank * sample->figure_stride;
-        const float reasons = own[DTRAIN_FIGURE_GPU_THROTTLE], lost = own[DTRAIN_FIGURE_GPU_ECC];
-        if (dtrain__is_finite(reasons) && reasons >= 0) bits |= (uint64_t)reasons;
-        if (dtrain__is_finite(lost)) errors += (double)lost;
-    }
-    metrics->throttle = sample->figures ? (double)bits : figures[DTRAIN_FIGURE_GPU_THROTTLE].max;
-    metrics->ecc = sample->figures ? errors : figures[DTRAIN_FIGURE_GPU_ECC].max;
     const double seconds = figures[DTRAIN_FIGURE_STEP].max;
     const double flops = figures[DTRAIN_FIGURE_FLOPS].mean;
     metrics->flops = flops > 0 && seconds > 0 ? flops * r->ranks / seconds : DTRAIN__NAN;
@@ -35355,7 +35044,7 @@ DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics)
 
 /* ==== src/monitor/file.c ====================================================================== */
 
-/* Numbers, and files that cannot stop a training
+/* Files that cannot stop a training
  *
  * A pipe without a reader (SIGPIPE) or a limit on the size of files (SIGXFSZ) is an error of the
  * write here, not the end of the process. A record that was written in part is cut off again, so
@@ -35367,36 +35056,6 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
     metrics->text.bytes = 0;
     metrics->text.failed = false;
     return &metrics->text;
-}
-
-/* Add a number, rounded to fp32, with the fewest digits that give it back (0.1, and not
- * 0.100000001; nine are always enough), or an integer whole; or the format's word for NaN, for
- * infinity or for minus infinity. The decimal point of the host's locale, of several bytes even,
- * becomes a point. */
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
-                                         const char *nan, const char *inf, const char *minus_inf)
-{
-    char number[64];
-    size_t bytes = 0;
-    bool other = false;
-    if (!dtrain__finite(value)) {
-        dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
-        return;
-    }
-    if (integer) snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
-    else {
-        const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
-        for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
-            snprintf(number, sizeof number, "%.*g", digits, rounded);
-            if ((float)strtod(number, NULL) == (float)rounded) break;
-        }
-    }
-    for (const char *at = number; *at; at++) {
-        const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
-        if (usual || !other) number[bytes++] = usual ? *at : '.';
-        other = !usual;
-    }
-    dtrain__text_append(text, number, bytes);
 }
 
 /* Write all bytes, or *written of them. A signal that a failed write causes is blocked and
@@ -35435,7 +35094,7 @@ static bool dtrain__records_write(const dtrain__records *file, const void *data,
 }
 
 /* Leave the error of a file: what could not be done, and why by errno. */
-DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done)
+static dtrain_result dtrain__file_fail(const char *path, const char *done)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, done, strerror(errno));
 }
@@ -35656,11 +35315,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
 
 /* A JSON line a step: monitor/metrics.h has its keys. */
 
-/* Add `, "key": value`. */
+/* Add `, "key": value`: an integer whole, another number rounded to fp32, with the fewest digits
+ * that give it back (0.1, and not 0.100000001; nine are always enough). The decimal point of the
+ * host's locale, of several bytes even, becomes a point. */
 static void dtrain__json_add(dtrain__text *text, const char *key, double value, bool integer)
 {
+    char number[64];
+    size_t bytes = 0;
+    bool other = false;
     dtrain__text_add(text, ", \"%s\": ", key);
-    dtrain__text_number(text, value, integer, "null", "null", "null");
+    if (!dtrain__finite(value)) {
+        dtrain__text_add(text, "null");
+        return;
+    }
+    if (integer) snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
+    else {
+        const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
+        for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
+            snprintf(number, sizeof number, "%.*g", digits, rounded);
+            if ((float)strtod(number, NULL) == (float)rounded) break;
+        }
+    }
+    for (const char *at = number; *at; at++) {
+        const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
+        if (usual || !other) number[bytes++] = usual ? *at : '.';
+        other = !usual;
+    }
+    dtrain__text_append(text, number, bytes);
 }
 
 static void dtrain__json_add_summary(dtrain__text *text, const dtrain_metrics *metrics,
@@ -35740,137 +35421,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metric
     const dtrain_result result = dtrain__records_append(file, text);
     const dtrain_result closed = end ? dtrain__records_close(file) : DTRAIN_OK;
     return result == DTRAIN_OK ? closed : result;
-}
-
-/* ==== src/monitor/prometheus.c ================================================================ */
-
-/* A text file for Prometheus
- *
- * node_exporter's textfile collector reads DIRECTORY/NAME.prom whenever it is asked, so the file is
- * replaced as a whole: the next version is written beside it, as NAME.prom.next, which the
- * collector does not read, and renamed. That is done at most once a second, because Prometheus asks
- * every 15 seconds or so, and at the end. The format is text 0.0.4, without time stamps (the
- * collector drops a file that has them).
- *
- *     # HELP dtrain_step_seconds Time of a step, slowest rank.
- *     # TYPE dtrain_step_seconds gauge
- *     dtrain_step_seconds{run="a"} 0.0125
- *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank. Here: of each rank.
- *     # TYPE dtrain_rank_step_seconds gauge
- *     dtrain_rank_step_seconds{run="a",rank="0"} 0.0125
- *
- * Values that are not finite are NaN, +Inf and -Inf. */
-
-/* Add a sample of dtrain_PREFIXNAME, with labels besides that of the run, whose name is escaped.
- * The first of a metric comes with its help and its type. */
-static void dtrain__prometheus_add(dtrain_metrics *metrics, const char *prefix,
-                                   const dtrain_metric *m, double value, const char *labels,
-                                   bool first)
-{
-    dtrain__text *text = &metrics->text;
-    const bool whole = value == floor(value) && fabs(value) < 9e15;
-    if (first)
-        dtrain__text_add(text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", prefix, m->base,
-                         m->help, prefix[0] ? " Here: of each rank." : "", prefix, m->base,
-                         m->flags & DTRAIN_METRIC_COUNTER && !prefix[0] ? "counter" : "gauge");
-    dtrain__text_add(text, "dtrain_%s%s{run=\"", prefix, m->base);
-    for (const char *at = metrics->desc.run_name; *at; at++) {
-        if (strchr("\n\\\"", *at)) dtrain__text_append(text, "\\", 1);
-        dtrain__text_append(text, *at == '\n' ? "n" : at, 1);
-    }
-    dtrain__text_add(text, "\"%s} ", labels);
-    dtrain__text_number(text, value, whole, "NaN", "+Inf", "-Inf");
-    dtrain__text_append(text, "\n", 1);
-}
-
-/* Replace the file by one with the state of the run, the last evaluation and all metrics; after a
- * failure the version before is still there. */
-static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
-{
-    const dtrain_metrics_sample *sample = &metrics->sample;
-    const dtrain_summary *s = &metrics->summary;
-    const dtrain__text *text = dtrain__record_begin(metrics);
-    const uint32_t counter = DTRAIN_METRIC_COUNTER;
-    const double steps = (double)s->steps, unknown = DTRAIN__NAN;
-    const dtrain_metric rows[] = {
-        {"", "finished", 1, "", 0, -1, (double)finished, "1 when the run is over."},
-        {"", "steps_total", 1, "", counter, -1, steps, "Steps that this run has made."},
-        {"", "step", 1, "", 0, -1, steps > 0 ? (double)sample->step : unknown,
-         "Number of the last step, from 1."},
-        {"", "last_step_timestamp_seconds", 1, "", 0, -1, /* nine digits would be tens of them */
-         steps > 0 ? floor(sample->wall_time) : unknown,
-         "When the last step was reported, in whole seconds."},
-        {"", "val_loss", 1, "", 0, -1, s->val_loss, "Mean loss of the last evaluation."},
-        {"", "val_accuracy", 1, "", 0, -1, s->val_accuracy,
-         "Share of right answers in the last evaluation, 0 to 1."},
-        {"", "sent_bytes_total", 1, "", counter, -1, unknown,
-         "Bytes that rank 0 sent, by kind of collective."},
-    };
-    const size_t count = sizeof rows / sizeof *rows;
-    char *next = metrics->prometheus.next, label[64];
-    dtrain__records file;
-    bool first = true;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__finite(rows[i].value))
-            dtrain__prometheus_add(metrics, "", &rows[i], rows[i].value, "", true);
-    for (size_t i = 0; i < sample->count; i++) {
-        const dtrain_metric *m = &sample->metrics[i];
-        first = true;
-        if (strcmp(m->group, "loss") == 0 && strcmp(m->name, "loss") != 0) continue; /* above */
-        dtrain__prometheus_add(metrics, "", m, m->value * m->base_scale, "", true);
-        for (int r = 0; m->figure >= 0 && sample->figures && r < metrics->last.ranks; r++) {
-            const size_t at = (size_t)r * sample->figure_stride + (size_t)m->figure;
-            if (!dtrain__is_finite(sample->figures[at])) continue;
-            snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
-            dtrain__prometheus_add(metrics, "rank_", m, (double)sample->figures[at], label, first);
-            first = false;
-        }
-    }
-    first = true;
-    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
-        const char *name = metrics->prometheus.sent_names[kind];
-        const double sent = metrics->prometheus.sent[kind];
-        if (!(sent > 0)) continue;
-        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
-        dtrain__prometheus_add(metrics, "", &rows[count - 1], sent, label, first);
-        first = false;
-    }
-    snprintf(next, strlen(metrics->desc.prometheus_path) + sizeof DTRAIN__NEXT, "%s" DTRAIN__NEXT,
-             metrics->desc.prometheus_path);
-    (void)unlink(next);
-    DTRAIN__TRY(dtrain__records_open(&file, next, false));
-    dtrain_result result = dtrain__records_append(&file, text);
-    const dtrain_result closed = dtrain__records_close(&file);
-    if (result == DTRAIN_OK) result = closed;
-    if (result == DTRAIN_OK && rename(next, metrics->desc.prometheus_path) != 0)
-        result = dtrain__file_fail(metrics->desc.prometheus_path, "replaced");
-    if (result != DTRAIN_OK) unlink(next);
-    return result;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_sink(void *user,
-                                                      const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    const char *path = metrics->desc.prometheus_path;
-    const size_t length = strlen(path);
-    const double now = dtrain_seconds();
-    const bool end = sample->moment == DTRAIN_METRICS_FINISH;
-    if (length < 6 || strcmp(path + length - 5, ".prom") != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: the Prometheus file %s does not end in .prom: "
-                           "node_exporter would not read it",
-                           path);
-    if (sample->moment != DTRAIN_METRICS_STEP) return dtrain__prometheus_replace(metrics, end);
-    for (size_t i = 0; i < sample->count; i++) {
-        const int kind = sample->metrics[i].figure - DTRAIN_FIGURE_COMM_BYTES;
-        if (kind <= 0 || kind >= DTRAIN_COLLECTIVE_KINDS) continue;
-        metrics->prometheus.sent[kind] += sample->metrics[i].value;
-        metrics->prometheus.sent_names[kind] = sample->metrics[i].name;
-    }
-    if (now < metrics->prometheus.write_at) return DTRAIN_OK;
-    metrics->prometheus.write_at = now + 1;
-    return dtrain__prometheus_replace(metrics, false);
 }
 
 /* ==== src/monitor/tensorboard.c =============================================================== */
@@ -36331,162 +35881,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
 DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
 {
     dtrain__free(&metrics->allocator, metrics->histograms, 1, sizeof *metrics->histograms);
-}
-
-/* ==== src/monitor/nvml.c ====================================================================== */
-
-/* GPUs, by NVML
- *
- * NVIDIA's management library comes with the driver. It is loaded when a program runs, so that
- * nothing needs its header or links with it, and a machine without it has no such metrics. The few
- * functions below have kept their numbers and layouts since 2013.
- *
- * Every rank asks about its own GPU. The answers are figures, which the ranks exchange in each step
- * anyway: so rank 0 sees the GPUs of all nodes. Asking takes the driver's lock and up to
- * milliseconds: it is done every gpu_every_ms, and steps in between repeat the last answers. What a
- * GPU does not support stays unknown. A lost GPU is one warning, and is not asked again. */
-
-#include <dlfcn.h>
-
-/* Where the C library has no dlopen of its own (glibc before 2.34 without -ldl, or linked
- * statically) the address is NULL, and there is no NVML. */
-#pragma weak dlopen
-#pragma weak dlsym
-#pragma weak dlclose
-#pragma weak dlerror
-
-enum { DTRAIN__NVML_OK = 0, DTRAIN__NVML_NOT_SUPPORTED = 3, DTRAIN__NVML_GPU_IS_LOST = 15 };
-
-/* A function of the library by its type; dlsym has addresses of objects, which are copied. */
-typedef union dtrain__nvml_call {
-    int (*plain)(void);
-    int (*by_uuid)(const char *uuid, void **device);
-    int (*by_index)(unsigned index, void **device);
-    int (*get)(void *device, void *answer);
-    int (*get_one)(void *device, unsigned which, void *answer);
-    int (*get_errors)(void *device, unsigned type, unsigned counter, void *answer);
-} dtrain__nvml_call;
-
-static bool dtrain__nvml_find(const dtrain__nvml *nvml, const char *name, dtrain__nvml_call *call)
-{
-    void *address = dlsym(nvml->library, name);
-    memcpy(call, &address, sizeof address);
-    return address != NULL;
-}
-
-/* A question to NVML: the figure, the function that answers, and where in its answer the number is
- * that makes the figure, times the scale. */
-typedef struct dtrain__nvml_question {
-    dtrain_figure figure;
-    const char *function;
-    int arguments;  /* before the answer: none, `which`, or `which` and 0 */
-    unsigned which; /* sensor, clock or kind of errors */
-    size_t at, bytes;
-    double scale;
-} dtrain__nvml_question;
-
-static const dtrain__nvml_question dtrain__nvml_questions[] = {
-    {DTRAIN_FIGURE_GPU_UTILIZATION, "nvmlDeviceGetUtilizationRates", 0, 0, 0, 4, 0.01},
-    {DTRAIN_FIGURE_GPU_MEMORY, "nvmlDeviceGetMemoryInfo", 0, 0, 16, 8, 1}, /* total, free, used */
-    {DTRAIN_FIGURE_GPU_CLOCK, "nvmlDeviceGetClockInfo", 1, 1, 0, 4, 1e6},  /* multiprocessors */
-    {DTRAIN_FIGURE_GPU_POWER, "nvmlDeviceGetPowerUsage", 0, 0, 0, 4, 1e-3},
-    {DTRAIN_FIGURE_GPU_TEMPERATURE, "nvmlDeviceGetTemperature", 1, 0, 0, 4, 1},
-    {DTRAIN_FIGURE_GPU_THROTTLE, "nvmlDeviceGetCurrentClocksEventReasons", 0, 0, 0, 8, 1},
-    /* its name before driver 535 */
-    {DTRAIN_FIGURE_GPU_THROTTLE, "nvmlDeviceGetCurrentClocksThrottleReasons", 0, 0, 0, 8, 1},
-    {DTRAIN_FIGURE_GPU_ECC, "nvmlDeviceGetTotalEccErrors", 2, 1, 0, 8, 1}, /* uncorrected */
-};
-
-static void dtrain__nvml_forget(dtrain__nvml *nvml)
-{
-    for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
-        nvml->figures[i] = (float)DTRAIN__NAN;
-}
-
-/* Load the library and find the GPU. An error is the reason why there are no GPU metrics. */
-DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    dtrain_world *world = metrics->world;
-    const char *asked = getenv("DTRAIN_NVML");
-    const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1", *why = NULL;
-    const bool gpu = !dtrain_world_device(world)->ops->host_memory;
-    int code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain_device_info device;
-    dtrain_world_info info;
-    dtrain__nvml_call call;
-    char uuid[48];
-    dtrain__nvml_forget(nvml);
-    if (!gpu && (!asked || !asked[0]))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the ranks compute on the CPU");
-    if (!dlopen || !dlsym || !dlclose)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "this program is linked without dlopen (add -ldl)");
-    nvml->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!nvml->library && dlerror) why = dlerror();
-    if (!nvml->library)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%.190s",
-                           why ? why : "the library cannot be loaded");
-    if (dtrain__nvml_find(nvml, "nvmlInit_v2", &call)) code = call.plain();
-    nvml->started = code == DTRAIN__NVML_OK;
-    if (!nvml->started)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%.140s cannot be started (its error %d)",
-                           path, code);
-    /* a GPU has an id; where ranks compute on a CPU and NVML was asked for by its path, this rank's
-     * is the GPU with its number on this host */
-    code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain__world_info(world, &info);
-    if (gpu && dtrain_device_query(dtrain_world_device(world), &device) == DTRAIN_OK &&
-        strlen(device.id) == 36) { /* "GPU-" and 32 digits */
-        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", device.id, device.id + 12,
-                 device.id + 16, device.id + 20, device.id + 24);
-        if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByUUID", &call))
-            code = call.by_uuid(uuid, &nvml->device);
-    } else if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByIndex_v2", &call))
-        code = call.by_index((unsigned)info.local_rank, &nvml->device);
-    if (code == DTRAIN__NVML_OK) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "NVML does not know this rank's GPU (its error %d)", code);
-}
-
-/* Ask all questions, if it is time to, and hand the answers to the trainer, whose next step sends
- * them to all ranks. A lost GPU is a reason not to ask again. */
-DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    const double now = dtrain_seconds();
-    if (!nvml->device || nvml->reason[0] || now < nvml->ask_at) return;
-    nvml->ask_at = now + 1e-3 * metrics->desc.gpu_every_ms;
-    dtrain__nvml_forget(nvml);
-    for (size_t i = 0; i < sizeof dtrain__nvml_questions / sizeof *dtrain__nvml_questions; i++) {
-        const dtrain__nvml_question *q = &dtrain__nvml_questions[i];
-        dtrain__nvml_call call;
-        uint64_t answer[3] = {0, 0, 0}, number = 0;
-        if (!dtrain__nvml_find(nvml, q->function, &call)) continue;
-        const int code = q->arguments == 0   ? call.get(nvml->device, answer)
-                         : q->arguments == 1 ? call.get_one(nvml->device, q->which, answer)
-                                             : call.get_errors(nvml->device, q->which, 0, answer);
-        memcpy(&number, (const char *)answer + q->at, q->bytes);
-        if (code == DTRAIN__NVML_OK)
-            nvml->figures[(int)q->figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION] =
-                (float)(q->scale * (double)number);
-        if (code != DTRAIN__NVML_GPU_IS_LOST || nvml->reason[0]) continue;
-        snprintf(nvml->reason, sizeof nvml->reason, "NVML says that the GPU is lost");
-        dtrain_log(metrics->world, DTRAIN_LOG_WARNING, "the GPU of rank %d is lost, says NVML",
-                   dtrain_world_rank(metrics->world));
-    }
-    if (metrics->desc.trainer)
-        memcpy(dtrain__trainer_seen(metrics->desc.trainer)->gpu, nvml->figures,
-               sizeof nvml->figures);
-}
-
-DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    dtrain__nvml_call call;
-    if (nvml->started && dtrain__nvml_find(nvml, "nvmlShutdown", &call)) (void)call.plain();
-    if (nvml->library) dlclose(nvml->library);
-    memset(nvml, 0, sizeof *nvml);
 }
 
 /* ==== src/monitor/trace.c ===================================================================== */
@@ -37070,8 +36464,8 @@ typedef struct dtrain__job {
  * ranks (mix) take a fourth less time with it. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
-    L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
+    X(add) X(axpby) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
+    L(dropout) L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
     L(layernorm_params) L(embedding) L(embedding_backward) L(cross_entropy)          \
     L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
     L(softmax_backward) L(rotary) L(permute) L(conv_weight) L(conv_weight_sum)       \
@@ -37317,11 +36711,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain_
                                                   dtrain_dtype dtype);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device);
 DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b);
-DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
-                                        int64_t i, int64_t count, uint32_t *words);
 
 #if DTRAIN__MODELS
 /* device/cpu/launch_layers.c */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words);
 DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
                                       double sum, float wanted, double logits_sum);
 
@@ -37839,36 +37233,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
     return dtrain__elementwise(device,
                                wide ? dtrain__axpby_f64 : dtrain__cpu_kernels(device)->axpby, &now,
                                args->count, wide ? DTRAIN_DTYPE_F32 : args->dtype);
-}
-
-/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
- * block of four serves neighbours. */
-DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
-                                        int64_t i, int64_t count, uint32_t *words)
-{
-    uint32_t block[4] = {0};
-    uint64_t drawn = UINT64_MAX;
-    for (const int64_t end = i + count; i < end; i++) {
-        int64_t at = i;
-        if (part->segments) {
-            uint32_t s = 0;
-            int64_t column = i % part->n;
-            while (s + 1 < part->segments && column >= part->segment[s].length)
-                column -= part->segment[s++].length;
-            at = i / part->n * part->whole_n + part->segment[s].column + column;
-        }
-        const uint64_t number = (uint64_t)(part->first + at);
-        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
-        drawn = number / 4;
-        *words++ = block[number % 4];
-    }
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
-                                                  const dtrain_dropout_args *args)
-{
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
-                               args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
@@ -38397,6 +37761,36 @@ dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_bac
     if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
                                args->count, dtype);
+}
+
+/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
+ * block of four serves neighbours. */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words)
+{
+    uint32_t block[4] = {0};
+    uint64_t drawn = UINT64_MAX;
+    for (const int64_t end = i + count; i < end; i++) {
+        int64_t at = i;
+        if (part->segments) {
+            uint32_t s = 0;
+            int64_t column = i % part->n;
+            while (s + 1 < part->segments && column >= part->segment[s].length)
+                column -= part->segment[s++].length;
+            at = i / part->n * part->whole_n + part->segment[s].column + column;
+        }
+        const uint64_t number = (uint64_t)(part->first + at);
+        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
+        drawn = number / 4;
+        *words++ = block[number % 4];
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
+                                                  const dtrain_dropout_args *args)
+{
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
+                               args->dtype);
 }
 
 /* ==== src/device/cpu/launch_batchnorm.c ======================================================= */
@@ -40634,7 +40028,11 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
     const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
     if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
     else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+#if DTRAIN__ISA == 3
+    else dtrain__mix_avx2(job); /* the rest is not worth an instance */
+#else
     else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+#endif
 }
 #if DTRAIN__MODELS
 
@@ -42443,7 +41841,7 @@ DTRAIN__KERNEL_AS(batchnorm_backward)
 
 /* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
 
-/* Elementwise kernels, sums, conversions, dropout
+/* Elementwise kernels, sums, conversions
  *
  * Bandwidth is the limit: 8 to 28 bytes an element. */
 
@@ -42626,100 +42024,6 @@ DTRAIN__KERNEL(convert)
     }
 }
 
-/* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
- *
- * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
- * there. High halves carry rubbish between rounds: the multiplier ignores them. */
-
-typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
-
-DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
-{
-#if DTRAIN__ISA == 2
-    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
-#else
-    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
-#endif
-}
-
-/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
-DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
-{
-#if DTRAIN__ISA == 2
-    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
-    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
-    __m256i *to = (__m256i *)(void *)words;
-    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
-    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
-#else
-    for (int j = 0; j < DTRAIN__H; j++) {
-        const uint64_t pair[2] = {a[j], b[j]};
-        memcpy(words + 4 * j, pair, sizeof pair);
-    }
-#endif
-}
-
-/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
- * neighbouring words, the low half first. */
-DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
-                                       uint32_t *words)
-{
-    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    const uint64_t half = 0xffffffffu;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    DTRAIN__K(vq) c0;
-    memcpy(&c0, lanes, sizeof c0);
-    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
-    c0 += counter;
-    DTRAIN__K(vq) c1 = c0 >> 32;
-    for (int round = 0; round < 10; round++) {
-        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
-        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
-        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
-        c1 = p1;
-        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
-        c3 = p0;
-        k0 += DTRAIN__PHILOX_W0;
-        k1 += DTRAIN__PHILOX_W1;
-    }
-    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
-}
-DTRAIN__KERNEL(dropout)
-{
-    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
-    /* uniform >= probability, asked of the 24-bit integers. */
-    const double least = ceil((double)a->probability * 16777216.0);
-    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
-    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
-    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
-    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
-    uint32_t words[4 * DTRAIN__H];
-    float buffers[2][DTRAIN__KERNEL_BLOCK];
-    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
-        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
-        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
-        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
-        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
-        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
-            if (whole_blocks)
-                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
-            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
-            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
-                const int64_t n = count - j;
-                dtrain__vi u;
-                memcpy(&u, words + (j - i), sizeof u);
-                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
-                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
-                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
-                if (old) sum += dtrain__vload_n(old + j, n);
-                dtrain__vstore_n(y + j, sum, n);
-            }
-        }
-        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
-    }
-}
-
 /* ==== src/device/cpu/kernels/sparse.h ========================================================= */
 
 /* Top-k and orthonormal columns
@@ -42821,6 +42125,102 @@ DTRAIN__KERNEL(topk)
     for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
 }
 #if DTRAIN__MODELS
+
+/* ==== src/device/cpu/kernels/dropout.h ======================================================== */
+
+/* Dropout: ranges are multiples of 16, so that no block of Philox is split
+ *
+ * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
+ * there. High halves carry rubbish between rounds: the multiplier ignores them. */
+
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
+
+DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
+{
+#if DTRAIN__ISA == 2
+    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+#else
+    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
+#endif
+}
+
+/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
+DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
+{
+#if DTRAIN__ISA == 2
+    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
+    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
+    __m256i *to = (__m256i *)(void *)words;
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+    for (int j = 0; j < DTRAIN__H; j++) {
+        const uint64_t pair[2] = {a[j], b[j]};
+        memcpy(words + 4 * j, pair, sizeof pair);
+    }
+#endif
+}
+
+/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
+ * neighbouring words, the low half first. */
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
+{
+    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint64_t half = 0xffffffffu;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    DTRAIN__K(vq) c0;
+    memcpy(&c0, lanes, sizeof c0);
+    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    c0 += counter;
+    DTRAIN__K(vq) c1 = c0 >> 32;
+    for (int round = 0; round < 10; round++) {
+        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
+        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
+        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
+        c1 = p1;
+        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
+        c3 = p0;
+        k0 += DTRAIN__PHILOX_W0;
+        k1 += DTRAIN__PHILOX_W1;
+    }
+    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+}
+DTRAIN__KERNEL(dropout)
+{
+    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
+    /* uniform >= probability, asked of the 24-bit integers. */
+    const double least = ceil((double)a->probability * 16777216.0);
+    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
+    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
+    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
+    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
+    uint32_t words[4 * DTRAIN__H];
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
+        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
+        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
+        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
+            if (whole_blocks)
+                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
+            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
+            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
+                const int64_t n = count - j;
+                dtrain__vi u;
+                memcpy(&u, words + (j - i), sizeof u);
+                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
+                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
+                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
+                if (old) sum += dtrain__vload_n(old + j, n);
+                dtrain__vstore_n(y + j, sum, n);
+            }
+        }
+        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
+    }
+}
 
 /* ==== src/device/cpu/kernels/muon.h =========================================================== */
 

@@ -29,6 +29,23 @@
        src/device/cuda/pooling.cuh          Pooling: maximum and average of windows
        src/device/cuda/table.cuh            The table of device operations
 
+   In a program that has CUDA of its own (dtrain_world_join, or dtrain_device_desc) the device is
+   the one that is current on the calling thread, and has to be current in every later call. Kernels
+   and copies are queued on the host's stream, if it hands one in (its default stream:
+   cudaStreamLegacy): they run after what the host has queued there, and before what it queues
+   later. Other streams of dtrain are ordered with it by events. The stream outlives the device.
+   Device, flags and context are never changed or reset. An error that the host has not read by
+   cudaGetLastError can be overwritten by a call of dtrain, which leaves none.
+
+   Graphs. A host can capture its stream around dtrain_strategy_gather, _ready, _release, _finish
+   and dtrain_optimizer_step, after one whole step without a capture. It needs NCCL where there are
+   several ranks, parameters and gradients in device memory, no offload, compression or
+   DTRAIN_MISSING_GRADIENT_ERROR. A rate is recorded as it is; AdamW's update is called after each
+   launch instead, because its corrections of bias change. What cannot be captured is refused with
+   DTRAIN_ERROR_UNSUPPORTED before anything is queued, and the capture continues. Destroy graphs
+   before the strategy. A host that waits by cudaStreamSynchronize for a collective has no deadline:
+   device->ops->synchronize(device) has.
+
    An operation is written in this order: a comment with shapes and bytes moved, the kernel, the
    launcher, and its entry in table.cuh. Results are a function of the inputs alone: no
    floating-point atomics anywhere.
@@ -728,8 +745,8 @@ static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
 /* Decide whether memory can be freed. cudaFree waits for kernels, and a stuck kernel never ends:
  * then its memory is left to the end of the process. A lost device runs nothing, so it may free. A
  * caller that frees in the middle of a capture is cleaning up after an error: the capture ends
- * here, and graph_end reports it. The host's capture is not ours to end, and waiting would spoil it:
- * what is freed meanwhile is left to the end of the process too. */
+ * here, and graph_end reports it. A capture of the host's continues, and waiting would spoil it:
+ * memory that is freed meanwhile is left to the end of the process too. */
 static bool dtrain_cuda_may_free(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -791,8 +808,8 @@ static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute,
                              "asking for a property of the GPU");
 }
 
-/* Make the rank's GPU the current device of this thread, from here on, or take the one that is. Read
- * its properties. */
+/* Make the rank's GPU the current device of this thread, from here on, or take the one that is
+ * current. Read its properties. */
 static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
 {
     int count = 0, shared_limit = 0;
@@ -1027,8 +1044,8 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
 }
 
 /* Replace the scratch block by a larger one. A captured graph holds the address of the block it was
- * captured with: while there are graphs, and once the host has captured one, the old block stays and
- * the new one has at least twice its size, so the retired blocks together are smaller than the
+ * captured with: while there are graphs, and after the host has captured one, the old block stays
+ * and the new one has at least twice its size, so the retired blocks together are smaller than the
  * current one. */
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {

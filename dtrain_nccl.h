@@ -14,6 +14,9 @@
        cc -O2 train.c dtrain_cuda.o -I/usr/local/cuda/include -L/usr/local/cuda/lib64 \
           -lcudart -lcublasLt -lstdc++ -lm -lpthread -ldl
 
+   A program that has joined (dtrain_world_join) sets comm_ops in dtrain_join_desc, and can hand in
+   its own communicator or unique id there as comm_given: see dtrain_nccl_given.
+
    libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
    machines without NCCL too, and reports that NCCL is missing only when it is needed.
 
@@ -43,9 +46,10 @@
        Streams   Operations run in the order of their starts, on one stream. From NCCL 2.26 on the
                  tensor axis of a mesh has a second stream, so that its sums, which the next layer
                  waits for, do not queue after gradients of the data axis. It needs
-                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set:
-                 two communicators at once cannot deadlock where kernels start in the order of the
-                 host's calls. Without it there is one stream.
+                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set; a
+                 host says by dtrain_nccl_given.launch_ordered that it has. Two communicators at
+                 once cannot deadlock where kernels start in the order of the host's calls. Without
+                 it there is one stream.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
                  DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
@@ -64,8 +68,9 @@
    first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
    which ends kernels that spin, and every later call returns the same error. Contents of buffers
    in aborted operations are undefined. Captured graphs end with the first failure, because NCCL
-   waits for those that contain its collectives: launching one is an error then. For the same reason
-   a communicator of dtrain_comm_split is destroyed after the graphs that use it. */
+   waits for those that contain its collectives: launching one is an error then. Graphs that a host
+   has captured itself are destroyed by the host, before it leaves the world. For the same reason a
+   communicator of dtrain_comm_split is destroyed after the graphs that use it. */
 
 #ifndef DTRAIN_NCCL_H
 #define DTRAIN_NCCL_H
@@ -84,15 +89,15 @@
 extern "C" {
 #endif
 
-/* What a host that has NCCL hands in as dtrain_join_desc.comm_given. It is read by
- * dtrain_world_join, and never destroyed, aborted or finalized; NULL there: as in a launch, dtrain
- * makes the id.
+/* What a host that has NCCL hands in as dtrain_join_desc.comm_given. With NULL there dtrain makes
+ * an id, as in a launch. dtrain_world_join reads it, and dtrain never destroys, aborts or
+ * finalizes what is the host's.
  *
- *     comm   The world's communicator is split from it (NCCL 2.18): the join is a collective of it,
- *            of all its ranks, and blocks if it does. Nothing is shared: the end or failure of one
- *            does not touch the other.
- *     id     The world's communicator is made with the id of rank 0; other ranks' are not read. The
- *            host makes no communicator with it. */
+ *     comm   The world's communicator is split from it, which needs NCCL 2.18. The join is then a
+ *            collective of all its ranks. The two share nothing: the end or the failure of one does
+ *            not touch the other.
+ *     id     The world's communicator is made with rank 0's id, which the host must not use for
+ *            another one. The ids of other ranks are not read. */
 typedef struct dtrain_nccl_given {
     struct ncclComm *comm; /* ncclComm_t of the members, with their ranks and GPUs; or NULL */
     const void *id;        /* ncclUniqueId; or NULL */
@@ -184,7 +189,8 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 #endif
 #define DTRAIN_NCCL_LIST(X)                                                                 \
     X(GetVersion) X(GetUniqueId) X(GetErrorString) X(GetLastError)                          \
-    X(CommCount) X(CommCuDevice) X(CommUserRank) X(CommInitRankConfig) X(CommFinalize) X(CommDestroy) X(CommAbort) X(CommGetAsyncError)  \
+    X(CommCount) X(CommCuDevice) X(CommUserRank) X(CommInitRankConfig) X(CommFinalize)      \
+    X(CommDestroy) X(CommAbort) X(CommGetAsyncError)                                        \
     X(AllReduce) X(Reduce) X(Broadcast) X(ReduceScatter) X(AllGather) X(Send) X(Recv)       \
     X(GroupStart) X(GroupEnd) DTRAIN_NCCL_LIST_SPLIT(X) DTRAIN_NCCL_LIST_MEMORY(X)
 /* clang-format on */

@@ -122,12 +122,11 @@ DTRAIN__COLD
 #include "comm/comm.c"
 #include "comm/same.c"
 #include "comm/flight.c"
+#include "comm/engine.c"
 DTRAIN__HOT
 #include "comm/reduce.c"
-#include "comm/engine.c"
 #include "comm/local.c"
 DTRAIN__COLD
-#include "comm/circle.c"
 #include "comm/staged.c"
 #include "comm/mpi.c"
 #include "comm/mpi_meet.c"
@@ -245,10 +244,8 @@ DTRAIN__COLD
 #include "monitor/file.c"
 #include "monitor/console.c"
 #include "monitor/lines.c"
-#include "monitor/prometheus.c"
 #include "monitor/tensorboard.c"
 #include "monitor/histogram.c"
-#include "monitor/nvml.c"
 #include "monitor/trace.c"
 #endif
 

@@ -142,12 +142,12 @@ static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *ca
     return dtrain__world_check(comm->world, call);
 }
 
-/* Refuse what a graph that is being captured cannot hold: the host would have to wait, or to move
- * data, when the graph is launched. The communicator is as before, since all ranks capture alike. */
+/* Refuse what a captured graph cannot hold: the host would have to wait, or to move data, at each
+ * launch. The communicator is as before, because all ranks capture alike. */
 static dtrain_result dtrain__check_captured(const dtrain_comm *comm, const dtrain_collective *what)
 {
     dtrain_device *device = comm->world->device;
-    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
+    if (!dtrain__capturing(device)) return DTRAIN_OK;
     const bool host = !what->count || (what->send && dtrain__on_host(device, what->send)) ||
                       (what->recv && dtrain__on_host(device, what->recv));
     if (!host && (!comm->ops->transport || comm->size == 1)) return DTRAIN_OK;

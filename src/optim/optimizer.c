@@ -246,22 +246,12 @@ static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
-/* Refuse an update in a graph that the host captures, if it is the first or if its numbers change
- * from step to step. */
-static dtrain_result dtrain__check_update_capture(const dtrain_optimizer *optimizer)
+/* Return the group whose corrections a recorded step has: the first of AdamW. */
+static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
 {
-    dtrain_device *device = optimizer->device;
-    const char *why = NULL;
-    if (!device->ops->capturing || !device->ops->capturing(device)) return DTRAIN_OK;
     for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW)
-            why = "AdamW's corrections of bias, which change with each step: call it after each "
-                  "launch of the graph";
-    if (!optimizer->compared)
-        why = "the first update, in which ranks compare rates: run one before";
-    if (!why) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_optimizer_step: a captured graph would repeat %s", why);
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
+    return &optimizer->groups[0];
 }
 
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
@@ -278,7 +268,13 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
-    DTRAIN__TRY(dtrain__check_update_capture(optimizer));
+    if (dtrain__capturing(optimizer->device) &&
+        (!optimizer->compared ||
+         dtrain__corrected_group(optimizer)->desc.kind == DTRAIN_OPTIMIZER_ADAMW))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_optimizer_step: a captured graph can hold neither the first "
+                           "update nor those of AdamW, whose corrections of bias change from step "
+                           "to step: call it after each launch of the graph");
     DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
@@ -298,14 +294,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 }
 
 /* ---- A recorded step --------------------------------------------------------------------------*/
-
-/* Return the group whose corrections a recorded step has: the first of AdamW. */
-static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
-{
-    for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
-    return &optimizer->groups[0];
-}
 
 /* Compute the numbers of the step that comes next, for kernels that read them from device memory:
  * one set for all groups, which multiply the rate by their own lr_scale. */

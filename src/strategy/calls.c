@@ -61,8 +61,7 @@ DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy
 static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, const char *call)
 {
     dtrain_device *device = strategy->device;
-    if (!device->ops->capturing || strategy->notes.device_weight || !device->ops->capturing(device))
-        return DTRAIN_OK;
+    if (strategy->notes.device_weight || !dtrain__capturing(device)) return DTRAIN_OK;
     const char *missing = dtrain__unrecordable(strategy);
     if (!strategy->notes.sync_count) missing = "a whole step before it, which allocates memory";
     for (size_t i = 0; i < strategy->param_count; i++) {

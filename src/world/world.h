@@ -51,10 +51,10 @@ typedef struct dtrain_world_info {
     dtrain_allocator allocator;
     uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
                                is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
-    bool guest;             /* dtrain_world_join made this world */
-    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
     bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
                                launch/launch.h */
+    bool guest;             /* dtrain_world_join made this world */
+    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
 } dtrain_world_info;
 
 /* Fill info with this rank's place and settings; with zeros when world is NULL. Local and cheap

@@ -8,15 +8,15 @@
 extern "C" {
 #endif
 
-/* What a host that has NCCL hands in as dtrain_join_desc.comm_given. It is read by
- * dtrain_world_join, and never destroyed, aborted or finalized; NULL there: as in a launch, dtrain
- * makes the id.
+/* What a host that has NCCL hands in as dtrain_join_desc.comm_given. With NULL there dtrain makes
+ * an id, as in a launch. dtrain_world_join reads it, and dtrain never destroys, aborts or
+ * finalizes what is the host's.
  *
- *     comm   The world's communicator is split from it (NCCL 2.18): the join is a collective of it,
- *            of all its ranks, and blocks if it does. Nothing is shared: the end or failure of one
- *            does not touch the other.
- *     id     The world's communicator is made with the id of rank 0; other ranks' are not read. The
- *            host makes no communicator with it. */
+ *     comm   The world's communicator is split from it, which needs NCCL 2.18. The join is then a
+ *            collective of all its ranks. The two share nothing: the end or the failure of one does
+ *            not touch the other.
+ *     id     The world's communicator is made with rank 0's id, which the host must not use for
+ *            another one. The ids of other ranks are not read. */
 typedef struct dtrain_nccl_given {
     struct ncclComm *comm; /* ncclComm_t of the members, with their ranks and GPUs; or NULL */
     const void *id;        /* ncclUniqueId; or NULL */

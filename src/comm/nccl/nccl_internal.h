@@ -61,7 +61,8 @@
 #endif
 #define DTRAIN_NCCL_LIST(X)                                                                 \
     X(GetVersion) X(GetUniqueId) X(GetErrorString) X(GetLastError)                          \
-    X(CommCount) X(CommCuDevice) X(CommUserRank) X(CommInitRankConfig) X(CommFinalize) X(CommDestroy) X(CommAbort) X(CommGetAsyncError)  \
+    X(CommCount) X(CommCuDevice) X(CommUserRank) X(CommInitRankConfig) X(CommFinalize)      \
+    X(CommDestroy) X(CommAbort) X(CommGetAsyncError)                                        \
     X(AllReduce) X(Reduce) X(Broadcast) X(ReduceScatter) X(AllGather) X(Send) X(Recv)       \
     X(GroupStart) X(GroupEnd) DTRAIN_NCCL_LIST_SPLIT(X) DTRAIN_NCCL_LIST_MEMORY(X)
 /* clang-format on */

@@ -384,8 +384,8 @@ static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
 /* Decide whether memory can be freed. cudaFree waits for kernels, and a stuck kernel never ends:
  * then its memory is left to the end of the process. A lost device runs nothing, so it may free. A
  * caller that frees in the middle of a capture is cleaning up after an error: the capture ends
- * here, and graph_end reports it. The host's capture is not ours to end, and waiting would spoil it:
- * what is freed meanwhile is left to the end of the process too. */
+ * here, and graph_end reports it. A capture of the host's continues, and waiting would spoil it:
+ * memory that is freed meanwhile is left to the end of the process too. */
 static bool dtrain_cuda_may_free(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -447,8 +447,8 @@ static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute,
                              "asking for a property of the GPU");
 }
 
-/* Make the rank's GPU the current device of this thread, from here on, or take the one that is. Read
- * its properties. */
+/* Make the rank's GPU the current device of this thread, from here on, or take the one that is
+ * current. Read its properties. */
 static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
 {
     int count = 0, shared_limit = 0;

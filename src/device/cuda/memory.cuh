@@ -52,8 +52,8 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
 }
 
 /* Replace the scratch block by a larger one. A captured graph holds the address of the block it was
- * captured with: while there are graphs, and once the host has captured one, the old block stays and
- * the new one has at least twice its size, so the retired blocks together are smaller than the
+ * captured with: while there are graphs, and after the host has captured one, the old block stays
+ * and the new one has at least twice its size, so the retired blocks together are smaller than the
  * current one. */
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
