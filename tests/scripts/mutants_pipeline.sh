@@ -19,12 +19,12 @@ mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/    if
 mutant "stage: tensors go to the next stage alone" tape/stage.c 's/c->last_stage <= stage ||/c->last_stage <= stage || c->stage < stage ||/'
 mutant "runner: FORWARD does not wait for what it reads" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD .*/    if (false)/'
 mutant "runner: BACKWARD does not wait for its gradient" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)/    if (false)/'
-mutant "schedule: ZBV does not turn" parallel/chunks.c '/_pipeline_place(/,/^}/s/place.chunk % 2/false/'
+mutant "stage: parameters of stages before this rank's are here" strategy/stages.c 's/% map->ranks != map->rank;/% map->ranks > map->rank;/'
 mutant "tie: the largest instead of the sum" strategy/ties.c 's/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
 mutant "tie: each stage has its own" strategy/ties.c 's/    if (!bucket->tied) return DTRAIN_OK;/    return DTRAIN_OK;/'
 mutant "norm: each stage counts a tied weight" strategy/norm.c 's/!= groups->pipeline_rank)/!= groups->pipeline_rank \&\& false)/'
 mutant "norm: the last stage is not counted" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline_rank \&\& strategy->groups.pipeline_rank == strategy->groups.pipeline_ranks - 1) continue;\n&/'
-mutant "loss: every stage's counts" strategy/view.c '/_loss_counts(/,/^}/s/return strategy->stages.here.*/return true ||/'
+mutant "loss: every stage's counts" strategy/view.c '/_loss_counts(/,/^}/s/return groups->pipeline_rank == .*/return true ||/'
 mutant "read: from the first stage" strategy/values.c 's/if (strategy->groups.pipeline \&\& result == DTRAIN_OK)/if (false)/'
 
 arguments=""

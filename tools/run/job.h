@@ -185,8 +185,7 @@ static long model_ranks(const run_settings *s) { return s->tensor * s->pipeline;
 /* Count the stages of a pipeline. */
 static int stage_count(const run_settings *s)
 {
-    const bool chunked =
-        s->line.kind == DTRAIN_PIPELINE_INTERLEAVED || s->line.kind == DTRAIN_PIPELINE_ZBV;
+    const bool chunked = s->line.kind == DTRAIN_PIPELINE_INTERLEAVED;
     return (int)(s->pipeline * (s->chunks ? s->chunks : chunked ? 2 : 1));
 }
 
