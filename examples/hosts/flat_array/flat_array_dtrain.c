@@ -2,11 +2,13 @@
  * flat_array_dtrain.c` is what it takes. The ranks are the program's own processes (../forked.h)
  * and join dtrain by its own all-gather.
  *
- *   build:   cc -O2 -I. examples/hosts/flat_array/flat_array_dtrain.c -o flat_array_dtrain -lm -lpthread
- *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/hosts/flat_array/flat_array_dtrain.c dtrain_cuda.cu \
- *            -lcublasLt -o flat_array_dtrain
- *   run:     ./flat_array_dtrain 300 2 1             so many steps, on two ranks, under DDP; 2: ZERO1, 4: FULL_SHARD
- *            ./flat_array_dtrain 300 2 1 cuda        the arrays are device memory
+ *   build:   cc -O2 -I. examples/hosts/flat_array/flat_array_dtrain.c -o flat_array_dtrain \
+ *            -lm -lpthread
+ *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA \
+ *            examples/hosts/flat_array/flat_array_dtrain.c dtrain_cuda.cu -lcublasLt \
+ *            -o flat_array_dtrain
+ *   run:     ./flat_array_dtrain 300 2 1          300 steps on two ranks under DDP; 2: ZERO1,
+ *            ./flat_array_dtrain 300 2 1 cuda     4: FULL_SHARD; with arrays in device memory
  *   expect:
  *     step  100  loss 0.68995
  *     step  200  loss 0.56209

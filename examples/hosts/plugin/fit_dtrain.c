@@ -2,7 +2,8 @@
  * it takes. The program that opens it knows nothing of dtrain, which is inside the plugin, in a
  * copy that nobody else sees (-fvisibility=hidden).
  *
- *   build:   cc -O2 -fPIC -fvisibility=hidden -shared -I. examples/hosts/plugin/fit_dtrain.c -o fit_dtrain.so -lm -lpthread
+ *   build:   cc -O2 -fPIC -fvisibility=hidden -shared -I. examples/hosts/plugin/fit_dtrain.c \
+ *            -o fit_dtrain.so -lm -lpthread
  *   run:     ./host ./fit_dtrain.so                     (host.c has its own build line)
  *   expect:
  *     task 0, 2 workers: 1.0000 +0.9877 x +0.0000 x^2 -1.9722 x^3

@@ -3,7 +3,7 @@
  * plugin that trains with dtrain has two worlds in a process at once, of two sizes.
  *
  *   build:   cc -O2 examples/hosts/plugin/host.c -o host -lpthread -ldl
- *   run:     ./host ./fit_dtrain.so                     (fit_dtrain.c has its own build line; fit.c too)
+ *   run:     ./host ./fit_dtrain.so            (fit_dtrain.c and fit.c have build lines)
  *   expect:
  *     task 0, 2 workers: 1.0000 +0.9877 x +0.0000 x^2 -1.9722 x^3
  *     task 1, 3 workers: 2.0000 +0.9877 x +0.0000 x^2 -1.9722 x^3

@@ -9,7 +9,7 @@ enum { COEFFICIENTS = 4 };
 /* One of the workers that a program has for a task: threads, each in another process. */
 typedef struct worker {
     int rank, size;
-    /* Bring the bytes of all workers together, in the order of ranks; returns 0, or another value for an error. */
+    /* Bring the bytes of all workers together, in the order of ranks; returns 0, or an error. */
     int (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
     void *user;
     int count; /* of this worker's points */

@@ -3,8 +3,8 @@
  * is the same program whose training ranks train one network together.
  *
  *   build:   mpicc -O2 examples/hosts/solver/solver.c -o solver -lm
- *   run:     mkdir out; mpirun -n 3 ./solver out 2 400         ranks 0 and 1 of 3 train, rank 2 only computes
- *            mpirun -n 3 ./solver out 2 800 400                continues from what was saved at step 400
+ *   run:     mkdir out; mpirun -n 3 ./solver out 2 400    ranks 0, 1 train, rank 2 does not
+ *            mpirun -n 3 ./solver out 2 800 400            continues from step 400
  *   expect:
  *     rank 0: step  100  energy 0.0759  loss 0.0041070
  *     rank 1: step  100  energy 0.0759  loss 0.0026387

@@ -2,9 +2,10 @@
  * solver_dtrain.c` is what it takes. They join dtrain through a communicator of the solver's; the
  * other ranks have nothing to do with it.
  *
- *   build:   mpicc -O2 -I. -DDTRAIN_USE_MPI examples/hosts/solver/solver_dtrain.c -o solver_dtrain -lm -lpthread
- *   run:     mkdir out; mpirun -n 3 ./solver_dtrain out 2 400      ranks 0 and 1 of 3 train, rank 2 only computes
- *            mpirun -n 4 ./solver_dtrain out 3 800 400             continues with three training ranks
+ *   build:   mpicc -O2 -I. -DDTRAIN_USE_MPI examples/hosts/solver/solver_dtrain.c \
+ *            -o solver_dtrain -lm -lpthread
+ *   run:     mkdir out; mpirun -n 3 ./solver_dtrain out 2 400    ranks 0, 1 train, 2 does not
+ *            mpirun -n 4 ./solver_dtrain out 3 800 400            continues, three train
  *   expect:
  *     rank 0: step  100  energy 0.0759  loss 0.0041323
  *     rank 1: step  100  energy 0.0759  loss 0.0041323
