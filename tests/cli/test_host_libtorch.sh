@@ -11,7 +11,7 @@ if [ ! -f "$include/torch/csrc/api/include/torch/torch.h" ]; then
     skip "libtorch" "torch's C++ headers are not installed (Debian: apt-get install libtorch-dev)"; finish
 fi
 abi=$($python -c 'import torch; print(int(torch._C._GLIBCXX_USE_CXX11_ABI))')
-standard=$($python -c 'import torch; print("c++17" if torch.__version__ < "2.1" or torch.__version__[3] == "." else "c++20")')
+standard=$($python -c 'import torch; print("c++17" if [int(v) for v in torch.__version__.split(".")[:2]] < [2, 10] else "c++20")')
 includes="-I. -I$host -isystem $include/torch/csrc/api/include"
 [ "$include" = /usr/include ] || includes="$includes -isystem $include"
 
