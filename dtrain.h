@@ -115,7 +115,7 @@
        src/parallel/cut_internal.h          The part of a cut parameter, or of a row whose columns are cut, that a rank has
        src/parallel/mesh_internal.h         Who shares what with this rank: groups, made of a mesh or of a world
        src/parallel/cut.c                   Cuts: which part of a parameter a rank has
-       src/parallel/chunks.c                How many stages of a pipeline a rank has
+       src/parallel/chunks.c                Where the stages of a pipeline lie: the chunks of each rank
        src/parallel/chunks_internal.h       Where the stages of a pipeline lie
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
@@ -1466,6 +1466,7 @@ typedef struct dtrain_cut {
  *     INTERLEAVED    (p - 1) / (v m)   a rank has v stages: v times the messages
  *     ZB_H1          a third of 1F1B's, where forward, input and weight gradients take alike: the
  *                    gradients of weights are made in what would be idle time
+ *     ZBV            (p - 1) / (6 m) there; a rank has two stages, which lie in the shape of a V
  *
  * (Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
  * GPU Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.)
@@ -1478,16 +1479,17 @@ typedef enum dtrain_pipeline_kind {
     DTRAIN_PIPELINE_1F1B = 0,
     DTRAIN_PIPELINE_GPIPE = 1,
     DTRAIN_PIPELINE_INTERLEAVED = 2,
-    DTRAIN_PIPELINE_ZB_H1 = 3
+    DTRAIN_PIPELINE_ZB_H1 = 3,
+    DTRAIN_PIPELINE_ZBV = 4
 } dtrain_pipeline_kind;
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
  * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
- * model and one micro-batch after the other, it changes nothing.
+ * model and one micro-batch after the other, kind and chunks change nothing.
  * A message between two stages has at most 16 tensors. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
-    uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED */
+    uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
     const uint32_t *units; /* (ranks * chunks) how many units each stage has, in the order in which
                               their parameters are registered (see tools/balance.h); NULL =
                               evenly, the first stages with one more */
@@ -1506,12 +1508,12 @@ typedef enum dtrain_pipeline_act {
 } dtrain_pipeline_act;
 
 typedef struct dtrain_pipeline_action {
-    uint32_t act;  /* dtrain_pipeline_act */
-    int32_t chunk; /* of rank r: stage chunk * ranks + r of the model */
-    int32_t micro_batch;
+    uint32_t act; /* dtrain_pipeline_act */
+    int32_t chunk, micro_batch;
     int32_t peer;  /* of a message, a rank of the axis; else -1 */
     int32_t slot;  /* of what FORWARD keeps until the last use, counted from 0; -1: none */
-    int32_t inbox; /* of what RECEIVE brings, kept as long; -1: no stage is before this one */
+    int32_t inbox; /* of what RECEIVE brings, kept as long; -1: the stage before is on this rank, or
+                      there is none */
 } dtrain_pipeline_action;
 
 /* A schedule; free it by dtrain_pipeline_destroy. */
@@ -1524,13 +1526,16 @@ typedef struct dtrain_pipeline_schedule {
     struct dtrain__run_memory *memory; /* (ranks) of a rank's runs */
 } dtrain_pipeline_schedule;
 
-/* Make the schedule of a kind, for ranks of a pipeline axis; one rank has one chunk, the model.
- * desc->units is not read; NULL = a zeroed desc. Local. An unsupported number of chunks or
- * micro-batches is an error that says which work. */
+/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a
+ * zeroed desc. Local. An unsupported number of chunks or micro-batches is an error that says which
+ * work. */
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out);
 /* Free a schedule; NULL is allowed. */
 DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule);
+
+/* Return which stage of the model a chunk of a rank is, from 0 to ranks * chunks - 1; -1: none. */
+DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk);
 
 /* Seconds, or any unit, that a micro-batch takes in one stage. */
 typedef struct dtrain_pipeline_costs {
@@ -1545,7 +1550,10 @@ typedef struct dtrain_pipeline_part {
     dtrain_dtype dtype;
 } dtrain_pipeline_part;
 
-/* What a program does for a schedule. An error ends the run, on every rank of the axis. */
+/* What a program does for a schedule. An error ends the run, on every rank of the axis. Stages that
+ * follow each other on one rank (ZBV's turn, an axis of one rank) have no message: FORWARD reads
+ * what the pass before it keeps, and BACKWARD leaves its gradient in the slot of that pass, as its
+ * own is given to another pass at once. */
 typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
@@ -13456,34 +13464,69 @@ DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *
 
 /* ==== src/parallel/chunks.c =================================================================== */
 
-/* How many stages of a pipeline a rank has
+/* Where the stages of a pipeline lie: the chunks of each rank
  *
- * A strategy asks it, with or without a schedule. */
+ * A strategy asks it which parameters are on this rank, with or without a schedule. */
 
 /* ==== src/parallel/chunks_internal.h ========================================================== */
 
 /* Where the stages of a pipeline lie. */
 
+#define DTRAIN__CHUNKS_MOST 64
+
+typedef struct dtrain__place_of_stage {
+    int rank, chunk;
+} dtrain__place_of_stage;
+
 /* parallel/chunks.c */
-/* Check the kind and its chunks, and count them: one on one rank. desc NULL = a zeroed one. */
+DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int ranks, int stage);
+/* Tell whether the gradients of weights are actions of their own. */
+DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
+/* Check the kind and its chunks; desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);
+
+DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk)
+{
+    if (rank < 0 || rank >= ranks || chunk < 0 || chunk >= chunks) return -1;
+    const bool back = kind == DTRAIN_PIPELINE_ZBV && chunk % 2;
+    return chunk * ranks + (back ? ranks - 1 - rank : rank);
+}
+
+DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int ranks, int stage)
+{
+    dtrain__place_of_stage place = {stage % ranks, stage / ranks};
+    if (kind == DTRAIN_PIPELINE_ZBV && place.chunk % 2) place.rank = ranks - 1 - place.rank;
+    return place;
+}
+
+DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind)
+{
+    return kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
+}
 
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks)
 {
-    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1"};
-    const uint32_t kind = desc ? desc->kind : 0, given = desc ? desc->chunks : 0;
-    if (kind > DTRAIN_PIPELINE_ZB_H1)
+    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
+    const uint32_t kind = desc ? desc->kind : 0;
+    if (kind > DTRAIN_PIPELINE_ZBV)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "kind %u of a pipeline is not a dtrain_pipeline_kind", kind);
-    const bool loops = kind == DTRAIN_PIPELINE_INTERLEAVED;
-    *chunks = ranks == 1 ? 1 : given ? (int)given : loops ? 2 : 1;
-    if (given <= (loops ? 64 : 1)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "a pipeline of kind %s on %d ranks has %s a rank, not %u; several stages a "
-                       "rank are for INTERLEAVED",
-                       names[kind], ranks, loops ? "1 to 64 chunks" : "1 chunk", given);
+    const bool loops = kind == DTRAIN_PIPELINE_INTERLEAVED, vee = kind == DTRAIN_PIPELINE_ZBV;
+    const uint32_t given = desc ? desc->chunks : 0;
+    *chunks = given ? (int)given : loops || vee ? 2 : 1;
+    if (given <= DTRAIN__CHUNKS_MOST && (loops || given == 0 || *chunks == (vee ? 2 : 1)))
+        return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "a pipeline of kind %s on %d ranks has %s, not %u; several stages a rank are "
+        "for INTERLEAVED, two in the shape of a V for ZBV",
+        names[kind], ranks,
+        loops ? "1 to 64 chunks"
+        : vee ? "2 chunks a rank"
+              : "1 chunk a rank",
+        given);
 }
 
 /* ==== src/strategy/params.c =================================================================== */
@@ -13587,8 +13630,10 @@ DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy,
 
 /* Which stages there are, and who has them: strategy/stages.c. */
 typedef struct dtrain__stage_map {
+    uint32_t kind;           /* dtrain_pipeline_kind */
     int ranks, rank, chunks; /* of the pipeline axis; stages of each rank */
-    int32_t stages;          /* of the model, stage s on rank s % ranks; 1 without a pipeline */
+    int32_t stages;          /* of the model; 1 without a pipeline */
+    bool *here;              /* (stages) this rank has it */
     int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
     size_t unit_count, room;
 } dtrain__stage_map;
@@ -13602,6 +13647,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
 /* Return the stage of a unit; -1: no parameter belongs to it. */
 DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
+/* Return the rank of the pipeline axis that has a stage. */
+DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage);
 
 /* ---- When a call is allowed -------------------------------------------------------------------*/
 
@@ -14392,12 +14439,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
 /* Stages: which part of a model a rank of a pipeline axis has
  *
  * Units are put into stages in the order in which they first appear in the array of parameters, and
- * stages lie on the ranks in turn. Every rank registers the whole array; what it has no part in has
- * no memory here and a count of 0:
+ * stages lie on ranks as the kind of schedule says. Every rank registers the whole array; what it
+ * has no part in has no memory here and a count of 0:
  *
  *     2 ranks, 2 chunks     unit 0 1 2 | 3 4 | 5 6 | 7 8
  *     stage                      0     |  1  |  2  |  3
- *     rank                       0     |  1  |  0  |  1
+ *     rank, INTERLEAVED          0     |  1  |  0  |  1
+ *     rank, ZBV                  0     |  1  |  1  |  0
  *
  * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
  * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients
@@ -14413,20 +14461,27 @@ DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint
     return -1;
 }
 
+DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage)
+{
+    return dtrain__pipeline_place(map->kind, map->ranks, stage).rank;
+}
+
 /* Check that stages have units, each one, and together all of them. */
-static dtrain_result dtrain__stage_check(const dtrain__stage_map *map, const uint32_t *units)
+static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
+                                         const dtrain_pipeline_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
+    const bool listed = desc && desc->units;
     uint64_t sum = 0;
-    for (int32_t s = 0; s < map->stages && units; s++) {
-        sum += units[s];
-        if (!units[s])
+    for (int32_t s = 0; s < map->stages && listed; s++) {
+        sum += desc->units[s];
+        if (!desc->units[s])
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: pipeline->units gives stage %d of %d no unit; give it one, or "
                                "take fewer ranks or chunks",
                                call, (int)s, (int)map->stages);
     }
-    if (units && sum != map->unit_count)
+    if (listed && sum != map->unit_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the %d numbers of pipeline->units add up to %llu units, and the "
                            "parameters belong to %zu; every unit is in one stage",
@@ -14446,24 +14501,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
                                                      const dtrain__groups *groups)
 {
     memset(map, 0, sizeof *map);
+    map->kind = desc ? desc->kind : 0;
     map->ranks = groups->pipeline_ranks;
     map->rank = groups->pipeline_rank;
     DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
     map->stages = map->ranks * map->chunks;
     map->room = count;
     map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
-    if (!map->units) return DTRAIN_ERROR_MEMORY;
+    map->here = (bool *)dtrain__alloc(a, (size_t)map->stages, sizeof *map->here, "stages");
+    if (!map->units || !map->here) return DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
         if (dtrain__stage_of_unit(map, params[i].unit) < 0)
             map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
-    const uint32_t *units = desc && map->stages > 1 ? desc->units : NULL;
-    DTRAIN__TRY(dtrain__stage_check(map, units));
+    DTRAIN__TRY(dtrain__stage_check(map, desc));
     const size_t even = map->unit_count / (size_t)map->stages;
     const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
     size_t at = 0;
     for (int32_t s = 0; s < map->stages; s++) {
-        const size_t own = units ? units[s] : even + ((size_t)s < more);
+        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
         for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
+        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
     }
     return DTRAIN_OK;
 }
@@ -14471,6 +14528,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a)
 {
     dtrain__free(a, map->units, map->room, 2 * sizeof *map->units);
+    dtrain__free(a, map->here, (size_t)map->stages, sizeof *map->here);
     memset(map, 0, sizeof *map);
 }
 
@@ -14482,7 +14540,7 @@ DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtra
 {
     const dtrain_param *p = storage;
     do {
-        if (dtrain__stage_of_unit(map, p->unit) % map->ranks == rank) return true;
+        if (dtrain__stage_rank(map, dtrain__stage_of_unit(map, p->unit)) == rank) return true;
         p = p->state.next;
     } while (p != storage);
     return false;
@@ -14495,7 +14553,7 @@ DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_p
 {
     for (size_t i = 0; i < count && map->ranks > 1; i++) {
         dtrain_param *p = &params[i];
-        p->state.remote = dtrain__stage_of_unit(map, p->unit) % map->ranks != map->rank;
+        p->state.remote = !map->here[dtrain__stage_of_unit(map, p->unit)];
         if (!dtrain__stage_uses(map, p->state.storage, map->rank)) p->count = 0;
     }
 }
@@ -20924,7 +20982,7 @@ DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
 {
     const dtrain__groups *groups = &strategy->groups;
-    return groups->pipeline_rank == groups->pipeline_ranks - 1 &&
+    return strategy->stages.here[strategy->stages.stages - 1] &&
            groups->tensor_rank == groups->tensor_ranks - 1;
 }
 
@@ -25525,7 +25583,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtr
 
 /* Making a schedule
  *
- * 1. each rank's computations in their order, from the formula of the kind
+ * 1. each rank's computations in their order, from the formula of the kind; for ZBV by giving each
+ *    rank, whenever it is free, the most urgent of those that are ready
  * 2. weaving: replay all ranks in time, and put behind each computation the message that it makes,
  *    at the same moment into the list of the sender and into that of the receiver
  *
@@ -25548,9 +25607,20 @@ typedef struct dtrain__run_memory {
 } dtrain__run_memory;
 
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
+/* Return the stage of a rank's action; -1: it has no such chunk. */
+DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *schedule, int rank,
+                                         const dtrain_pipeline_action *action);
 /* Count the slots and inboxes of a rank. */
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
                                            int *slots, int *inboxes);
+
+/* ---- Stages, ranks and actions ----------------------------------------------------------------*/
+
+DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *s, int rank,
+                                         const dtrain_pipeline_action *action)
+{
+    return dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, action->chunk);
+}
 
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action)
 {
@@ -25558,188 +25628,327 @@ DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action)
            action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
 }
 
-/* ---- 1. Computations --------------------------------------------------------------------------*/
+/* ---- Making one -------------------------------------------------------------------------------*/
+
+/* Actions in their order. */
+typedef struct dtrain__order {
+    dtrain_pipeline_action *actions;
+    size_t count;
+} dtrain__order;
 
 typedef struct dtrain__weave_rank {
-    dtrain_pipeline_action *actions; /* (count) computations and messages */
-    size_t count;
-    int ordered[4];              /* by act: how many computations are done or next */
-    dtrain_pipeline_action next; /* computation; act 0: all are done */
-    int clock;                   /* until when the rank is busy */
+    dtrain__order order; /* 1. computations */
+    dtrain__order woven; /* 2. with messages */
+    size_t at;           /* the next of the computations */
+    double clock;        /* until when the rank is busy */
+    int next[4][2];      /* for ZBV, by act and chunk: the next micro-batch; they ascend */
 } dtrain__weave_rank;
-
-/* A slot or inbox of a rank, and what a pass of this number has. */
-typedef struct dtrain__holding {
-    int32_t by_pass; /* number of the pass's slot; -1: it has none */
-    bool taken;      /* the slot, by a pass under way */
-} dtrain__holding;
 
 typedef struct dtrain__weave {
     uint32_t kind;
     int p, v, m; /* ranks, chunks, micro-batches */
-    bool splits; /* gradients of weights are separate actions */
+    bool splits;
     dtrain__weave_rank *ranks;
-    dtrain__holding *held; /* (2, p, v * m) slots, inboxes */
-    int *done;             /* (3, p * v, m) when a computation ended; 0: not yet */
+    double *done;   /* (3, p * v, m) when a computation ended; below 0: not yet */
+    int32_t *slots; /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
+    bool *taken;    /* (2, p, v * m) by a pass under way */
 } dtrain__weave;
 
-/* Find the next computation of a rank. It does a number of forwards first, then a forward and a
- * backward in turn. That number is all with GPIPE; with one chunk, one for each stage after this
- * one; with several, a forward and a backward for each of those ranks, and the forwards of a whole
- * group in all chunks but the last. With weights apart (ZB_H1) `rank` micro-batches put theirs off:
- * rank 0 has none to spare, and the last rank computes them where it would wait at the end.
- *
- * Groups of p micro-batches (the first ones with more where p does not divide m) go through all
- * chunks one after the other: forwards from the first chunk on, backwards from the last. */
-static void dtrain__order_next(const dtrain__weave *weave, int rank)
+static void dtrain__put(dtrain__order *order, uint32_t act, int chunk, int micro)
 {
-    const int p = weave->p, v = weave->v, total = weave->m * v;
-    const int groups = weave->m < p ? 1 : weave->m / p, more = weave->m % groups;
-    dtrain__weave_rank *own = &weave->ranks[rank];
-    const int *ordered = own->ordered, backwards = ordered[DTRAIN_PIPELINE_ACT_BACKWARD];
-    int first = 0, group = 0, size = weave->m / groups + (more > 0), ahead = p - rank - 1;
-    if (weave->kind == DTRAIN_PIPELINE_GPIPE) ahead = weave->m;
-    if (weave->kind == DTRAIN_PIPELINE_INTERLEAVED)
-        ahead = 2 * ahead + (v - 1) * (size > p ? size : p);
-    uint32_t act = DTRAIN_PIPELINE_ACT_WEIGHT;
-    if (!weave->splits || ordered[act] >= backwards - rank) {
-        if (ordered[DTRAIN_PIPELINE_ACT_FORWARD] < dtrain__min(total, ahead + backwards + 1))
-            act = DTRAIN_PIPELINE_ACT_FORWARD;
-        else if (backwards < total || !weave->splits) act = DTRAIN_PIPELINE_ACT_BACKWARD;
-    }
-    int i = own->ordered[act]++;
-    own->next.act = i < total ? act : 0;
-    if (i >= total) return;
-    while (i >= size * v) {
-        i -= size * v;
-        first += size;
-        size = weave->m / groups + (more > ++group);
-    }
-    own->next.chunk = act == DTRAIN_PIPELINE_ACT_FORWARD ? i / size : v - 1 - i / size;
-    own->next.micro_batch = first + i % size;
+    const dtrain_pipeline_action action = {act, chunk, micro, -1, -1, -1};
+    order->actions[order->count++] = action;
 }
 
-/* ---- 2. Weaving -------------------------------------------------------------------------------*/
+/* ---- A replay in time, which both steps share -------------------------------------------------*/
 
-static int *dtrain__done(const dtrain__weave *weave, uint32_t act, int stage, int micro)
+static double *dtrain__done(const dtrain__weave *weave, uint32_t act, int stage, int micro)
 {
     const size_t stages = (size_t)weave->p * (size_t)weave->v;
     return &weave->done[((act - 1) * stages + (size_t)stage) * (size_t)weave->m + (size_t)micro];
 }
 
-/* Return when the next computation of a rank ends, where forward, input and weight gradients take 1
- * each; 0: none is left, or what it needs is not done. */
-static int dtrain__next_ends(const dtrain__weave *weave, int rank)
+/* Return how long a computation takes: forward, input and weight gradients take alike. */
+static double dtrain__takes(const dtrain__weave *weave, uint32_t act)
 {
-    const dtrain_pipeline_action *next = &weave->ranks[rank].next;
-    const bool backward = next->act == DTRAIN_PIPELINE_ACT_BACKWARD;
-    const int stage = next->chunk * weave->p + rank, i = next->micro_batch;
-    int begin = weave->ranks[rank].clock, from = -1; /* stage whose message it needs */
-    if (next->act == 0) return 0;
-    if (next->act > DTRAIN_PIPELINE_ACT_FORWARD && !*dtrain__done(weave, next->act - 1, stage, i))
-        return 0;
-    if (next->act == DTRAIN_PIPELINE_ACT_FORWARD) from = stage - 1;
-    if (backward && stage + 1 < weave->p * weave->v) from = stage + 1;
-    if (from >= 0) {
-        const int came = *dtrain__done(weave, next->act, from, i);
-        if (!came) return 0;
-        if (came > begin) begin = came;
-    }
-    return begin + (backward && !weave->splits ? 2 : 1);
+    return act == DTRAIN_PIPELINE_ACT_BACKWARD && !weave->splits ? 2 : 1;
 }
 
-/* Return the slots, or (inbox) the inboxes, of a rank. */
-static dtrain__holding *dtrain__holdings(const dtrain__weave *weave, bool inbox, int rank)
+/* Find when a rank can begin a computation; false: what it needs is not done. */
+static bool dtrain__begin_at(const dtrain__weave *weave, int rank,
+                             const dtrain_pipeline_action *action, double *at)
+{
+    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, action->chunk);
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const int last = weave->p * weave->v - 1, i = action->micro_batch;
+    double needs = 0, of_rank = 0;
+    if (forward && stage) needs = *dtrain__done(weave, DTRAIN_PIPELINE_ACT_FORWARD, stage - 1, i);
+    if (!forward) of_rank = *dtrain__done(weave, action->act - 1, stage, i);
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD && stage < last)
+        needs = *dtrain__done(weave, DTRAIN_PIPELINE_ACT_BACKWARD, stage + 1, i);
+    if (needs < 0 || of_rank < 0) return false;
+    *at = fmax(weave->ranks[rank].clock, fmax(needs, of_rank));
+    return true;
+}
+
+/* Let a rank do a computation. */
+static void dtrain__replay_do(dtrain__weave *weave, int rank, const dtrain_pipeline_action *action,
+                              double at)
+{
+    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, action->chunk);
+    const double end = at + dtrain__takes(weave, action->act);
+    *dtrain__done(weave, action->act, stage, action->micro_batch) = weave->ranks[rank].clock = end;
+}
+
+static void dtrain__replay_reset(dtrain__weave *weave)
+{
+    const size_t count = 3 * (size_t)weave->p * (size_t)weave->v * (size_t)weave->m;
+    for (size_t i = 0; i < count; i++) weave->done[i] = -1;
+    for (int r = 0; r < weave->p; r++) weave->ranks[r].clock = 0;
+}
+
+/* ---- 1. Computations --------------------------------------------------------------------------*/
+
+/* Return how many groups of micro-batches go through all chunks, one group after the other: of p,
+ * the first ones with more where p does not divide m. */
+static int dtrain__groups_in(const dtrain__weave *weave)
+{
+    return weave->m < weave->p ? 1 : weave->m / weave->p;
+}
+
+/* Append number i of a rank's passes: those of a group of micro-batches in one chunk, then in the
+ * next one, forwards from the first on, backwards from the last. */
+static void dtrain__put_pass(const dtrain__weave *weave, int rank, uint32_t act, int i)
+{
+    const int v = weave->v, groups = dtrain__groups_in(weave), more = weave->m % groups;
+    int first = 0, group = 0, size = weave->m / groups + (more > 0);
+    while (i >= size * v) {
+        i -= size * v;
+        first += size;
+        size = weave->m / groups + (more > ++group);
+    }
+    const int chunk = act == DTRAIN_PIPELINE_ACT_FORWARD ? i / size : v - 1 - i / size;
+    dtrain__put(&weave->ranks[rank].order, act, chunk, first + i % size);
+}
+
+/* Order the computations of a rank: first a number of forwards, then a forward and a backward in
+ * turn. That number is all with GPIPE; with one chunk, one for each stage after this one; with
+ * several, a forward and a backward for each of those ranks, and the forwards of a whole group in
+ * all chunks but the last. With weights apart (ZB_H1) `rank` micro-batches put theirs off: rank 0
+ * has none to spare, and the last rank computes them where it would wait at the end. */
+static void dtrain__order_rank(const dtrain__weave *weave, int rank)
+{
+    const int p = weave->p, groups = dtrain__groups_in(weave), total = weave->m * weave->v;
+    const int size = weave->m / groups + (weave->m % groups > 0);
+    int forward = 0, weight = 0, ahead = p - rank - 1;
+    if (weave->kind == DTRAIN_PIPELINE_GPIPE) ahead = weave->m;
+    if (weave->kind == DTRAIN_PIPELINE_INTERLEAVED)
+        ahead = 2 * ahead + (weave->v - 1) * (size > p ? size : p);
+    for (; forward < ahead && forward < total; forward++)
+        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_FORWARD, forward);
+    for (int i = 0; i < total; i++) {
+        if (forward < total) dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_FORWARD, forward++);
+        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_BACKWARD, i);
+        if (weave->splits && i >= rank)
+            dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_WEIGHT, weight++);
+    }
+    while (weave->splits && weight < total)
+        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_WEIGHT, weight++);
+}
+
+/* Pick what a free rank does next with ZBV: a backward, of the last stages first, since all others
+ * wait for those; a forward, towards them; else a weight. No more than p micro-batches are on a
+ * rank at once, which is the memory of 1F1B's first rank. */
+static bool dtrain__vee_pick(const dtrain__weave *weave, int rank, dtrain_pipeline_action *best,
+                             double *at)
+{
+    static const uint32_t acts[] = {DTRAIN_PIPELINE_ACT_BACKWARD, DTRAIN_PIPELINE_ACT_FORWARD,
+                                    DTRAIN_PIPELINE_ACT_WEIGHT};
+    const dtrain__weave_rank *own = &weave->ranks[rank];
+    const bool full =
+        own->next[DTRAIN_PIPELINE_ACT_FORWARD][0] - own->next[DTRAIN_PIPELINE_ACT_WEIGHT][0] >=
+        weave->p;
+    bool found = false;
+    for (int i = 0; i < 6; i++) {
+        const uint32_t act = acts[i / 2];
+        const int chunk = 1 - i % 2;
+        const dtrain_pipeline_action choice = {act, chunk, own->next[act][chunk], -1, -1, -1};
+        double begin;
+        if (choice.micro_batch == weave->m) continue;
+        if (full && act == DTRAIN_PIPELINE_ACT_FORWARD && chunk == 0) continue;
+        if (!dtrain__begin_at(weave, rank, &choice, &begin)) continue;
+        if (found && begin >= *at) continue;
+        *best = choice;
+        *at = begin;
+        found = true;
+    }
+    return found;
+}
+
+/* Give the rank that can begin first its next computation, until all is done. */
+static void dtrain__order_zbv(dtrain__weave *weave)
+{
+    for (;;) {
+        dtrain_pipeline_action next, best = {0, 0, 0, -1, -1, -1};
+        int rank = -1;
+        double at = 0, begin;
+        for (int r = 0; r < weave->p; r++) {
+            if (!dtrain__vee_pick(weave, r, &next, &begin)) continue;
+            if (rank >= 0 && begin >= at) continue;
+            rank = r, at = begin, best = next;
+        }
+        if (rank < 0) return;
+        dtrain__replay_do(weave, rank, &best, at);
+        dtrain__put(&weave->ranks[rank].order, best.act, best.chunk, best.micro_batch);
+        weave->ranks[rank].next[best.act][best.chunk]++;
+    }
+}
+
+/* ---- 2. Weaving -------------------------------------------------------------------------------*/
+
+/* Return where a pass notes its slot, or (inbox) its inbox. */
+static int32_t *dtrain__held_by(const dtrain__weave *weave, bool inbox, int rank, int chunk,
+                                int micro)
 {
     const size_t passes = (size_t)weave->v * (size_t)weave->m;
-    return &weave->held[((size_t)inbox * (size_t)weave->p + (size_t)rank) * passes];
+    const size_t pass = (size_t)chunk * (size_t)weave->m + (size_t)micro;
+    return &weave->slots[((size_t)inbox * (size_t)weave->p + (size_t)rank) * passes + pass];
+}
+
+static bool *dtrain__taken(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
+{
+    return weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots) + slot;
 }
 
 /* Let a pass have the lowest free slot or inbox of its rank. */
-static void dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank, int pass)
+static void dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank, int chunk,
+                              int micro)
 {
-    dtrain__holding *held = dtrain__holdings(weave, inbox, rank);
     int32_t slot = 0;
-    while (held[slot].taken) slot++;
-    held[slot].taken = true;
-    held[pass].by_pass = slot;
+    while (*dtrain__taken(weave, inbox, rank, slot)) slot++;
+    *dtrain__taken(weave, inbox, rank, slot) = true;
+    *dtrain__held_by(weave, inbox, rank, chunk, micro) = slot;
 }
 
-/* Append an action, with the slot and inbox that its pass has, to the list of its rank. */
+/* Append an action, with the slot and inbox of its pass, to the list of its rank. */
 static void dtrain__weave_put(const dtrain__weave *weave, int rank, uint32_t act, int chunk,
                               int micro, int peer)
 {
-    const int pass = chunk * weave->m + micro;
     const dtrain_pipeline_action action = {act,
                                            chunk,
                                            micro,
                                            peer,
-                                           dtrain__holdings(weave, false, rank)[pass].by_pass,
-                                           dtrain__holdings(weave, true, rank)[pass].by_pass};
-    dtrain__weave_rank *own = &weave->ranks[rank];
-    own->actions[own->count++] = action;
+                                           *dtrain__held_by(weave, false, rank, chunk, micro),
+                                           *dtrain__held_by(weave, true, rank, chunk, micro)};
+    dtrain__order *woven = &weave->ranks[rank].woven;
+    woven->actions[woven->count++] = action;
 }
 
-/* Append the next computation of a rank, and the message that it makes to the lists of both ranks;
- * the last use of a pass gives its slot and inbox back. */
-static void dtrain__weave_next(const dtrain__weave *weave, int rank, int end)
+/* Append a computation, and the message that it makes to the lists of both ranks; the last use of a
+ * pass gives its slot and inbox back. */
+static void dtrain__weave_compute(dtrain__weave *weave, int rank,
+                                  const dtrain_pipeline_action *action, double at)
 {
-    const uint32_t act = weave->ranks[rank].next.act;
-    const int chunk = weave->ranks[rank].next.chunk, micro = weave->ranks[rank].next.micro_batch;
-    const int pass = chunk * weave->m + micro, stage = chunk * weave->p + rank;
-    const bool forward = act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const bool weight = act == DTRAIN_PIPELINE_ACT_WEIGHT;
-    const int to = forward ? stage + 1 : stage - 1, peer = to % weave->p, there = to / weave->p;
-    if (forward) dtrain__take_slot(weave, false, rank, pass);
-    *dtrain__done(weave, act, stage, micro) = weave->ranks[rank].clock = end;
-    dtrain__weave_put(weave, rank, act, chunk, micro, -1);
+    const int chunk = action->chunk, micro = action->micro_batch;
+    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, chunk);
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const bool weight = action->act == DTRAIN_PIPELINE_ACT_WEIGHT;
+    const int to = forward ? stage + 1 : stage - 1;
+    if (forward) dtrain__take_slot(weave, false, rank, chunk, micro);
+    dtrain__replay_do(weave, rank, action, at);
+    dtrain__weave_put(weave, rank, action->act, chunk, micro, -1);
     if (!weight && to >= 0 && to < weave->p * weave->v) {
-        const uint32_t sends =
-            forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-        if (forward) dtrain__take_slot(weave, true, peer, there * weave->m + micro);
-        dtrain__weave_put(weave, rank, sends, chunk, micro, peer);
-        dtrain__weave_put(weave, peer, sends + 1, there, micro, rank);
+        const dtrain__place_of_stage place = dtrain__pipeline_place(weave->kind, weave->p, to);
+        const uint32_t act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+        if (place.rank != rank) {
+            if (forward) dtrain__take_slot(weave, true, place.rank, place.chunk, micro);
+            dtrain__weave_put(weave, rank, act, chunk, micro, place.rank);
+            dtrain__weave_put(weave, place.rank, act + 1, place.chunk, micro, rank);
+        }
     }
-    dtrain__order_next(weave, rank);
     if (forward || weight != weave->splits) return;
     for (int inbox = 0; inbox < 2; inbox++) {
-        dtrain__holding *held = dtrain__holdings(weave, inbox, rank);
-        if (held[pass].by_pass >= 0) held[held[pass].by_pass].taken = false;
-        held[pass].by_pass = -1;
+        const int32_t held = *dtrain__held_by(weave, inbox, rank, chunk, micro);
+        if (held >= 0) *dtrain__taken(weave, inbox, rank, held) = false;
     }
     if (micro == weave->m - 1)
-        dtrain__weave_put(weave, rank, DTRAIN_PIPELINE_ACT_REDUCE, chunk, micro, -1);
+        dtrain__put(&weave->ranks[rank].woven, DTRAIN_PIPELINE_ACT_REDUCE, chunk, micro);
 }
 
 /* Do both steps; false: an order of step 1 waits for itself. */
-static bool dtrain__weave_run(const dtrain__weave *weave)
+static bool dtrain__weave_run(dtrain__weave *weave)
 {
-    for (int r = 0; r < weave->p; r++) dtrain__order_next(weave, r);
+    dtrain__replay_reset(weave);
+    if (weave->kind == DTRAIN_PIPELINE_ZBV) dtrain__order_zbv(weave);
+    else
+        for (int r = 0; r < weave->p; r++) dtrain__order_rank(weave, r);
+    dtrain__replay_reset(weave);
     for (;;) {
-        int first = -1, end = 0; /* the rank whose next computation ends first */
+        dtrain__weave_rank *first = NULL; /* whose next computation ends first, of all that can
+                                             begin */
+        double at = 0, end = 0, begin;
         for (int r = 0; r < weave->p; r++) {
-            const int ends = dtrain__next_ends(weave, r);
-            if (ends && (first < 0 || ends < end)) first = r, end = ends;
+            dtrain__weave_rank *rank = &weave->ranks[r];
+            if (rank->at == rank->order.count) continue;
+            const dtrain_pipeline_action *action = &rank->order.actions[rank->at];
+            if (!dtrain__begin_at(weave, r, action, &begin)) continue;
+            const double ends = begin + dtrain__takes(weave, action->act);
+            if (!first || ends < end) first = rank, at = begin, end = ends;
         }
-        if (first < 0) break;
-        dtrain__weave_next(weave, first, end);
+        if (!first) break;
+        dtrain__weave_compute(weave, (int)(first - weave->ranks),
+                              &first->order.actions[first->at++], at);
     }
     for (int r = 0; r < weave->p; r++) {
-        if (weave->ranks[r].next.act) return false;
-        dtrain__weave_put(weave, r, DTRAIN_PIPELINE_ACT_STEP, 0, weave->m - 1, -1);
+        if (weave->ranks[r].at < weave->ranks[r].order.count) return false;
+        dtrain__put(&weave->ranks[r].woven, DTRAIN_PIPELINE_ACT_STEP, 0, weave->m - 1);
     }
     return true;
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
+/* Copy the woven lists into a schedule; NULL: no memory. */
+static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
+{
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const size_t ranks = (size_t)weave->p;
+    size_t count = 0;
+    for (size_t r = 0; r < ranks; r++) count += weave->ranks[r].woven.count;
+    dtrain_pipeline_schedule *schedule =
+        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
+    if (!schedule) return NULL;
+    schedule->kind = weave->kind;
+    schedule->ranks = weave->p;
+    schedule->chunks = weave->v;
+    schedule->micro_batches = weave->m;
+    schedule->room = count;
+    schedule->first =
+        (size_t *)dtrain__alloc(&allocator, ranks + 1, sizeof *schedule->first, "a schedule");
+    schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
+        &allocator, count, sizeof *schedule->actions, "a schedule");
+    schedule->memory = (dtrain__run_memory *)dtrain__alloc(&allocator, ranks,
+                                                           sizeof *schedule->memory, "a schedule");
+    if (!schedule->first || !schedule->actions || !schedule->memory) {
+        dtrain_pipeline_destroy(schedule);
+        return NULL;
+    }
+    for (size_t r = 0; r < ranks; r++) {
+        const dtrain__order *woven = &weave->ranks[r].woven;
+        memcpy(schedule->actions + schedule->first[r], woven->actions,
+               woven->count * sizeof *woven->actions);
+        schedule->first[r + 1] = schedule->first[r] + woven->count;
+    }
+    return schedule;
+}
+
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out)
 {
-    const char *const call = "dtrain_pipeline_create", *const what = "a schedule";
+    const char *const call = "dtrain_pipeline_create";
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     const int limit = DTRAIN__PASSES_MOST;
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    dtrain_result result = DTRAIN_OK;
     dtrain__weave weave;
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
@@ -25754,45 +25963,33 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     memset(&weave, 0, sizeof weave);
     weave.kind = desc ? desc->kind : 0;
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
-    weave.splits = weave.kind == DTRAIN_PIPELINE_ZB_H1;
+    weave.splits = dtrain__pipeline_splits(weave.kind);
 
-    /* a rank's actions: computations; two messages to and from each neighbour stage; REDUCE, STEP */
-    const size_t p = (size_t)ranks, v = (size_t)chunks, m = (size_t)micro_batches;
-    const size_t passes = p * v * m,
-                 room = (2 + weave.splits) * passes + 4 * (passes - m) + p * (v + 1);
-    const size_t bytes =
-        p * sizeof *weave.ranks + 2 * passes * sizeof *weave.held + 3 * passes * sizeof *weave.done;
-    dtrain_pipeline_schedule *s =
-        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *s, what);
-    weave.ranks = (dtrain__weave_rank *)dtrain__alloc(&allocator, bytes, 1, what);
-    if (s) {
-        s->kind = weave.kind;
-        s->ranks = ranks, s->chunks = chunks, s->micro_batches = micro_batches;
-        s->room = room;
-        s->first = (size_t *)dtrain__alloc(&allocator, p + 1, sizeof *s->first, what);
-        s->actions =
-            (dtrain_pipeline_action *)dtrain__alloc(&allocator, room, sizeof *s->actions, what);
-        s->memory = (dtrain__run_memory *)dtrain__alloc(&allocator, p, sizeof *s->memory, what);
+    /* one piece of memory for all lists: elements of 8 bytes first */
+    const size_t p = (size_t)ranks, passes = (size_t)chunks * (size_t)micro_batches;
+    const size_t most = 7 * passes + (size_t)chunks + 1; /* actions of a rank */
+    const size_t bytes = p * sizeof *weave.ranks + 3 * p * passes * sizeof *weave.done +
+                         2 * p * most * sizeof(dtrain_pipeline_action) +
+                         2 * p * passes * (sizeof *weave.slots + sizeof *weave.taken);
+    weave.ranks = (dtrain__weave_rank *)dtrain__alloc(&allocator, bytes, 1, "a schedule");
+    if (!weave.ranks) return DTRAIN_ERROR_MEMORY;
+    weave.done = (double *)(weave.ranks + p);
+    dtrain_pipeline_action *const actions = (dtrain_pipeline_action *)(weave.done + 3 * p * passes);
+    weave.slots = (int32_t *)(actions + 2 * p * most);
+    weave.taken = (bool *)(weave.slots + 2 * p * passes);
+    for (size_t r = 0; r < p; r++) {
+        weave.ranks[r].order.actions = actions + 2 * r * most;
+        weave.ranks[r].woven.actions = actions + (2 * r + 1) * most;
     }
-    if (weave.ranks && s && s->first && s->actions && s->memory) {
-        weave.held = (dtrain__holding *)(weave.ranks + p);
-        weave.done = (int *)(weave.held + 2 * passes);
-        for (size_t i = 0; i < 2 * passes; i++) weave.held[i].by_pass = -1;
-        for (size_t r = 0; r < p; r++) {
-            const size_t neighbours = 2 * v - (r == 0) - (r == p - 1);
-            weave.ranks[r].actions = s->actions + s->first[r];
-            s->first[r + 1] = s->first[r] + m * (v * (2 + weave.splits) + 2 * neighbours) + v + 1;
-        }
-        result = dtrain__weave_run(&weave)
-                     ? DTRAIN_OK
-                     : dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                                   "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use "
-                                   "a multiple of %d",
-                                   call, ranks, micro_batches, ranks);
-    }
+    for (size_t i = 0; i < 2 * p * passes; i++) weave.slots[i] = -1;
+
+    if (!dtrain__weave_run(&weave))
+        result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                             "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
+                             "multiple of %d",
+                             call, ranks, micro_batches, ranks);
+    else if (!(*out = dtrain__schedule_of(&weave))) result = DTRAIN_ERROR_MEMORY;
     dtrain__free(&allocator, weave.ranks, bytes, 1);
-    if (result == DTRAIN_OK) *out = s;
-    else dtrain_pipeline_destroy(s);
     return result;
 }
 
@@ -25830,8 +26027,9 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
  *     starts            waits      starts         waits for  starts                waits for
  *     (waits for the inbox' last)                 SEND 1                           SEND_GRADIENT 1
  *
- * What SEND sends can lie in the pass's inbox, where a stage only passes it on. The backward gives
- * the inbox back, and a gradient that came back says that it was taken; but there may be none.
+ * What SEND sends may lie in the pass's inbox, or in those of an earlier stage of this rank, where
+ * a stage only passes it on. All of them are given back behind the backward, and a gradient that
+ * came back says that it was taken; but there may be none.
  *
  * A gradient is not in the slot: its peer takes it when it is done with what it computes, which may
  * be after the slot's next BACKWARD. Only the next SEND_GRADIENT of the slot waits for it.
@@ -25925,7 +26123,8 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
     }
     if (!world || action->act > DTRAIN_PIPELINE_ACT_WEIGHT)
         return run->work->compute(run->work->user, action);
-    snprintf(stage, sizeof stage, "stage %d", action->chunk * run->schedule->ranks + run->rank);
+    snprintf(stage, sizeof stage, "stage %d",
+             dtrain__action_stage(run->schedule, run->rank, action));
     const uint32_t span =
         dtrain__span_begin(world, forward ? DTRAIN_SPAN_FORWARD : DTRAIN_SPAN_BACKWARD,
                            names[action->act - DTRAIN_PIPELINE_ACT_FORWARD], action->micro_batch);
@@ -25944,7 +26143,7 @@ static dtrain_result dtrain__run_place(const dtrain__runner *run,
                                         "REDUCE", "STEP"};
     const dtrain_pipeline_schedule *s = run->schedule;
     return dtrain_fail(result, "stage %d of %d, %s of micro-batch %d: %s",
-                       action->chunk * s->ranks + run->rank, s->ranks * s->chunks,
+                       dtrain__action_stage(s, run->rank, action), s->ranks * s->chunks,
                        names[action->act], (int)action->micro_batch,
                        dtrain__bare(dtrain_last_error()));
 }
@@ -26209,11 +26408,12 @@ typedef struct dtrain__pass {
 typedef struct dtrain__pass_slot {
     dtrain__pass pass;
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
-    int32_t stage;                   /* this and what follows: see stage.c */
-    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
-    void **received;                 /* (crossing_count) addresses of the pass's inbox, or NULL */
-    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
-    struct dtrain__crossed *crossed; /* (crossing_count) */
+    int32_t stage;                    /* this and what follows: see stage.c */
+    struct dtrain__pass_slot *batch;  /* the slot with the inputs of this micro-batch */
+    struct dtrain__pass_slot *before; /* the slot of the stage before, if this rank has it; or */
+    void **received;                  /* (crossing_count) the addresses of an inbox */
+    dtrain__tape_tensor *listed;      /* inputs, and in a survey all tensors; the latest first */
+    struct dtrain__crossed *crossed;  /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
 
@@ -26455,6 +26655,12 @@ typedef struct dtrain__inbox {
     void **received; /* (crossing_count) */
 } dtrain__inbox;
 
+/* Where a pass finds what earlier stages made: in an inbox, or in the slot of another stage of this
+ * rank; both -1: in the first stage. */
+typedef struct dtrain__stage_source {
+    int32_t inbox, slot;
+} dtrain__stage_source;
+
 typedef struct dtrain__stages {
     const dtrain__stage_map *map;
     int32_t at;             /* the stage whose unit the pass is in */
@@ -26478,15 +26684,19 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stage,
                                                  const dtrain_pipeline_action *action, bool empty,
                                                  size_t i, dtrain_pipeline_part *part);
-/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch, inbox
- * has what earlier stages made (-1: no stage is before). Stage DTRAIN__SURVEY, in slot 0 of a tape
- * that was reset: all stages are remote, and stage_end notes what crosses. */
+/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
+ * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
+ * what crosses. */
 #define DTRAIN__SURVEY -1
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
-                                                  int32_t stage, int32_t inbox, uint32_t flags,
-                                                  uint64_t seed);
+                                                  int32_t stage, dtrain__stage_source source,
+                                                  uint32_t flags, uint64_t seed);
 /* End a survey, or check that the pass of a stage has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
+/* Find addresses for the gradients of what the next stage has read; or take them over from a slot
+ * of this rank after its backward. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
+                                                 const uint32_t *from);
 /* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
  * micro-batch of the step comes, so that no gradient is ready. halves: gradients of parameters are
  * left to stage_weights. */
@@ -27076,8 +27286,7 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
                            integer ? "i32" : "f32");
     DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
     if (stages && stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (dtrain__is_surveying(op->tape))
-        made->read_here |= stages->at % stages->map->ranks == stages->map->rank;
+    if (dtrain__is_surveying(op->tape)) made->read_here |= stages->map->here[stages->at];
     if (stages && !node->remote && made->remote)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "stage %d reads a tensor of stage %d, which it did not do in the first "
@@ -30536,7 +30745,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     slot->crossed[k].tensor = made;
     if (crossing->stage >= slot->stage || crossing->last_stage < slot->stage) return;
     made->remote = false;
-    x->data = slot->received[k];
+    x->data = slot->received ? slot->received[k] : slot->before->crossed[k].tensor->tensor.data;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tape_tensor *made,
@@ -30639,8 +30848,9 @@ static bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool grad
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
-                                                  uint32_t batch, int32_t stage, int32_t inbox,
-                                                  uint32_t flags, uint64_t seed)
+                                                  uint32_t batch, int32_t stage,
+                                                  dtrain__stage_source source, uint32_t flags,
+                                                  uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &tape->slots[number];
@@ -30652,7 +30862,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     }
     slot->stage = stage;
     slot->batch = &tape->slots[batch];
-    slot->received = inbox >= 0 ? stages->inboxes[inbox].received : NULL;
+    slot->received = source.inbox >= 0 ? stages->inboxes[source.inbox].received : NULL;
+    slot->before = source.slot >= 0 ? &tape->slots[source.slot] : NULL;
     slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
@@ -30673,6 +30884,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
                           "stage %d of %d: which operations it calls must not depend on values",
                           slot->next_crossing, stages->crossing_count, (int)stages->at,
                           (int)stages->map->stages));
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t number,
+                                                 const uint32_t *from)
+{
+    dtrain__pass_slot *slot = &tape->slots[number];
+    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
+        dtrain__tape_tensor *x = slot->crossed[k].tensor;
+        bool accumulate;
+        if (from) {
+            dtrain__tape_tensor *y = tape->slots[*from].crossed[k].tensor;
+            x->gradient = y->gradient;
+            x->tensor.grad = y->tensor.grad;
+            y->gradient = NULL;
+            y->tensor.grad = NULL;
+        } else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t number,
@@ -30714,8 +30943,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
     const bool seeds = action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
     const int32_t before = receives || gives_back ? stage - 1 : stage;
     dtrain__bump *zeros = &stages->zeros;
-    dtrain__crossed *crossed = receives ? NULL : tape->slots[action->slot].crossed;
-    bool accumulate;
     size_t k;
     if (empty && (gives_back || seeds)) return DTRAIN_OK;
     if (receives && i == 0) {
@@ -30728,11 +30955,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
         }
     }
     for (k = 0; gives_back && i == 0 && k < stages->crossing_count; k++) {
-        dtrain__scratch_give(crossed[k].sent);
-        crossed[k].sent = NULL;
+        dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
+        dtrain__scratch_give(crossed->sent);
+        crossed->sent = NULL;
     }
-    for (size_t n = 0; seeds && i == 0 && dtrain__stage_item(tape, stage, true, n, &k); n++)
-        DTRAIN__TRY(dtrain__gradient_open(tape, &crossed[k].tensor->tensor, &accumulate));
+    if (seeds && i == 0) DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
     if (!dtrain__stage_item(tape, before, gives_back || seeds, i, &k)) return DTRAIN_OK;
     const dtrain__crossing *c = &stages->crossings[k];
     if (receives) {
@@ -30745,7 +30972,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
             dtrain__tape_stick(tape, tape->device->ops->zero(tape->device, part->address,
                                                              (size_t)(zeros->bytes - bytes)));
     } else {
-        const dtrain__tape_tensor *x = crossed[k].tensor;
+        const dtrain__tape_tensor *x = tape->slots[action->slot].crossed[k].tensor;
         part->address = !x ? NULL : gives_back || seeds ? x->tensor.grad : x->tensor.data;
     }
     if (!part->address) return tape->error;
@@ -32933,13 +33160,24 @@ typedef struct dtrain__pipeline {
     dtrain_pipeline_schedule *forward; /* of one micro-batch without its backward */
     const dtrain__model_pass *pass;    /* that the ranks run now */
     int last;                          /* stage of the model */
+    int32_t *slots;                    /* (chunks, micro_batches) */
     size_t result_bytes;               /* page-locked, of the trainer's results; 0: none */
     bool agreed;                       /* all ranks have the same full batch */
 } dtrain__pipeline;
 
+/* Return the slot of a micro-batch's pass of a stage; -1: no stage of this rank. */
+static int32_t dtrain__line_slot(const dtrain_trainer *trainer, int stage, int32_t micro)
+{
+    const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
+    if (stage < 0) return -1;
+    const dtrain__place_of_stage place = dtrain__pipeline_place(s->kind, s->ranks, stage);
+    if (place.rank != trainer->groups.pipeline_rank) return -1;
+    return trainer->pipeline->slots[place.chunk * s->micro_batches + micro];
+}
+
 static int dtrain__line_stage(const dtrain_trainer *trainer, const dtrain_pipeline_action *action)
 {
-    return action->chunk * trainer->groups.pipeline_ranks + trainer->groups.pipeline_rank;
+    return dtrain__action_stage(trainer->pipeline->schedule, trainer->groups.pipeline_rank, action);
 }
 
 /* Forget the passes before, and begin those of a step or of an evaluation. */
@@ -32966,8 +33204,9 @@ static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_tensor **
  * stage makes the tensor that it returns. Local. */
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_tensor **made)
 {
+    const dtrain__stage_source none = {-1, -1};
     const dtrain__model_pass *pass = trainer->pipeline->pass;
-    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, -1, pass->flags, 0));
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none, pass->flags, 0));
     DTRAIN__TRY(dtrain__line_call(trainer, made));
     const int stage = dtrain__stage_of(*made);
     if (stage == trainer->pipeline->last) return DTRAIN_OK;
@@ -33005,8 +33244,10 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     if (first) DTRAIN__TRY(dtrain__line_fetch(trainer, micro));
     if (micro->joined) return last ? dtrain__end_sums(strategy, 0, true) : DTRAIN_OK;
     if (first) micro->slot = slot;
+    line->slots[action->chunk * line->schedule->micro_batches + number] = slot;
+    dtrain__stage_source source = {action->inbox, dtrain__line_slot(trainer, stage - 1, number)};
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)slot, (uint32_t)micro->slot, stage,
-                                    action->inbox, pass->flags, seed));
+                                    source, pass->flags, seed));
     DTRAIN__TRY(dtrain__line_call(trainer, &micro->made));
     micro->samples = dtrain__samples_of(micro->made);
     if (micro->samples.valid) { /* the tensor is gone when its slot is used again */
@@ -33036,7 +33277,9 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     dtrain_tensor *loss = stage == trainer->pipeline->last ? micro->made : NULL;
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, loss, dtrain__micro_scale(trainer),
                                        more,
-                                       trainer->pipeline->schedule->kind == DTRAIN_PIPELINE_ZB_H1));
+                                       dtrain__pipeline_splits(trainer->pipeline->schedule->kind)));
+    const int32_t before = dtrain__line_slot(trainer, stage - 1, number);
+    if (before >= 0) DTRAIN__TRY(dtrain__stage_seed(trainer->tape, (uint32_t)before, &slot));
     return loss ? dtrain__loss_read(trainer, (uint32_t)number, loss) : DTRAIN_OK;
 }
 
@@ -33138,8 +33381,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(result);
     result = dtrain_pipeline_run(s, trainer->groups.pipeline, &work);
     if (pass->own && result == DTRAIN_OK)
-        result = dtrain_broadcast(trainer->groups.pipeline, pass->values, (size_t)pass->count,
-                                  DTRAIN_DTYPE_F32, s->ranks - 1, NULL);
+        result = dtrain_broadcast(
+            trainer->groups.pipeline, pass->values, (size_t)pass->count, DTRAIN_DTYPE_F32,
+            dtrain__pipeline_place(s->kind, s->ranks, trainer->pipeline->last).rank, NULL);
     return dtrain__strategy_keep(trainer->desc.strategy, result);
 }
 
@@ -33175,7 +33419,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     slots = (int)dtrain__max(slots, f->chunks); /* an evaluation has one a chunk */
     inboxes = (int)dtrain__max(inboxes, f->chunks);
     line->last = ranks * f->chunks - 1;
-    if (rank == ranks - 1 && device && device->ops->event_query) { /* passes are queued ahead */
+    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)f->chunks, sizeof *line->slots,
+                                           "slots of passes");
+    if (!line->slots) return DTRAIN_ERROR_MEMORY;
+    if (dtrain__pipeline_place(f->kind, ranks, line->last).rank == rank && device &&
+        device->ops->event_query) { /* the host queues passes ahead of the device */
         void *memory;
         const size_t bytes = micros * sizeof *trainer->results;
         DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
@@ -33195,6 +33443,9 @@ DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
         device->ops->synchronize(device); /* of a step that failed */
         device->ops->host_free(device, trainer->results, line->result_bytes);
     }
+    if (line->slots)
+        dtrain__free(a, line->slots, trainer->desc.micro_batches * (size_t)line->schedule->chunks,
+                     sizeof *line->slots);
     dtrain_pipeline_destroy(line->schedule);
     dtrain_pipeline_destroy(line->forward);
     dtrain__free(a, line, 1, sizeof *line);
