@@ -33,6 +33,7 @@ UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard t
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
+HOSTS     := $(addprefix $(BUILD)/,flat_array flat_array_dtrain host fit.so fit_dtrain.so plugin_footprint)
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
 examples: $(EXAMPLES)
@@ -85,6 +86,7 @@ endif
 ifneq ($(shell command -v $(CXX)),)
 EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs \
              $(BUILD)/emu/test_tensor_programs $(BUILD)/emu/test_pipeline
+HOSTS     += $(BUILD)/emu/flat_array_dtrain
 EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp gpu_nccl)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
@@ -97,7 +99,7 @@ LONGEST := $(patsubst %.sh,tests/cli/test_%.sh,$(patsubst unit-%,$(BUILD)/tests/
              unit-strategies unit-nccl unit-programs launchers.sh unit-comm config.sh unit-restart tensor.sh pipeline.sh unit-flight \
              unit-compression unit-launches emu-programs unit-calls emu-cuda_compression switches.sh)))
 LONG    := tests/cuda/cuda_build.sh tests/cli/test_mpi.sh tests/scripts/test_compile.sh tests/cli/test_documents.sh tests/scripts/mutants_pipeline.sh \
-           $(addprefix tests/cli/test_,first_run.sh readme.sh models.sh) tests/nccl/test_nccl.sh $(addprefix tests/cli/test_,slurm.sh deploy.sh bench.sh weights.sh) \
+           $(addprefix tests/cli/test_,first_run.sh readme.sh models.sh) tests/nccl/test_nccl.sh $(addprefix tests/cli/test_,host_solver.sh host_libtorch.sh slurm.sh deploy.sh bench.sh weights.sh) \
            tests/scripts/mutants_tensor.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,monitor.sh trace.sh simulator.sh)
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 # Without DTRAIN_TEST_FULL these wait, so that make test ends in four minutes on two cores: whole suites over again on
@@ -111,7 +113,7 @@ RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
 # What several scripts need is built before them: they run in parallel, and each would build it.
-SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings)
+SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS))
 programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs
 	@$(RUN) $(FAST)
@@ -206,12 +208,12 @@ mpi: $(EXAMPLES:$(BUILD)/%=$(BUILD)/mpi/%)
 	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/mpi/. Try: mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 # What the tests start under each MPI that is installed, in a folder of its own.
 openmpi mpich:
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt)
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt solver solver_dtrain)
 
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
 # flags of its compiler (flags): when one of them changes it is built again.
-vpath %.c   examples $(sort $(dir $(filter tools/%,$(PROGRAMS)))) tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
+vpath %.c   examples $(wildcard examples/hosts/*) $(sort $(dir $(filter tools/%,$(PROGRAMS)))) tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
 vpath %.cpp tests/cuda tests/cuda/emulation
 STRICT_CXX := -std=c++17 -Wall -Wextra -Werror
 OPTIONS = $(CFLAGS) $(DEFINES) -I. -MMD -MP -MF $@.d -MT $@
@@ -258,6 +260,11 @@ $(BUILD)/dtrain.a: $(if $(filter src,$(FROM)),$(PARTS),$(BUILD)/dtrain.o)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+# A plugin and the program that opens it (examples/hosts/plugin), which is not linked with the library.
+$(BUILD)/host $(BUILD)/plugin_footprint: $(BUILD)/%: %.c $(BUILD)/flags
+	$(PROGRAM) $(TEST_INCLUDES) $< -o $@ -lm -lpthread -ldl
+$(BUILD)/fit.so $(BUILD)/fit_dtrain.so: $(BUILD)/%.so: %.c $(BUILD)/flags
+	$(PROGRAM) -fPIC -fvisibility=hidden -shared $< -o $@ $(LIBS)
 READING = flight trace report
 $(READING:%=$(BUILD)/%): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c))
 	$(PROGRAM) $(INTERNAL) $< $(filter %.o,$^) -o $@ $(LIBS)

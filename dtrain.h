@@ -101,9 +101,6 @@
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/comm/local.c                     The local transport: shared memory
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
-       src/comm/mpi.c                       The MPI transport
-       src/comm/mpi_internal.h              Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI
-       src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
        src/launch/launch.c                  dtrain_launch
        src/launch/launch_internal.h         A launch: what the files of this room share
@@ -223,6 +220,9 @@
        src/monitor/tensorboard.c            Event files for TensorBoard
        src/monitor/histogram.c              Histograms of weights and gradients
        src/monitor/trace.c                  Traces: what a rank did when, for Perfetto
+       src/comm/mpi.c                       The MPI transport
+       src/comm/mpi_internal.h              Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI
+       src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/device/device.c                  Devices: creation, copies, tables by name
        src/device/plan.c                    The plan device
        src/device/cpu/cpu_internal.h        The CPU device's state, and the functions that its launchers use
@@ -6795,7 +6795,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
 {
     static const char *const said[] = {
         "is running",
-        "left (returned 0)",
+        "left",
         "returned",
         "was killed by signal",
         "could not start",
@@ -7099,7 +7099,7 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
     for (int i = 0; i < ended; i++)
         if (dtrain__left_for(world, i, 2000000000u))
-            return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", i);
+            return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left", i);
     return DTRAIN_OK;
 }
 
@@ -7156,8 +7156,8 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
             if (left)
                 return dtrain__abort_with(
                     world, DTRAIN_ERROR_PEER,
-                    "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather",
-                    rank, world->rank);
+                    "rank %d left while rank %d waits in dtrain_world_all_gather", rank,
+                    world->rank);
             if (turn != DTRAIN_ERROR_TIMEOUT) continue;
             const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
             return dtrain__abort_with(
@@ -9301,7 +9301,6 @@ struct dtrain__engine {
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
 DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result);
@@ -9449,15 +9448,6 @@ static dtrain__engine *dtrain__engine_of(const dtrain_comm *comm)
 static dtrain__work *dtrain__work_of(const dtrain_work *work)
 {
     return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
-}
-
-/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at)
-{
-    const size_t bytes = work->small ? work->send_bytes : 0;
-    *at = work->call;
-    if (bytes) memcpy(at + 1, work->what.send, bytes);
-    return sizeof *at + bytes;
 }
 
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
@@ -9891,8 +9881,8 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
         dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
         (void)dtrain__engine_failf(
             &comm->base, DTRAIN_ERROR_PEER,
-            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
-            ranks[i], (unsigned long long)dtrain__last_sequence(comm, i), ranks[rank], name);
+            "rank %d left after its collective #%llu while rank %d waits in %s", ranks[i],
+            (unsigned long long)dtrain__last_sequence(comm, i), ranks[rank], name);
     }
     if (comm->failed) return;
     dtrain__set_waits(world, waits);
@@ -10919,682 +10909,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
                         what->recv, dtrain__recv_bytes(what, comm->base.size),
                         DTRAIN_COPY_HOST_TO_DEVICE);
 }
-
-/* ==== src/comm/mpi.c ========================================================================== */
-
-/* The MPI transport
- *
- * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
- * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
- *
- *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
- *                must agree; a small operation is complete now
- *     parts      chunk c of slice j, from each rank that contributes to it, to rank j ...
- *     results    ... which adds them in rank order and sends the sum to each rank that receives it
- *
- *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
- *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
- *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
- *
- * (comm/reduce.c says which ranks contribute and receive.) Large operations go in rounds. Round r
- * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of them
- * have arrived, the sum of chunk r is computed and the next round begins. So temporary memory does
- * not depend on the count: it holds one chunk from every other rank, and the sum at this rank's
- * place. Only the oldest operation is in rounds; records of later ones are exchanged meanwhile. A
- * rank posts all requests of a round before it waits for any, so there is no deadlock.
- *
- * A send or receive moves one record, which contains small data, and then large data in pieces.
- *
- * A communicator is a range of tags, and MPI keeps messages of one tag in order. Once the ranks
- * have met, no MPI call that may block is made; after a failure, none at all, and buffers of
- * requests in flight stay mapped until the process ends. */
-
-/* ==== src/comm/mpi_internal.h ================================================================= */
-
-/* Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI. */
-
-#ifdef DTRAIN_USE_MPI
-
-#ifndef DTRAIN__MPI_CHUNK_BYTES
-#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* most, of data that is added */
-#endif
-#ifndef DTRAIN__MPI_MESSAGE_BYTES
-#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* other data: MPI counts in ints */
-#endif
-
-typedef enum dtrain__mpi_tag {
-    DTRAIN__TAG_RECORD = 0,
-    DTRAIN__TAG_ROUND = 1,
-    DTRAIN__TAG_MESSAGE = 2,
-    DTRAIN__TAG_ABORT = 3, /* of a world that has no link */
-    DTRAIN__MPI_TAGS = 4   /* a communicator */
-} dtrain__mpi_tag;
-
-/* The connection of a rank to MPI, one for all communicators. */
-typedef struct dtrain__mpi_hub {
-    MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS];  /* rank in mpi of each rank of the world: orders may differ */
-    int64_t number_limit;         /* communicators that fit into MPI's range of tags */
-    MPI_Request request;          /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
-    int code;                     /* returned by the last MPI call */
-    bool failed;                  /* no MPI call is made any more */
-    dtrain__abort_record *aborts; /* (2) the one that is sent, the one that is received */
-    MPI_Request hearing;          /* of the latter; MPI_REQUEST_NULL: there is a link */
-} dtrain__mpi_hub;
-
-/* comm/mpi_meet.c */
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub);
-DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub);
-
-#endif /* DTRAIN_USE_MPI */
-
-#ifdef DTRAIN_USE_MPI
-
-#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* of the chunks of all ranks, at most */
-
-/* The purpose of a request. When an operation hangs, the smallest pending one names the late ranks:
- * a missing part holds up all results, and a missing result may hold up a peer's receives. */
-typedef enum dtrain__mpi_use {
-    DTRAIN__PART_IN = 0,
-    DTRAIN__RESULT_IN = 1,
-    DTRAIN__SENT = 2,
-    DTRAIN__RECORD_IN = 3
-} dtrain__mpi_use;
-
-typedef struct dtrain__mpi_work {
-    dtrain_transport_work base;
-    int pending;  /* requests in flight, except receives of records */
-    size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
-} dtrain__mpi_work;
-
-typedef struct dtrain__mpi_token {
-    dtrain__mpi_work *work;
-    dtrain__mpi_use use;
-    int rank;
-} dtrain__mpi_token;
-
-/* What a rank shows, as it is sent from `call` on. */
-typedef struct dtrain__mpi_record {
-    uint64_t heard; /* sequence number of the newest one received; 1: of a message */
-    dtrain_call call;
-    char data[DTRAIN_SMALL_BYTES]; /* less where there are many ranks */
-} dtrain__mpi_record;
-
-typedef struct dtrain__mpi_comm {
-    dtrain_comm base;
-    dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
-    int active;                /* requests in flight: so many of requests and tokens are used */
-    MPI_Request *requests;     /* (room), as the next three */
-    dtrain__mpi_token *tokens;
-    MPI_Status *statuses;
-    int *indices;
-    char *records;   /* (window + 1, 2 size) see dtrain__mpi_record_of */
-    char *temporary; /* (size, chunk_bytes) */
-    size_t record_bytes, chunk_bytes;
-    char *memory; /* holds all arrays above */
-    size_t memory_bytes;
-} dtrain__mpi_comm;
-
-/* ---- Aborts -----------------------------------------------------------------------------------*/
-
-/* Hear of another rank's abort, in a world without a link. */
-static void dtrain__mpi_hear(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    const dtrain__abort_record *abort = &hub->aborts[1];
-    int heard = 0;
-    if (hub->failed || hub->hearing == MPI_REQUEST_NULL) return;
-    if (MPI_Test(&hub->hearing, &heard, MPI_STATUS_IGNORE) == MPI_SUCCESS && heard)
-        (void)dtrain__record_abort(world->control, &world->control->aborted, abort->rank,
-                                   (dtrain_result)abort->code, abort->text);
-}
-
-/* Send this rank's abort to all others, or hear of one. After its own nothing is sent any more; so
- * MPI gets a moment for it, and what it may still read stays mapped. */
-static void dtrain__mpi_tell(dtrain_world *world)
-{
-    dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
-    const uint64_t until = dtrain__now_ns() + 100000000u;
-    MPI_Request sends[DTRAIN_MAX_RANKS];
-    MPI_Status statuses[DTRAIN_MAX_RANKS];
-    int count = 0, done = 0;
-    if (!hub || hub->failed) return;
-    if (!dtrain__load(&world->control->aborted.state)) {
-        dtrain__mpi_hear(world, hub);
-        return;
-    }
-    hub->failed = true;
-    hub->aborts[0] = world->control->aborted;
-    for (int i = 0; i < world->size; i++)
-        if (i != world->rank &&
-            MPI_Isend(&hub->aborts[0], (int)sizeof hub->aborts[0], MPI_BYTE, hub->ranks[i],
-                      DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
-            count++;
-    while (!done && dtrain__now_ns() < until)
-        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
-}
-
-/* ---- Requests ---------------------------------------------------------------------------------*/
-
-/* Say whether this rank has heard of a failure in the world: MPI is not called any more. */
-static bool dtrain__mpi_failed(const dtrain__mpi_comm *comm)
-{
-    if (dtrain__load(&comm->base.world->control->aborted.state)) comm->hub->failed = true;
-    return comm->hub->failed;
-}
-
-/* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
- * exit status, which is the better sentence: so wait a second for it first. */
-static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    char text[MPI_MAX_ERROR_STRING + 1] = "";
-    int length = 0;
-    dtrain_result turn = DTRAIN_OK;
-    while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
-        turn = dtrain__wait_turn(comm->base.world, &wait);
-    if (turn == DTRAIN_ERROR_PEER && !dtrain__engine_ok(&comm->base, turn)) return;
-    MPI_Error_string(code, text, &length);
-    (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
-}
-
-static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtrain__mpi_use use,
-                             dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
-{
-    const int peer = comm->hub->ranks[comm->base.world_ranks[rank]];
-    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
-    const MPI_Comm mpi = comm->hub->mpi;
-    dtrain__mpi_token *token = &comm->tokens[comm->active];
-    MPI_Request *request = &comm->requests[comm->active];
-    if (dtrain__mpi_failed(comm)) return;
-    const int code = use == DTRAIN__SENT
-                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request)
-                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request);
-    if (code != MPI_SUCCESS) {
-        dtrain__mpi_refused(comm, code, use == DTRAIN__SENT ? "MPI_Isend" : "MPI_Irecv");
-        return;
-    }
-    token->work = work;
-    token->use = use;
-    token->rank = rank;
-    work->pending += use != DTRAIN__RECORD_IN;
-    comm->active++;
-}
-
-/* Return a record of a collective, or of messages (0). Place r < size receives from rank r; the
- * places from `size` on hold what this rank sends: one record for all ranks in a collective, else
- * one for each peer. */
-static dtrain__mpi_record *dtrain__mpi_record_of(const dtrain__mpi_comm *comm, uint64_t sequence,
-                                                 int place)
-{
-    const size_t line = sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
-    const size_t at = line * 2 * (size_t)comm->base.size + (size_t)place;
-    return (dtrain__mpi_record *)(void *)(comm->records + at * comm->record_bytes);
-}
-
-static void dtrain__mpi_post_record(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
-                                    dtrain__mpi_tag kind, int rank)
-{
-    dtrain__mpi_post(comm, work, DTRAIN__RECORD_IN, kind, rank,
-                     &dtrain__mpi_record_of(comm, work->base.sequence, rank)->call,
-                     comm->record_bytes - offsetof(dtrain__mpi_record, call));
-}
-
-/* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
- * completed sends to move. */
-static void dtrain__mpi_poll(dtrain_comm *base)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    int count = 0, kept = 0, class_of = MPI_SUCCESS;
-    dtrain__mpi_hear(base->world, comm->hub);
-    if (dtrain__mpi_failed(comm)) return;
-    if (!comm->active && !base->in_flight)
-        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
-    if (!comm->active) return;
-    int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
-    if (code != MPI_SUCCESS) {
-        MPI_Error_class(code, &class_of);
-        for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
-            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) code = comm->statuses[i].MPI_ERROR;
-        dtrain__mpi_refused(comm, code, "MPI_Testsome");
-        return;
-    }
-    if (count == MPI_UNDEFINED || count == 0) return;
-    for (int i = 0; i < count; i++) {
-        const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
-        const uint64_t sequence = token->work->base.sequence;
-        if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
-        else dtrain__mpi_record_of(comm, sequence, token->rank)->heard = sequence ? sequence : 1;
-    }
-    for (int i = 0; i < comm->active; i++) {
-        if (comm->requests[i] == MPI_REQUEST_NULL) continue;
-        comm->requests[kept] = comm->requests[i];
-        comm->tokens[kept++] = comm->tokens[i];
-    }
-    comm->active = kept;
-    ++*base->moves;
-}
-
-static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    const int size = base->size, rank = base->rank;
-    dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
-    const size_t bytes = dtrain__write_shown(work, record);
-    for (int i = 1; i < size; i++)
-        dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
-    for (int i = 1; i < size; i++)
-        dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_RECORD, (rank + i) % size, record,
-                         bytes);
-}
-
-static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t sequence, int rank)
-{
-    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    const dtrain__mpi_record *record = dtrain__mpi_record_of(comm, sequence, rank);
-    return record->heard && record->heard >= sequence ? &record->call : NULL;
-}
-
-/* ---- Messages ---------------------------------------------------------------------------------*/
-
-/* A receiver first posts the record, whose call the engine compares before it agrees. */
-static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
-{
-    dtrain_transport_work *work = &own->base;
-    const dtrain_collective *what = &work->what;
-    const int size = comm->base.size;
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
-    const size_t all = work->small ? 0 : dtrain__send_bytes(what, size);
-    dtrain__mpi_record *record = dtrain__mpi_record_of(comm, 0, what->root + (sends ? size : 0));
-    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
-        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
-        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
-        if (own->round == 0) {
-            if (sends)
-                dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
-                                 &record->call, dtrain__write_shown(work, &record->call));
-            else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
-            continue;
-        }
-        if (!sends && !work->agreed) return false;
-        if (!sends) record->heard = 0; /* the next call has not arrived */
-        if (own->round == 1 && !sends && work->small && what->count)
-            memcpy(what->recv, record->data, work->recv_bytes);
-        if (at >= all) return true;
-        dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__PART_IN, DTRAIN__TAG_MESSAGE,
-                         what->root, buffer + at,
-                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
-    }
-    return false;
-}
-
-/* ---- Rounds -----------------------------------------------------------------------------------*/
-
-/* Return the chunk size. All-gather and all-to-all add nothing, so their data is received at its
- * final address in large messages. */
-static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
-}
-
-/* Find chunk c of a transfer; false: it is nothing, or has fewer chunks. */
-static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                                 bool results, int from, int to, size_t c, dtrain__transfer *chunk)
-{
-    const size_t each = dtrain__mpi_chunk(comm, what), at = c * each;
-    if (!dtrain__transfer_of(what, comm->base.size, results, from, to, chunk)) return false;
-    if (at >= chunk->bytes) return false;
-    chunk->source += at;
-    chunk->target += at;
-    chunk->bytes = chunk->bytes - at < each ? chunk->bytes - at : each;
-    return true;
-}
-
-/* Return the address of chunk c of this rank's sum: in recv, if this rank receives it, else in
- * temporary. */
-static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
-                             size_t offset)
-{
-    const int rank = comm->base.rank;
-    if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
-    return (char *)what->recv +
-           (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
-}
-
-/* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
- * results: second phase. MPI does not write to a send buffer, though old versions take no const. */
-static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
-                                   int from, int to, size_t c)
-{
-    const dtrain_collective *what = &work->base.what;
-    const bool reduces = dtrain__kind_of(what->kind)->reduces;
-    dtrain__transfer chunk;
-    if (!dtrain__mpi_chunk_of(comm, what, results, from, to, c, &chunk)) return;
-    if (from == comm->base.rank)
-        dtrain__mpi_post(comm, work, DTRAIN__SENT, DTRAIN__TAG_ROUND, to,
-                         results && reduces ? dtrain__mpi_sum(comm, what, c, chunk.source)
-                                            : (char *)(uintptr_t)what->send + chunk.source,
-                         chunk.bytes);
-    else
-        dtrain__mpi_post(comm, work, results ? DTRAIN__RESULT_IN : DTRAIN__PART_IN,
-                         DTRAIN__TAG_ROUND, from,
-                         !results && reduces ? comm->temporary + (size_t)from * comm->chunk_bytes
-                                             : (char *)what->recv + chunk.target,
-                         chunk.bytes);
-}
-
-/* Post rounds until one is in flight; return true when the collective is complete. The sends of
- * this rank's records count as pending: the next collective of the line reuses their buffers. */
-static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    const dtrain_collective *what = &work->what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const int size = base->size, rank = base->rank;
-    const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
-    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
-    size_t first, length; /* of slice 0, which is the longest */
-    dtrain__transfer chunk;
-    if (!work->sequence) return dtrain__mpi_message(comm, own);
-    if (own->pending || work->small) return !own->pending;
-    if (!work->oldest) return false;
-    dtrain__slice(what, size, 0, &first, &length);
-    const size_t chunks = length * unit / each + (length * unit % each != 0);
-    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
-        const size_t r = own->round;
-        if (r == 0 && kind->joins) { /* this rank's own part */
-            const size_t slice = (size_t)rank * what->count * unit;
-            const char *from = (const char *)what->send + (kind->cuts ? slice : 0);
-            char *to = (char *)what->recv + slice;
-            if (from != to) memcpy(to, from, what->count * unit);
-        }
-        /* All parts of chunk r - 1 of this rank's slice have arrived: add them up. */
-        if (r && kind->reduces &&
-            dtrain__mpi_chunk_of(comm, what, false, rank, rank, r - 1, &chunk)) {
-            const char *in[DTRAIN_MAX_RANKS];
-            char *out = dtrain__mpi_sum(comm, what, r - 1, chunk.source);
-            for (int i = 0; i < size; i++) in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
-            in[rank] = (const char *)what->send + chunk.source;
-            dtrain__combine(what, in, size, &out, 1, chunk.bytes / unit);
-        }
-        if (r == chunks + (kind->cuts ? 0 : lag)) return true;
-        for (int i = 1; i < size; i++) {
-            const int peer = (rank + i) % size;
-            dtrain__mpi_post_chunk(comm, own, false, rank, peer, r);
-            dtrain__mpi_post_chunk(comm, own, false, peer, rank, r);
-            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, rank, peer, r - lag);
-            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, peer, rank, r - lag);
-        }
-    }
-    return false;
-}
-
-static bool dtrain__mpi_lags(const dtrain_comm *base, const dtrain_transport_work *work, int rank)
-{
-    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    dtrain__mpi_use first = DTRAIN__RECORD_IN;
-    bool lags = false;
-    if (!work->sequence) return true;
-    for (int i = 0; i < comm->active; i++) {
-        const dtrain__mpi_token *token = &comm->tokens[i];
-        if (&token->work->base != work || token->use > first) continue;
-        lags = (lags && token->use == first) || token->rank == rank;
-        first = token->use;
-    }
-    return lags;
-}
-
-/* ---- Memory, failure, life --------------------------------------------------------------------*/
-
-static size_t dtrain__mpi_pages(size_t bytes)
-{
-    const size_t most = SIZE_MAX / 2;
-    return dtrain__round_up(bytes < 1 ? 1 : bytes < most ? bytes : most, dtrain__page_bytes());
-}
-
-static dtrain_result dtrain__mpi_map(dtrain_comm *comm, size_t asked, void **out)
-{
-    const size_t bytes = dtrain__mpi_pages(asked);
-    *out = NULL;
-    DTRAIN__TRY(dtrain__promise(comm->world, bytes));
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-        dtrain__unpromise(comm->world, bytes);
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
-                           strerror(errno));
-    }
-    *out = memory;
-    return DTRAIN_OK;
-}
-
-/* Unmap memory, except after a failure: MPI may still write to it. */
-static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
-{
-    const size_t bytes = dtrain__mpi_pages(asked);
-    if (!dtrain__mpi_failed((dtrain__mpi_comm *)comm)) munmap(memory, bytes);
-    dtrain__unpromise(comm->world, bytes);
-}
-
-/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there can
- * be in flight: for every operation of the window a record each way, the four requests of one
- * round, and one of a send and of a receive. */
-static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
-    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2);
-    size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
-    void *memory;
-    comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
-    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->world, comm->hub));
-    if (base->number >= comm->hub->number_limit)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
-                           (long long)base->number);
-    if (data > DTRAIN_SMALL_BYTES) data = DTRAIN_SMALL_BYTES;
-    if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
-    if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
-    comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(offsetof(dtrain__mpi_record, data) + data, line);
-
-    const size_t bytes[] = {
-        room * sizeof *comm->requests,   room * sizeof *comm->tokens,
-        room * sizeof *comm->statuses,   room * sizeof *comm->indices,
-        size * comm->chunk_bytes,        (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes,
-        2 * sizeof(dtrain__abort_record)};
-    size_t at[sizeof bytes / sizeof *bytes];
-    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
-        at[i] = comm->memory_bytes;
-        comm->memory_bytes += dtrain__round_up(bytes[i], line);
-    }
-    DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
-    comm->memory = (char *)memory;
-    comm->requests = (MPI_Request *)(void *)(comm->memory + at[0]);
-    comm->tokens = (dtrain__mpi_token *)(void *)(comm->memory + at[1]);
-    comm->statuses = (MPI_Status *)(void *)(comm->memory + at[2]);
-    comm->indices = (int *)(void *)(comm->memory + at[3]);
-    comm->temporary = comm->memory + at[4];
-    comm->records = comm->memory + at[5];
-    if (base->number == 0 && !base->world->link) {
-        comm->own.aborts = (dtrain__abort_record *)(void *)(comm->memory + at[6]);
-        base->world->tell = dtrain__mpi_tell;
-        MPI_Irecv(&comm->own.aborts[1], (int)sizeof comm->own.aborts[1], MPI_BYTE, MPI_ANY_SOURCE,
-                  DTRAIN__TAG_ABORT, comm->own.mpi, &comm->own.hearing);
-    }
-    *address = 1;
-    return DTRAIN_OK;
-}
-
-/* Exchange no addresses: MPI knows the ranks. There is no memory for a report: a failure fails all
- * communicators of the world. */
-static void *dtrain__mpi_join(dtrain_comm *comm, const int64_t *addresses)
-{
-    (void)comm;
-    (void)addresses;
-    return NULL;
-}
-
-static void dtrain__mpi_release(dtrain_comm *base, bool joined)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    if (!comm->hub) return;
-    if (comm->active && !dtrain__mpi_failed(comm)) {
-        dtrain_world_abort(base->world, DTRAIN_ERROR_USAGE, "left with operations in flight");
-        comm->hub->failed = true;
-    }
-    if (!joined && base->number == 0) comm->hub->failed = true;
-    if (base->number == 0) dtrain__mpi_part(base->world, comm->hub);
-    if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
-}
-
-/* A rank that left normally is missed only after two seconds: its last messages may arrive later
- * than the control plane's notice of its end. */
-static const dtrain_transport_ops dtrain__mpi_transport = {
-    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,      dtrain__mpi_make,
-    dtrain__mpi_join,         dtrain__mpi_release,      dtrain__mpi_map,  dtrain__mpi_unmap,
-    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move, dtrain__mpi_lags,
-    dtrain__mpi_poll};
-
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
-{
-    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", &dtrain__mpi_transport);
-    return &ops;
-}
-
-#else
-
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL; }
-
-#endif /* DTRAIN_USE_MPI */
-
-/* ==== src/comm/mpi_meet.c ===================================================================== */
-
-/* The MPI transport: how ranks meet in MPI, and how they leave it
- *
- * The program has initialised MPI, and finalizes it. The ranks compare the size and the ranks of
- * its communicator with those of the world, and duplicate it with a deadline. A rank that cannot go
- * on fails, and the others find its exit record where they wait for it. */
-
-#ifdef DTRAIN_USE_MPI
-
-#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
-
-static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
-{
-    int done = 1;
-    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
-    return done || hub->code != MPI_SUCCESS;
-}
-
-/* Wait until all ranks have the duplicate. They exchange their progress at least ten times a
- * second: so a stopped rank is noticed, and all give up together. */
-static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    const uint64_t least = DTRAIN__MPI_PATIENCE_NS;
-    const uint64_t most = world->timeout_ns > least ? world->timeout_ns : least;
-    enum { UNDER_WAY, DONE, TOO_LATE };
-    int32_t mine = UNDER_WAY, all[DTRAIN_MAX_RANKS];
-    int late = 0;
-    while (late < world->size) {
-        const uint64_t until = dtrain__now_ns() + 100000000u;
-        while (mine != DONE && dtrain__now_ns() < until)
-            if (dtrain__mpi_request_done(hub)) mine = DONE;
-            else sched_yield();
-        const dtrain_result turn = dtrain__wait_poll(world, &wait);
-        if (turn == DTRAIN_ERROR_PEER) return turn;
-        if (mine != DONE && wait.waited_ns >= most) mine = TOO_LATE;
-        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
-        for (late = 0; late < world->size && all[late] == DONE;) late++;
-        for (int i = 0; i < world->size; i++)
-            if (all[i] == TOO_LATE)
-                return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
-                                   "MPI_Comm_idup has not returned on rank %d for %.1f s", i,
-                                   1e-9 * (double)most);
-    }
-    if (hub->code == MPI_SUCCESS) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", hub->code);
-}
-
-/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD, and
- * duplicate it: that keeps the program's messages apart from these. */
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    const MPI_Comm given =
-        world->comm_given ? *(const MPI_Comm *)world->comm_given : MPI_COMM_WORLD;
-    int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
-    int finalized = 0, ready = 0, size, rank, found = 0;
-    void *highest = NULL;
-    hub->hearing = MPI_REQUEST_NULL;
-    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
-    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI needs ranks that MPI's launcher has started, "
-                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
-                           "or leave comm_ops NULL for the local communicator",
-                           world->size, world->size);
-    MPI_Initialized(&ready);
-    MPI_Finalized(&finalized);
-    if (!ready || finalized)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "MPI %s; call MPI_Init before the first world and MPI_Finalize after the "
-            "last",
-            finalized ? "has been ended by MPI_Finalize" : "is not initialised");
-    MPI_Comm_size(given, &size);
-    MPI_Comm_rank(given, &rank);
-    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
-    hub->number_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
-    mine[0] = size;
-    mine[1] = rank;
-    DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
-    for (int i = 0; i < world->size; i++) {
-        hub->ranks[i] = all[i][1];
-        if (all[i][0] != world->size)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start all with this "
-                               "MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or pmi2",
-                               i, world->size, (int)all[i][0], world->size);
-    }
-
-    hub->code = MPI_Comm_idup(given, &hub->mpi, &hub->request);
-    DTRAIN__TRY(dtrain__mpi_await(world, hub));
-    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
-    return DTRAIN_OK;
-}
-
-/* Free the duplicate after the last communicator, when all ranks have come to their end without an
- * error. Otherwise memory that MPI may still access stays mapped until the process ends. */
-DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    dtrain_result turn = hub->failed ? DTRAIN_ERROR_PEER : dtrain__trouble(world);
-    int late = 0;
-    if (turn == DTRAIN_OK) hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
-    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
-        if (world->link) dtrain__link_pump(world, 1);
-        turn = dtrain__wait_poll(world, &wait);
-    }
-    while (late + 1 < world->size &&
-           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
-        late++;
-    if (turn == DTRAIN_ERROR_TIMEOUT)
-        dtrain_log(world, DTRAIN_LOG_WARNING,
-                   "rank %d has not come to its end for %.1f s: rank %d leaves MPI without it",
-                   late, 1e-9 * (double)world->timeout_ns, world->rank);
-    hub->failed = turn != DTRAIN_OK || hub->code != MPI_SUCCESS;
-    if (hub->failed) return;
-    if (hub->hearing != MPI_REQUEST_NULL) {
-        MPI_Cancel(&hub->hearing);
-        MPI_Wait(&hub->hearing, MPI_STATUS_IGNORE);
-    }
-    MPI_Comm_free(&hub->mpi);
-}
-
-#endif /* DTRAIN_USE_MPI */
 
 /* ==== src/comm/backend.c ====================================================================== */
 
@@ -12629,8 +11943,26 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     return DTRAIN_OK;
 }
 
-/* Wait for all members, because another one may still read this one's memory, and free the
- * world. */
+/* Wait until all members leave, because another one may still read this one's memory. Where they
+ * share a page this member has left already, so that one that still calls it is told at once. */
+static dtrain_result dtrain__await_leaving(dtrain_world *world)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    DTRAIN__TRY(dtrain__trouble(world));
+    if (world->gather) return dtrain__world_gather(world, NULL, 0);
+    dtrain__record_end(world->control, world->rank, DTRAIN__LEFT, 0, "");
+    for (int i = 0; i < world->size; i++)
+        while (dtrain__load(&world->control->exits[i].how) == DTRAIN__RUNNING) {
+            const dtrain_result turn = dtrain__wait_turn(world, &wait);
+            if (turn == DTRAIN_ERROR_TIMEOUT)
+                return dtrain__abort_with(world, turn,
+                                          "dtrain_world_leave: rank %d waited %.1f s for rank %d",
+                                          world->rank, 1e-9 * (double)world->timeout_ns, i);
+            DTRAIN__TRY(turn);
+        }
+    return dtrain__trouble(world);
+}
+
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
 {
     if (!world) return DTRAIN_OK;
@@ -12638,13 +11970,12 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world->guest)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
                                                "and ends it; return from the rank's main function");
-    (void)dtrain__enter(world, "dtrain_world_leave");
-    const dtrain_result result = dtrain__world_gather(world, NULL, 0);
-    (void)dtrain__leave(world, result);
     dtrain__guest *guest = world->guest;
-    dtrain__record_end(world->control, world->rank,
-                       result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
-                       result == DTRAIN_OK ? "" : dtrain_last_error());
+    const dtrain_result result = dtrain__await_leaving(world);
+    if (dtrain__load(&world->control->exits[world->rank].how) == DTRAIN__RUNNING)
+        dtrain__record_end(world->control, world->rank,
+                           result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
+                           result == DTRAIN_OK ? "" : dtrain_last_error());
     dtrain__world_destroy(world);
     munmap(guest, guest->bytes);
     dtrain__set_thread_rank(-1);
@@ -36150,6 +35481,693 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
     return DTRAIN_OK;
 }
 #endif
+
+/* ---- MPI, of no ring: for programs that are compiled with DTRAIN_USE_MPI ----------------------*/
+
+/* ==== src/comm/mpi.c ========================================================================== */
+
+/* The MPI transport
+ *
+ * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
+ * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
+ * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
+ *
+ *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
+ *                must agree; a small operation is complete now
+ *     parts      chunk c of slice j, from each rank that contributes to it, to rank j ...
+ *     results    ... which adds them in rank order and sends the sum to each rank that receives it
+ *
+ *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
+ *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
+ *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
+ *
+ * (comm/reduce.c says which ranks contribute and receive.) Large operations go in rounds. Round r
+ * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of them
+ * have arrived, the sum of chunk r is computed and the next round begins. So temporary memory does
+ * not depend on the count: it holds one chunk from every other rank, and the sum at this rank's
+ * place. Only the oldest operation is in rounds; records of later ones are exchanged meanwhile. A
+ * rank posts all requests of a round before it waits for any, so there is no deadlock.
+ *
+ * A send or receive moves one record, which contains small data, and then large data in pieces.
+ *
+ * A communicator is a range of tags, and MPI keeps messages of one tag in order. Once the ranks
+ * have met, no MPI call that may block is made; after a failure, none at all, and buffers of
+ * requests in flight stay mapped until the process ends. */
+
+/* ==== src/comm/mpi_internal.h ================================================================= */
+
+/* Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI. */
+
+#ifdef DTRAIN_USE_MPI
+
+#ifndef DTRAIN__MPI_CHUNK_BYTES
+#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* most, of data that is added */
+#endif
+#ifndef DTRAIN__MPI_MESSAGE_BYTES
+#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* other data: MPI counts in ints */
+#endif
+
+typedef enum dtrain__mpi_tag {
+    DTRAIN__TAG_RECORD = 0,
+    DTRAIN__TAG_ROUND = 1,
+    DTRAIN__TAG_MESSAGE = 2,
+    DTRAIN__TAG_ABORT = 3, /* of a world that has no link */
+    DTRAIN__MPI_TAGS = 4   /* a communicator */
+} dtrain__mpi_tag;
+
+/* The connection of a rank to MPI, one for all communicators. */
+typedef struct dtrain__mpi_hub {
+    MPI_Comm mpi;
+    int ranks[DTRAIN_MAX_RANKS];  /* rank in mpi of each rank of the world: orders may differ */
+    int64_t number_limit;         /* communicators that fit into MPI's range of tags */
+    MPI_Request request;          /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
+    int code;                     /* returned by the last MPI call */
+    bool failed;                  /* no MPI call is made any more */
+    dtrain__abort_record *aborts; /* (2) the one that is sent, the one that is received */
+    MPI_Request hearing;          /* of the latter; MPI_REQUEST_NULL: there is a link */
+} dtrain__mpi_hub;
+
+/* comm/mpi_meet.c */
+DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub);
+DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub);
+
+#endif /* DTRAIN_USE_MPI */
+
+#ifdef DTRAIN_USE_MPI
+
+#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* of the chunks of all ranks, at most */
+
+/* The purpose of a request. When an operation hangs, the smallest pending one names the late ranks:
+ * a missing part holds up all results, and a missing result may hold up a peer's receives. */
+typedef enum dtrain__mpi_use {
+    DTRAIN__PART_IN = 0,
+    DTRAIN__RESULT_IN = 1,
+    DTRAIN__SENT = 2,
+    DTRAIN__RECORD_IN = 3
+} dtrain__mpi_use;
+
+typedef struct dtrain__mpi_work {
+    dtrain_transport_work base;
+    int pending;  /* requests in flight, except receives of records */
+    size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
+} dtrain__mpi_work;
+
+typedef struct dtrain__mpi_token {
+    dtrain__mpi_work *work;
+    dtrain__mpi_use use;
+    int rank;
+} dtrain__mpi_token;
+
+/* What a rank shows, as it is sent from `call` on. */
+typedef struct dtrain__mpi_record {
+    uint64_t heard; /* sequence number of the newest one received; 1: of a message */
+    dtrain_call call;
+    char data[DTRAIN_SMALL_BYTES]; /* less where there are many ranks */
+} dtrain__mpi_record;
+
+typedef struct dtrain__mpi_comm {
+    dtrain_comm base;
+    dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
+    int active;                /* requests in flight: so many of requests and tokens are used */
+    MPI_Request *requests;     /* (room), as the next three */
+    dtrain__mpi_token *tokens;
+    MPI_Status *statuses;
+    int *indices;
+    char *records;   /* (window + 1, 2 size) see dtrain__mpi_record_of */
+    char *temporary; /* (size, chunk_bytes) */
+    size_t record_bytes, chunk_bytes;
+    char *memory; /* holds all arrays above */
+    size_t memory_bytes;
+} dtrain__mpi_comm;
+
+/* ---- Aborts -----------------------------------------------------------------------------------*/
+
+/* Hear of another rank's abort, in a world without a link. */
+static void dtrain__mpi_hear(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    const dtrain__abort_record *abort = &hub->aborts[1];
+    int heard = 0;
+    if (hub->failed || hub->hearing == MPI_REQUEST_NULL) return;
+    if (MPI_Test(&hub->hearing, &heard, MPI_STATUS_IGNORE) == MPI_SUCCESS && heard)
+        (void)dtrain__record_abort(world->control, &world->control->aborted, abort->rank,
+                                   (dtrain_result)abort->code, abort->text);
+}
+
+/* Send this rank's abort to all others, or hear of one. After its own nothing is sent any more; so
+ * MPI gets a moment for it, and what it may still read stays mapped. */
+static void dtrain__mpi_tell(dtrain_world *world)
+{
+    dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
+    const uint64_t until = dtrain__now_ns() + 100000000u;
+    MPI_Request sends[DTRAIN_MAX_RANKS];
+    MPI_Status statuses[DTRAIN_MAX_RANKS];
+    int count = 0, done = 0;
+    if (!hub || hub->failed) return;
+    if (!dtrain__load(&world->control->aborted.state)) {
+        dtrain__mpi_hear(world, hub);
+        return;
+    }
+    hub->failed = true;
+    hub->aborts[0] = world->control->aborted;
+    for (int i = 0; i < world->size; i++)
+        if (i != world->rank &&
+            MPI_Isend(&hub->aborts[0], (int)sizeof hub->aborts[0], MPI_BYTE, hub->ranks[i],
+                      DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
+            count++;
+    while (!done && dtrain__now_ns() < until)
+        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
+}
+
+/* ---- Requests ---------------------------------------------------------------------------------*/
+
+/* Say whether this rank has heard of a failure in the world: MPI is not called any more. */
+static bool dtrain__mpi_failed(const dtrain__mpi_comm *comm)
+{
+    if (dtrain__load(&comm->base.world->control->aborted.state)) comm->hub->failed = true;
+    return comm->hub->failed;
+}
+
+/* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
+ * exit status, which is the better sentence: so wait a second for it first. */
+static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    char text[MPI_MAX_ERROR_STRING + 1] = "";
+    int length = 0;
+    dtrain_result turn = DTRAIN_OK;
+    while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
+        turn = dtrain__wait_turn(comm->base.world, &wait);
+    if (turn == DTRAIN_ERROR_PEER && !dtrain__engine_ok(&comm->base, turn)) return;
+    MPI_Error_string(code, text, &length);
+    (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
+}
+
+static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtrain__mpi_use use,
+                             dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
+{
+    const int peer = comm->hub->ranks[comm->base.world_ranks[rank]];
+    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const MPI_Comm mpi = comm->hub->mpi;
+    dtrain__mpi_token *token = &comm->tokens[comm->active];
+    MPI_Request *request = &comm->requests[comm->active];
+    if (dtrain__mpi_failed(comm)) return;
+    const int code = use == DTRAIN__SENT
+                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request)
+                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request);
+    if (code != MPI_SUCCESS) {
+        dtrain__mpi_refused(comm, code, use == DTRAIN__SENT ? "MPI_Isend" : "MPI_Irecv");
+        return;
+    }
+    token->work = work;
+    token->use = use;
+    token->rank = rank;
+    work->pending += use != DTRAIN__RECORD_IN;
+    comm->active++;
+}
+
+/* Return a record of a collective, or of messages (0). Place r < size receives from rank r; the
+ * places from `size` on hold what this rank sends: one record for all ranks in a collective, else
+ * one for each peer. */
+static dtrain__mpi_record *dtrain__mpi_record_of(const dtrain__mpi_comm *comm, uint64_t sequence,
+                                                 int place)
+{
+    const size_t line = sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
+    const size_t at = line * 2 * (size_t)comm->base.size + (size_t)place;
+    return (dtrain__mpi_record *)(void *)(comm->records + at * comm->record_bytes);
+}
+
+static void dtrain__mpi_post_record(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
+                                    dtrain__mpi_tag kind, int rank)
+{
+    dtrain__mpi_post(comm, work, DTRAIN__RECORD_IN, kind, rank,
+                     &dtrain__mpi_record_of(comm, work->base.sequence, rank)->call,
+                     comm->record_bytes - offsetof(dtrain__mpi_record, call));
+}
+
+/* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
+ * completed sends to move. */
+static void dtrain__mpi_poll(dtrain_comm *base)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    int count = 0, kept = 0, class_of = MPI_SUCCESS;
+    dtrain__mpi_hear(base->world, comm->hub);
+    if (dtrain__mpi_failed(comm)) return;
+    if (!comm->active && !base->in_flight)
+        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
+    if (!comm->active) return;
+    int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
+    if (code != MPI_SUCCESS) {
+        MPI_Error_class(code, &class_of);
+        for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
+            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) code = comm->statuses[i].MPI_ERROR;
+        dtrain__mpi_refused(comm, code, "MPI_Testsome");
+        return;
+    }
+    if (count == MPI_UNDEFINED || count == 0) return;
+    for (int i = 0; i < count; i++) {
+        const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
+        const uint64_t sequence = token->work->base.sequence;
+        if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
+        else dtrain__mpi_record_of(comm, sequence, token->rank)->heard = sequence ? sequence : 1;
+    }
+    for (int i = 0; i < comm->active; i++) {
+        if (comm->requests[i] == MPI_REQUEST_NULL) continue;
+        comm->requests[kept] = comm->requests[i];
+        comm->tokens[kept++] = comm->tokens[i];
+    }
+    comm->active = kept;
+    ++*base->moves;
+}
+
+/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
+static size_t dtrain__mpi_write_shown(const dtrain_transport_work *work, dtrain_call *at)
+{
+    const size_t bytes = work->small ? work->send_bytes : 0;
+    *at = work->call;
+    if (bytes) memcpy(at + 1, work->what.send, bytes);
+    return sizeof *at + bytes;
+}
+
+static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const int size = base->size, rank = base->rank;
+    dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
+    const size_t bytes = dtrain__mpi_write_shown(work, record);
+    for (int i = 1; i < size; i++)
+        dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
+    for (int i = 1; i < size; i++)
+        dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_RECORD, (rank + i) % size, record,
+                         bytes);
+}
+
+static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t sequence, int rank)
+{
+    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
+    const dtrain__mpi_record *record = dtrain__mpi_record_of(comm, sequence, rank);
+    return record->heard && record->heard >= sequence ? &record->call : NULL;
+}
+
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+/* A receiver first posts the record, whose call the engine compares before it agrees. */
+static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
+{
+    dtrain_transport_work *work = &own->base;
+    const dtrain_collective *what = &work->what;
+    const int size = comm->base.size;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const size_t all = work->small ? 0 : dtrain__send_bytes(what, size);
+    dtrain__mpi_record *record = dtrain__mpi_record_of(comm, 0, what->root + (sends ? size : 0));
+    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
+        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
+        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
+        if (own->round == 0) {
+            if (sends)
+                dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
+                                 &record->call, dtrain__mpi_write_shown(work, &record->call));
+            else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
+            continue;
+        }
+        if (!sends && !work->agreed) return false;
+        if (!sends) record->heard = 0; /* the next call has not arrived */
+        if (own->round == 1 && !sends && work->small && what->count)
+            memcpy(what->recv, record->data, work->recv_bytes);
+        if (at >= all) return true;
+        dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__PART_IN, DTRAIN__TAG_MESSAGE,
+                         what->root, buffer + at,
+                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
+    }
+    return false;
+}
+
+/* ---- Rounds -----------------------------------------------------------------------------------*/
+
+/* Return the chunk size. All-gather and all-to-all add nothing, so their data is received at its
+ * final address in large messages. */
+static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
+}
+
+/* Find chunk c of a transfer; false: it is nothing, or has fewer chunks. */
+static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                 bool results, int from, int to, size_t c, dtrain__transfer *chunk)
+{
+    const size_t each = dtrain__mpi_chunk(comm, what), at = c * each;
+    if (!dtrain__transfer_of(what, comm->base.size, results, from, to, chunk)) return false;
+    if (at >= chunk->bytes) return false;
+    chunk->source += at;
+    chunk->target += at;
+    chunk->bytes = chunk->bytes - at < each ? chunk->bytes - at : each;
+    return true;
+}
+
+/* Return the address of chunk c of this rank's sum: in recv, if this rank receives it, else in
+ * temporary. */
+static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
+                             size_t offset)
+{
+    const int rank = comm->base.rank;
+    if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
+    return (char *)what->recv +
+           (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
+}
+
+/* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
+ * results: second phase. MPI does not write to a send buffer, though old versions take no const. */
+static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
+                                   int from, int to, size_t c)
+{
+    const dtrain_collective *what = &work->base.what;
+    const bool reduces = dtrain__kind_of(what->kind)->reduces;
+    dtrain__transfer chunk;
+    if (!dtrain__mpi_chunk_of(comm, what, results, from, to, c, &chunk)) return;
+    if (from == comm->base.rank)
+        dtrain__mpi_post(comm, work, DTRAIN__SENT, DTRAIN__TAG_ROUND, to,
+                         results && reduces ? dtrain__mpi_sum(comm, what, c, chunk.source)
+                                            : (char *)(uintptr_t)what->send + chunk.source,
+                         chunk.bytes);
+    else
+        dtrain__mpi_post(comm, work, results ? DTRAIN__RESULT_IN : DTRAIN__PART_IN,
+                         DTRAIN__TAG_ROUND, from,
+                         !results && reduces ? comm->temporary + (size_t)from * comm->chunk_bytes
+                                             : (char *)what->recv + chunk.target,
+                         chunk.bytes);
+}
+
+/* Post rounds until one is in flight; return true when the collective is complete. The sends of
+ * this rank's records count as pending: the next collective of the line reuses their buffers. */
+static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const int size = base->size, rank = base->rank;
+    const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
+    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
+    size_t first, length; /* of slice 0, which is the longest */
+    dtrain__transfer chunk;
+    if (!work->sequence) return dtrain__mpi_message(comm, own);
+    if (own->pending || work->small) return !own->pending;
+    if (!work->oldest) return false;
+    dtrain__slice(what, size, 0, &first, &length);
+    const size_t chunks = length * unit / each + (length * unit % each != 0);
+    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
+        const size_t r = own->round;
+        if (r == 0 && kind->joins) { /* this rank's own part */
+            const size_t slice = (size_t)rank * what->count * unit;
+            const char *from = (const char *)what->send + (kind->cuts ? slice : 0);
+            char *to = (char *)what->recv + slice;
+            if (from != to) memcpy(to, from, what->count * unit);
+        }
+        /* All parts of chunk r - 1 of this rank's slice have arrived: add them up. */
+        if (r && kind->reduces &&
+            dtrain__mpi_chunk_of(comm, what, false, rank, rank, r - 1, &chunk)) {
+            const char *in[DTRAIN_MAX_RANKS];
+            char *out = dtrain__mpi_sum(comm, what, r - 1, chunk.source);
+            for (int i = 0; i < size; i++) in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
+            in[rank] = (const char *)what->send + chunk.source;
+            dtrain__combine(what, in, size, &out, 1, chunk.bytes / unit);
+        }
+        if (r == chunks + (kind->cuts ? 0 : lag)) return true;
+        for (int i = 1; i < size; i++) {
+            const int peer = (rank + i) % size;
+            dtrain__mpi_post_chunk(comm, own, false, rank, peer, r);
+            dtrain__mpi_post_chunk(comm, own, false, peer, rank, r);
+            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, rank, peer, r - lag);
+            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, peer, rank, r - lag);
+        }
+    }
+    return false;
+}
+
+static bool dtrain__mpi_lags(const dtrain_comm *base, const dtrain_transport_work *work, int rank)
+{
+    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
+    dtrain__mpi_use first = DTRAIN__RECORD_IN;
+    bool lags = false;
+    if (!work->sequence) return true;
+    for (int i = 0; i < comm->active; i++) {
+        const dtrain__mpi_token *token = &comm->tokens[i];
+        if (&token->work->base != work || token->use > first) continue;
+        lags = (lags && token->use == first) || token->rank == rank;
+        first = token->use;
+    }
+    return lags;
+}
+
+/* ---- Memory, failure, life --------------------------------------------------------------------*/
+
+static size_t dtrain__mpi_pages(size_t bytes)
+{
+    const size_t most = SIZE_MAX / 2;
+    return dtrain__round_up(bytes < 1 ? 1 : bytes < most ? bytes : most, dtrain__page_bytes());
+}
+
+static dtrain_result dtrain__mpi_map(dtrain_comm *comm, size_t asked, void **out)
+{
+    const size_t bytes = dtrain__mpi_pages(asked);
+    *out = NULL;
+    DTRAIN__TRY(dtrain__promise(comm->world, bytes));
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        dtrain__unpromise(comm->world, bytes);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
+                           strerror(errno));
+    }
+    *out = memory;
+    return DTRAIN_OK;
+}
+
+/* Unmap memory, except after a failure: MPI may still write to it. */
+static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
+{
+    const size_t bytes = dtrain__mpi_pages(asked);
+    if (!dtrain__mpi_failed((dtrain__mpi_comm *)comm)) munmap(memory, bytes);
+    dtrain__unpromise(comm->world, bytes);
+}
+
+/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there can
+ * be in flight: for every operation of the window a record each way, the four requests of one
+ * round, and one of a send and of a receive. */
+static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
+    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2);
+    size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
+    void *memory;
+    comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
+    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->world, comm->hub));
+    if (base->number >= comm->hub->number_limit)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
+                           (long long)base->number);
+    if (data > DTRAIN_SMALL_BYTES) data = DTRAIN_SMALL_BYTES;
+    if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
+    if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
+    comm->chunk_bytes = chunk / line * line;
+    comm->record_bytes = dtrain__round_up(offsetof(dtrain__mpi_record, data) + data, line);
+
+    const size_t bytes[] = {
+        room * sizeof *comm->requests,   room * sizeof *comm->tokens,
+        room * sizeof *comm->statuses,   room * sizeof *comm->indices,
+        size * comm->chunk_bytes,        (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes,
+        2 * sizeof(dtrain__abort_record)};
+    size_t at[sizeof bytes / sizeof *bytes];
+    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
+        at[i] = comm->memory_bytes;
+        comm->memory_bytes += dtrain__round_up(bytes[i], line);
+    }
+    DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
+    comm->memory = (char *)memory;
+    comm->requests = (MPI_Request *)(void *)(comm->memory + at[0]);
+    comm->tokens = (dtrain__mpi_token *)(void *)(comm->memory + at[1]);
+    comm->statuses = (MPI_Status *)(void *)(comm->memory + at[2]);
+    comm->indices = (int *)(void *)(comm->memory + at[3]);
+    comm->temporary = comm->memory + at[4];
+    comm->records = comm->memory + at[5];
+    if (base->number == 0 && !base->world->link) {
+        comm->own.aborts = (dtrain__abort_record *)(void *)(comm->memory + at[6]);
+        base->world->tell = dtrain__mpi_tell;
+        MPI_Irecv(&comm->own.aborts[1], (int)sizeof comm->own.aborts[1], MPI_BYTE, MPI_ANY_SOURCE,
+                  DTRAIN__TAG_ABORT, comm->own.mpi, &comm->own.hearing);
+    }
+    *address = 1;
+    return DTRAIN_OK;
+}
+
+/* Exchange no addresses: MPI knows the ranks. There is no memory for a report: a failure fails all
+ * communicators of the world. */
+static void *dtrain__mpi_join(dtrain_comm *comm, const int64_t *addresses)
+{
+    (void)comm;
+    (void)addresses;
+    return NULL;
+}
+
+static void dtrain__mpi_release(dtrain_comm *base, bool joined)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    if (!comm->hub) return;
+    if (comm->active && !dtrain__mpi_failed(comm)) {
+        dtrain_world_abort(base->world, DTRAIN_ERROR_USAGE, "left with operations in flight");
+        comm->hub->failed = true;
+    }
+    if (!joined && base->number == 0) comm->hub->failed = true;
+    if (base->number == 0) dtrain__mpi_part(base->world, comm->hub);
+    if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
+}
+
+/* A rank that left normally is missed only after two seconds: its last messages may arrive later
+ * than the control plane's notice of its end. */
+static const dtrain_transport_ops dtrain__mpi_transport = {
+    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,      dtrain__mpi_make,
+    dtrain__mpi_join,         dtrain__mpi_release,      dtrain__mpi_map,  dtrain__mpi_unmap,
+    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move, dtrain__mpi_lags,
+    dtrain__mpi_poll};
+
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", &dtrain__mpi_transport);
+    return &ops;
+}
+
+#else
+
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL; }
+
+#endif /* DTRAIN_USE_MPI */
+
+/* ==== src/comm/mpi_meet.c ===================================================================== */
+
+/* The MPI transport: how ranks meet in MPI, and how they leave it
+ *
+ * The program has initialised MPI, and finalizes it. The ranks compare the size and the ranks of
+ * its communicator with those of the world, and duplicate it with a deadline. A rank that cannot go
+ * on fails, and the others find its exit record where they wait for it. */
+
+#ifdef DTRAIN_USE_MPI
+
+#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
+
+static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
+{
+    int done = 1;
+    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
+    return done || hub->code != MPI_SUCCESS;
+}
+
+/* Wait until all ranks have the duplicate. They exchange their progress at least ten times a
+ * second: so a stopped rank is noticed, and all give up together. */
+static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    const uint64_t least = DTRAIN__MPI_PATIENCE_NS;
+    const uint64_t most = world->timeout_ns > least ? world->timeout_ns : least;
+    enum { UNDER_WAY, DONE, TOO_LATE };
+    int32_t mine = UNDER_WAY, all[DTRAIN_MAX_RANKS];
+    int late = 0;
+    while (late < world->size) {
+        const uint64_t until = dtrain__now_ns() + 100000000u;
+        while (mine != DONE && dtrain__now_ns() < until)
+            if (dtrain__mpi_request_done(hub)) mine = DONE;
+            else sched_yield();
+        const dtrain_result turn = dtrain__wait_poll(world, &wait);
+        if (turn == DTRAIN_ERROR_PEER) return turn;
+        if (mine != DONE && wait.waited_ns >= most) mine = TOO_LATE;
+        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+        for (late = 0; late < world->size && all[late] == DONE;) late++;
+        for (int i = 0; i < world->size; i++)
+            if (all[i] == TOO_LATE)
+                return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                                   "MPI_Comm_idup has not returned on rank %d for %.1f s", i,
+                                   1e-9 * (double)most);
+    }
+    if (hub->code == MPI_SUCCESS) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", hub->code);
+}
+
+/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD, and
+ * duplicate it: that keeps the program's messages apart from these. */
+DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    const MPI_Comm given =
+        world->comm_given ? *(const MPI_Comm *)world->comm_given : MPI_COMM_WORLD;
+    int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
+    int finalized = 0, ready = 0, size, rank, found = 0;
+    void *highest = NULL;
+    hub->hearing = MPI_REQUEST_NULL;
+    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs ranks that MPI's launcher has started, "
+                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
+                           "or leave comm_ops NULL for the local communicator",
+                           world->size, world->size);
+    MPI_Initialized(&ready);
+    MPI_Finalized(&finalized);
+    if (!ready || finalized)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "MPI %s; call MPI_Init before the first world and MPI_Finalize after the "
+            "last",
+            finalized ? "has been ended by MPI_Finalize" : "is not initialised");
+    MPI_Comm_size(given, &size);
+    MPI_Comm_rank(given, &rank);
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
+    hub->number_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
+    mine[0] = size;
+    mine[1] = rank;
+    DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
+    for (int i = 0; i < world->size; i++) {
+        hub->ranks[i] = all[i][1];
+        if (all[i][0] != world->size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world's %d sees %d in MPI; start all with this "
+                               "MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or pmi2",
+                               i, world->size, (int)all[i][0], world->size);
+    }
+
+    hub->code = MPI_Comm_idup(given, &hub->mpi, &hub->request);
+    DTRAIN__TRY(dtrain__mpi_await(world, hub));
+    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
+    return DTRAIN_OK;
+}
+
+/* Free the duplicate after the last communicator, when all ranks have come to their end without an
+ * error. Otherwise memory that MPI may still access stays mapped until the process ends. */
+DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    dtrain_result turn = hub->failed ? DTRAIN_ERROR_PEER : dtrain__trouble(world);
+    int late = 0;
+    if (turn == DTRAIN_OK) hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
+    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
+        if (world->link) dtrain__link_pump(world, 1);
+        turn = dtrain__wait_poll(world, &wait);
+    }
+    while (late + 1 < world->size &&
+           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
+        late++;
+    if (turn == DTRAIN_ERROR_TIMEOUT)
+        dtrain_log(world, DTRAIN_LOG_WARNING,
+                   "rank %d has not come to its end for %.1f s: rank %d leaves MPI without it",
+                   late, 1e-9 * (double)world->timeout_ns, world->rank);
+    hub->failed = turn != DTRAIN_OK || hub->code != MPI_SUCCESS;
+    if (hub->failed) return;
+    if (hub->hearing != MPI_REQUEST_NULL) {
+        MPI_Cancel(&hub->hearing);
+        MPI_Wait(&hub->hearing, MPI_STATUS_IGNORE);
+    }
+    MPI_Comm_free(&hub->mpi);
+}
+
+#endif /* DTRAIN_USE_MPI */
 
 /* ---- The device and its kernels; products and kernels of layers belong to ring 3 -------------*/
 

@@ -128,8 +128,6 @@ DTRAIN__HOT
 #include "comm/local.c"
 DTRAIN__COLD
 #include "comm/staged.c"
-#include "comm/mpi.c"
-#include "comm/mpi_meet.c"
 #include "comm/backend.c"
 #include "launch/launch.c"
 #include "launch/rank.c"
@@ -248,6 +246,11 @@ DTRAIN__COLD
 #include "monitor/histogram.c"
 #include "monitor/trace.c"
 #endif
+
+/* ---- MPI, of no ring: for programs that are compiled with DTRAIN_USE_MPI ----------------------*/
+
+#include "comm/mpi.c"
+#include "comm/mpi_meet.c"
 
 /* ---- The device and its kernels; products and kernels of layers belong to ring 3 -------------*/
 

@@ -37,12 +37,13 @@ static const struct nvml_figure {
     const char *name;
     char how;
 } nvml_figures[NVML_FIGURES] = {
-    {"gpu_utilization", '/'},  /* 0 to 1 */
-    {"gpu_memory_bytes", '>'}, /* in use, by all processes */
-    {"gpu_clock_hz", '/'},     /* of the multiprocessors */
-    {"gpu_power_watts", '/'},  {"gpu_temperature_celsius", '>'},
-    {"gpu_throttle", '|'},   /* bits of NVML's clocks event reasons, at most 2^9 */
-    {"gpu_ecc_errors", '+'}, /* uncorrected since the driver was loaded */
+    {"gpu_utilization", '/'},         /* 0 to 1 */
+    {"gpu_memory_bytes", '>'},        /* in use, by all processes */
+    {"gpu_clock_hz", '/'},            /* of the multiprocessors */
+    {"gpu_power_watts", '/'},         /* of the board */
+    {"gpu_temperature_celsius", '>'}, /* of the chip */
+    {"gpu_throttle", '|'},            /* bits of NVML's clocks event reasons, at most 2^9 */
+    {"gpu_ecc_errors", '+'},          /* uncorrected since the driver was loaded */
 };
 
 /* A question to NVML: the figure, the function that answers, and the number in its answer that makes the figure, times

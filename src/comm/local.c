@@ -34,7 +34,8 @@
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
 #define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
-#define DTRAIN__FAR_BYTES ((size_t)4 << 20)   /* slices from this size on do not stay in caches */
+#define DTRAIN__TRIED_BYTES ((size_t)16 << 10)
+#define DTRAIN__FAR_BYTES ((size_t)4 << 20) /* slices from this size on do not stay in caches */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -87,8 +88,8 @@ typedef struct dtrain__local_comm {
     dtrain_comm base;
     dtrain__part **parts; /* (size) */
     uint64_t proof;       /* see dtrain__part */
+    uint32_t far_places;  /* so many places are written past the cache, see dtrain__fill_place */
     size_t stage_end;     /* copied path: where the last chunk of the last operation ends */
-    uint32_t past;        /* so many places to come are written past the cache */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
@@ -186,10 +187,7 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
-    slot->shown = work->call;
-    if (work->small && work->send_bytes)
-        dtrain__copy_lines(slot->data, (const char *)what->send, work->send_bytes,
-                           work->send_bytes > 2048 && ((const dtrain__local_comm *)comm)->past > 0);
+    (void)dtrain__write_shown(work, &slot->shown);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
     slot->direct = false;
@@ -302,18 +300,24 @@ static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_w
     return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place. The rank that reads it has its lines in a cache: of a core far away it takes
- * ten times as long to get them back as to write past the cache (Zen 4: 2.3 GB/s and 30), of a core
- * nearby it takes half as long to read what was not written past it. Find out from time to time,
- * with what takes long enough for that, how far away it is. */
+/* Copy into a place, whose lines are in the cache of the core that has read them. Where cores share
+ * a cache they come back at once; from another part of the chip they come at 2.3 GB/s (Zen 4), and
+ * to write past the cache is ten times as fast, but readers lose that cache. The beginning of a
+ * place tells which it is; after a slow one as many as a few ms take go past the cache untried, and
+ * so does what is too short to tell. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const bool past = local->past > 0 || bytes < 16384;
-    const uint64_t begin = dtrain__now_ns();
-    dtrain__copy_lines(place, from, bytes, past);
-    if (local->past > 0) local->past--;
-    else if (!past && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+    size_t tried = 0;
+    if (local->far_places > 0) {
+        local->far_places--;
+    } else if (bytes >= DTRAIN__TRIED_BYTES) {
+        const uint64_t begin = dtrain__now_ns();
+        tried = DTRAIN__TRIED_BYTES;
+        dtrain__copy_lines(place, from, tried, false);
+        if ((dtrain__now_ns() - begin) * 5 > tried) local->far_places = 64; /* below 5 GB/s */
+    }
+    dtrain__copy_lines(place + tried, from + tried, bytes - tried, !tried || local->far_places > 0);
 }
 
 /* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */

@@ -392,7 +392,7 @@ static int rank_leave(dtrain_world *world, void *user)
         return 0;
     }
     return judge(world, dtrain_barrier(dtrain_world_comm(world)), DTRAIN_ERROR_PEER,
-                 "rank 1 left (returned 0)");
+                 "rank 1 left");
 }
 static int rank_argument(dtrain_world *world, void *user)
 {
