@@ -187,7 +187,13 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
-    (void)dtrain__write_shown(work, &slot->shown);
+    slot->shown = work->call;
+    if (work->small && work->send_bytes) { /* nobody else reads this rank's own slice */
+        const size_t slice = kind->cuts ? work->send_bytes / (size_t)comm->size : 0;
+        const size_t first = (size_t)comm->rank * slice, next = first + slice;
+        memcpy(slot->data, what->send, first);
+        memcpy(slot->data + next, (const char *)what->send + next, work->send_bytes - next);
+    }
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
     slot->direct = false;
@@ -299,11 +305,11 @@ static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_w
     return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place, whose lines are in the cache of the core that has read them. Where cores share
- * a cache they come back at once; from another part of the chip they come at 2.3 GB/s (Zen 4), and
- * to write past the cache is ten times as fast, but readers lose that cache. The beginning of a
- * place tells which it is; after a slow one as many as a few ms take go past the cache untried, and
- * so does what is too short to tell. */
+/* Copy into a place, whose lines are in the cache of the core that has read them. Cores that share a
+ * cache get them back at once. Cores of two parts of a chip get them at 2.3 GB/s (Zen 4); writing
+ * past the cache is ten times as fast there, but readers find the data in memory, which takes twice
+ * as long as a common cache. The beginning of a place tells which it is. After a slow one, 64 places
+ * are written past the cache without a try, and so are places that are too short to tell. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
