@@ -16,6 +16,7 @@ extern "C" {
 /* What a training program needs, in four rings, each complete without those that follow. */
 
 /* Ring 1, core: ranks, their communication, strategies, optimizers. */
+#include "core/abi.h"
 #include "core/api.h"
 #include "core/result.h"
 #include "core/log.h"
@@ -57,6 +58,9 @@ extern "C" {
 #include "device/backend.h"
 #include "comm/backend.h"
 
+/* For a library that was compiled apart from its program: see core/abi.h. */
+#include "sizes.h"
+
 #ifdef __cplusplus
 }
 #endif
@@ -95,6 +99,7 @@ extern "C" {
 #include "core/hash.c"
 DTRAIN__COLD
 #include "world/world.c"
+#include "world/abi.c"
 #include "world/timeline.c"
 #include "world/control.c"
 #include "world/arena.c"

@@ -232,7 +232,8 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
-    if (given) *desc = *given;
+    DTRAIN__TRY(dtrain__abi_check("dtrain_launch", given ? given->abi : NULL, &launch->abi));
+    DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_launch_desc, given, desc));
     launch->log.write = desc->log;
     launch->log.user = desc->log_user;
     launch->log.level = (dtrain_log_level)desc->log_level;
@@ -375,20 +376,19 @@ static uint64_t dtrain__job_number(const dtrain__launch *launch)
     return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
 }
 
-/* A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
+/* Make the result of dtrain_launch and its info.
+ *
+ * A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
  * first fork until after the last restart. Where the host ignores SIGCHLD there would be no exit
  * statuses to wait for, so it gets the default action meanwhile. */
-DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
-                                       void *user, dtrain_launch_info *info)
+static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                          void *user, dtrain_launch_info *info)
 {
     static const int forwarded[] = {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGHUP};
     dtrain__launch launch;
-    dtrain_launch_info ignored;
     struct sigaction child_action;
     bool ignores_children = false, child_was_pending = false;
-    if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
-    *info = dtrain__no_end;
     if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
     if (dtrain__rank_of_thread() >= 0)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -444,18 +444,29 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     return result;
 }
 
+DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                       void *user, dtrain_launch_info *info)
+{
+    dtrain_launch_info own = dtrain__no_end;
+    const dtrain_result result = dtrain__launch_ranks(desc, rank_main, user, &own);
+    dtrain__give(desc ? desc->abi : NULL, DTRAIN__ABI_launch_info, &own, info);
+    return result;
+}
+
 DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
                                             dtrain_launch_place *place)
 {
     dtrain__launch launch;
+    dtrain_launch_place own;
     if (!place) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_plan: place is NULL");
-    memset(place, 0, sizeof *place);
+    dtrain__give(desc ? desc->abi : NULL, DTRAIN__ABI_launch_place, NULL, place);
     memset(&launch, 0, sizeof launch);
     DTRAIN__TRY(dtrain__resolve_launch(&launch, desc));
-    place->rank_count = launch.place.size;
-    place->first_rank = launch.place.rank;
-    place->started_count = (int)launch.desc.rank_count;
-    place->restart_count = launch.place.restart_count;
-    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
+    own.rank_count = launch.place.size;
+    own.first_rank = launch.place.rank;
+    own.started_count = (int)launch.desc.rank_count;
+    own.restart_count = launch.place.restart_count;
+    own.host_rank_count = launch.is_rank ? launch.place.local_size : own.started_count;
+    dtrain__give(&launch.abi, DTRAIN__ABI_launch_place, &own, place);
     return DTRAIN_OK;
 }

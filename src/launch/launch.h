@@ -53,6 +53,7 @@
 
 #pragma once
 
+#include "core/abi.h"
 #include "core/api.h"
 #include "core/log.h"
 #include "core/result.h"
@@ -106,6 +107,8 @@ typedef struct dtrain_launch_desc {
                          for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
                          port, ranks with another hash are turned away for as long as the right one
                          may still come (ten seconds). 0 = nothing tells such jobs apart */
+    const dtrain_abi *abi; /* &dtrain_header_abi, required where dtrain is a library compiled apart
+                              (core/abi.h); NULL = program and library are compiled together */
 } dtrain_launch_desc;
 
 /* How the run ended. */

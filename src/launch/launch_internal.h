@@ -25,6 +25,7 @@ typedef struct dtrain__restarts {
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
+    dtrain_abi abi;          /* a copy of the program's */
     dtrain__log_sink log;    /* of rank -1, the launcher */
     dtrain_rank_fn rank_main;
     void *user;

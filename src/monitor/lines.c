@@ -5,8 +5,9 @@
 #include "core/dtype.h"
 #include "core/json_internal.h"
 #include "core/result.h"
-#include "world/world.h"
+#include "world/world_internal.h"
 #include "strategy/query.h"
+#include "strategy/view_internal.h"
 #include "train/view_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
@@ -65,8 +66,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metric
         dtrain_world_info world;
         char host[65] = "";
         (void)gethostname(host, sizeof host - 1);
-        dtrain_world_query(metrics->world, &world);
-        dtrain_strategy_query(trainer ? trainer->state.strategy : NULL, &how);
+        dtrain__world_info(metrics->world, &world);
+        dtrain__strategy_info(trainer ? trainer->state.strategy : NULL, &how);
         DTRAIN__TRY(dtrain_device_query(dtrain_world_device(metrics->world), &device));
         const char *const texts[][2] = {
             {"dtrain", DTRAIN_VERSION_STRING}, {"run", desc->run_name}, {"host", host},

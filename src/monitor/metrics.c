@@ -124,6 +124,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     DTRAIN__GIVEN("dtrain_metrics_create", world);
     DTRAIN__GIVEN("dtrain_metrics_create", desc);
     DTRAIN__GIVEN("dtrain_metrics_create", out);
+    DTRAIN__TAKE(dtrain__abi_of(world), metrics_desc, desc);
     if (desc->sink_count) DTRAIN__GIVEN("dtrain_metrics_create", desc->sinks);
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -228,9 +229,8 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 
 /* ---- Queries ----------------------------------------------------------------------------------*/
 
-DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
+static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!metrics) return;
     info->last = metrics->sample;
@@ -246,6 +246,14 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
                            : DTRAIN__NAN;
 }
 
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
+{
+    dtrain_metrics_info own;
+    dtrain__metrics_info(metrics, &own);
+    dtrain__give(dtrain__abi_of(metrics ? metrics->world : NULL), DTRAIN__ABI_metrics_info, &own,
+                 info);
+}
+
 /* ---- The end ----------------------------------------------------------------------------------*/
 
 /* End the stream; a second call does nothing. What was lost is an error here, because the training
@@ -256,7 +264,7 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     if (metrics && metrics->finished) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
-    dtrain_metrics_query(metrics, &info);
+    dtrain__metrics_info(metrics, &info);
     metrics->sample.summary = &info.summary;
     dtrain__sinks_take(metrics, DTRAIN_METRICS_FINISH);
     metrics->sample.summary = NULL;

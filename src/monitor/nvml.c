@@ -14,7 +14,7 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "world/world.h"
+#include "world/world_internal.h"
 #include "train/view_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
@@ -110,7 +110,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics)
     /* a GPU has an id; where ranks compute on a CPU and NVML was asked for by its path, this rank's
      * is the GPU with its number on this host */
     code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain_world_query(world, &info);
+    dtrain__world_info(world, &info);
     if (gpu && dtrain_device_query(dtrain_world_device(world), &device) == DTRAIN_OK &&
         strlen(device.id) == 36) { /* "GPU-" and 32 digits */
         snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", device.id, device.id + 12,

@@ -201,7 +201,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns",
                            dtrain__groups_of(strategy).tensor_ranks);
     if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
-    dtrain_strategy_query(strategy, &info);
+    dtrain__strategy_info(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s: parameter %zu (\"%s\") is in group %u, of Muon, which needs whole "
                        "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "

@@ -467,11 +467,14 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
                                        dtrain_optimizer_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!optimizer) return;
-    info->kind = optimizer->groups[0].desc.kind;
-    info->step_count = optimizer->step_count;
-    info->state_bytes = optimizer->state_bytes;
-    info->scratch_bytes = optimizer->scratch_bytes;
+    dtrain_optimizer_info own;
+    memset(&own, 0, sizeof own);
+    if (optimizer) {
+        own.kind = optimizer->groups[0].desc.kind;
+        own.step_count = optimizer->step_count;
+        own.state_bytes = optimizer->state_bytes;
+        own.scratch_bytes = optimizer->scratch_bytes;
+    }
+    dtrain__give(dtrain__abi_of(optimizer ? dtrain__world_of(optimizer->strategy) : NULL),
+                 DTRAIN__ABI_optimizer_info, &own, info);
 }

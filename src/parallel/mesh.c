@@ -90,9 +90,8 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
                                     DTRAIN_AXIS_PIPELINE,
                                     DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    dtrain_mesh_desc zeroed;
-    memset(&zeroed, 0, sizeof zeroed);
-    if (!desc) desc = &zeroed;
+    DTRAIN__TAKE(dtrain__abi_of(world), mesh_desc, desc);
+    desc = &own_mesh_desc;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
@@ -127,7 +126,7 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
         result = dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i]));
     if (all && result == DTRAIN_OK && mesh->info.tensor > 1) {
         dtrain_world_info own; /* node_ranks counts */
-        dtrain_world_query(world, &own);
+        dtrain__world_info(world, &own);
         int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
         result = dtrain_all_reduce(dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR), most, most, 2,
                                    DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
@@ -157,11 +156,17 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
     dtrain__free(&allocator, mesh, 1, sizeof *mesh);
 }
 
+DTRAIN__PRIVATE dtrain_mesh_info dtrain__mesh_info(const dtrain_mesh *mesh)
+{
+    dtrain_mesh_info none;
+    memset(&none, 0, sizeof none);
+    return mesh ? mesh->info : none;
+}
+
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (mesh) *info = mesh->info;
+    dtrain__give(dtrain__abi_of(mesh ? mesh->world : NULL), DTRAIN__ABI_mesh_info,
+                 mesh ? &mesh->info : NULL, info);
 }
 
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)

@@ -18,3 +18,5 @@ struct dtrain_mesh {
  * where that is NULL too the world's. */
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
                                                    dtrain_comm *comm);
+/* Return the info of a mesh; zeros for NULL. */
+DTRAIN__PRIVATE dtrain_mesh_info dtrain__mesh_info(const dtrain_mesh *mesh);

@@ -240,7 +240,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     e.path = path;
     e.file = -1;
     e.header.allocator = &dtrain__world_of(strategy)->allocator;
-    if (desc) e.desc = *desc;
+    DTRAIN__TRY(dtrain__take(dtrain__abi_of(dtrain__world_of(strategy)), DTRAIN__ABI_export_desc,
+                             desc, &e.desc));
     e.desc.storage = dtrain__storage_or_files(e.desc.storage);
     dtrain_comm *comm = dtrain__groups_of(strategy).all;
     dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
@@ -571,13 +572,14 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
                                                   dtrain_import_info *info)
 {
     dtrain__import im;
-    if (info) memset(info, 0, sizeof *info);
+    const dtrain_abi *abi = dtrain__abi_of(state ? state->world : NULL);
+    dtrain__give(abi, DTRAIN__ABI_import_info, NULL, info);
     DTRAIN__GIVEN(dtrain__import_call, state);
     const double start = dtrain_seconds();
     memset(&im, 0, sizeof im);
     im.state = state;
     im.path = path;
-    if (desc) im.desc = *desc;
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_import_desc, desc, &im.desc));
     if (!im.desc.prefix) im.desc.prefix = "";
     im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
@@ -588,7 +590,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
     im.info.bytes = im.reader.bytes;
     im.info.seconds = dtrain_seconds() - start;
-    if (result == DTRAIN_OK && info) *info = im.info;
+    if (result == DTRAIN_OK) dtrain__give(abi, DTRAIN__ABI_import_info, &im.info, info);
     dtrain__reader_end(&im.reader, state);
     for (uint32_t i = 0; i < im.file_count; i++) dtrain__safetensors_free(&im.files[i].header);
     dtrain__free(&state->allocator, im.files, im.file_room, sizeof *im.files);

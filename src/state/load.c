@@ -388,15 +388,16 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info)
 {
-    dtrain_load_info ignored;
+    const dtrain_abi *abi = dtrain__abi_of(state ? state->world : NULL);
+    dtrain_load_info own;
     dtrain__load load;
-    if (!info) info = &ignored;
-    memset(info, 0, sizeof *info);
-    info->step = -1;
+    memset(&own, 0, sizeof own);
+    own.step = -1;
+    dtrain__give(abi, DTRAIN__ABI_load_info, &own, info);
     DTRAIN__GIVEN(dtrain__load_call, state);
     memset(&load, 0, sizeof load);
     load.state = state;
-    if (desc) load.desc = *desc;
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_load_desc, desc, &load.desc));
     load.folder.storage = dtrain__storage_or_files(load.desc.storage);
     load.folder.allocator = &state->allocator;
     load.folder.path = path;
@@ -407,15 +408,15 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {
         const dtrain__manifest *m = &load.manifest;
-        *info = load.info;
-        info->step = m->step;
-        info->ranks = (int)m->ranks;
-        snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
-        snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
-                 load.directory.text);
-        info->bytes = load.reader.bytes;
-        memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
-        info->seconds = dtrain_seconds() - start;
+        own = load.info;
+        own.step = m->step;
+        own.ranks = (int)m->ranks;
+        snprintf(own.strategy, sizeof own.strategy, "%s", m->strategy ? m->strategy : "");
+        snprintf(own.path, sizeof own.path, "%.*s", (int)sizeof own.path - 1, load.directory.text);
+        own.bytes = load.reader.bytes;
+        memcpy(&own.metric, &m->metric_bits, sizeof own.metric);
+        own.seconds = dtrain_seconds() - start;
+        dtrain__give(abi, DTRAIN__ABI_load_info, &own, info);
     } else if (!notes->torn) notes->torn = torn;
     dtrain__load_free(&load);
     dtrain__steps_free(&load.steps);

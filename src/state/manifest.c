@@ -61,7 +61,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     const dtrain_state *state = c->desc.state;
     dtrain_strategy_info info;
     uint64_t bits;
-    dtrain_strategy_query(state->desc.strategy, &info);
+    dtrain__strategy_info(state->desc.strategy, &info);
     dtrain__text_add(
         text,
         "{\"format\": \"dtrain checkpoint\", \"version\": %d, \"library\": \"%s\", \"step\": %lld, "

@@ -705,9 +705,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
                                         dtrain_checkpoint_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (checkpoint) *info = checkpoint->info;
+    dtrain__give(dtrain__abi_of(checkpoint ? checkpoint->world : NULL), DTRAIN__ABI_checkpoint_info,
+                 checkpoint ? &checkpoint->info : NULL, info);
 }
 
 /* ---- Life -------------------------------------------------------------------------------------*/
@@ -720,6 +719,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
     dtrain_checkpoint *c = NULL;
     if (out) *out = NULL;
     DTRAIN__GIVEN(call, desc);
+    DTRAIN__TAKE(dtrain__abi_of(world), checkpoint_desc, desc);
     const char *null = !world ? "world" : !out ? "out" : !desc->state ? "desc->state" : NULL;
     dtrain_result result = null ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, null)
                                 : dtrain__path_check(call, desc->directory);

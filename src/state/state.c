@@ -295,6 +295,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     DTRAIN__GIVEN(call, world);
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
+    DTRAIN__TAKE(dtrain__abi_of(world), state_desc, desc);
     if (!desc->strategy || (desc->item_count && !desc->items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "items, and a count of them" : "strategy");

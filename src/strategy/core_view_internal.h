@@ -13,6 +13,7 @@
 #include "comm/groups_internal.h"
 #include "parallel/cut_internal.h"
 #include "strategy/params.h"
+#include "strategy/query.h"
 #include "strategy/strategy.h"
 #include "device/device.h"
 
@@ -43,6 +44,8 @@ typedef struct dtrain__notes {
 DTRAIN__PRIVATE dtrain__notes *dtrain__notes_of(dtrain_strategy *strategy);
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
+                                           dtrain_strategy_info *info);
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);
 /* Return the desc as resolved. */
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);

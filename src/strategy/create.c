@@ -220,10 +220,13 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    const dtrain_mesh *mesh =
-        desc && dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL) ? desc->mesh : NULL;
-    const dtrain__groups groups = dtrain__mesh_groups(world, mesh, desc ? desc->comm : NULL);
-    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
+    dtrain_result result = dtrain__take_strategy(world, desc, &own, &how);
+    const dtrain_mesh *mesh = dtrain_mesh_comm(own.mesh, DTRAIN_AXIS_ALL) ? own.mesh : NULL;
+    const dtrain__groups groups = dtrain__mesh_groups(world, mesh, own.comm);
+    if (result == DTRAIN_OK)
+        result = dtrain__strategy_begin(world, params, param_count, &own, &groups, out);
     result = dtrain__compare_settings(out ? *out : NULL, &groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK) return DTRAIN_OK;

@@ -271,8 +271,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   const dtrain_strategy_desc *desc, int all,
                                                   int all_rank)
 {
-    dtrain_mesh_info mesh;
-    dtrain_mesh_query(desc->mesh, &mesh); /* zeros without one */
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;

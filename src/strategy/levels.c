@@ -36,7 +36,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
     const int ranks = dtrain_comm_size(groups->data);
     dtrain_world_info own; /* node_ranks counts */
     int size = 1;
-    dtrain_world_query(world, &own);
+    dtrain__world_info(world, &own);
     const int64_t mine = own.node;
     DTRAIN__TRY(dtrain_all_gather(groups->data, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
     while (size < ranks && nodes[size] == nodes[0]) size++;

@@ -110,7 +110,8 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     dtrain__groups groups;
     dtrain__planned planned;
-    dtrain_mesh_info mesh;
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
     DTRAIN__GIVEN("dtrain_strategy_plan", params);
     DTRAIN__GIVEN("dtrain_strategy_plan", desc);
     DTRAIN__GIVEN("dtrain_strategy_plan", memory);
@@ -118,7 +119,9 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_plan: rank_count is %d; expected 1 or more",
                            rank_count);
-    dtrain_mesh_query(desc->mesh, &mesh);
+    DTRAIN__TRY(dtrain__take_strategy(NULL, desc, &own, &how));
+    desc = &own;
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     if (desc->mesh && mesh.ranks != rank_count)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
@@ -128,12 +131,12 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     const int ranks = desc->mesh ? mesh.data : rank_count;
     groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
     const int parts = groups.tensor_ranks * groups.pipeline_ranks;
-    const int own = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
+    const int mine = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
     memset(memory, 0, sizeof *memory);
     for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
         dtrain_memory one;
-        groups.tensor_rank = (own + i) % parts % groups.tensor_ranks;
-        groups.pipeline_rank = (own + i) % parts / groups.tensor_ranks;
+        groups.tensor_rank = (mine + i) % parts % groups.tensor_ranks;
+        groups.pipeline_rank = (mine + i) % parts / groups.tensor_ranks;
         DTRAIN__TRY(dtrain__plan_resolve(&a, params, param_count, desc, ranks, &groups, &planned));
         DTRAIN__TRY(dtrain__plan_kind(&a, params, param_count, &planned.desc, ranks, &one));
         const uint64_t host = one.host > memory->host ? one.host : memory->host;

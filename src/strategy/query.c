@@ -64,9 +64,9 @@ DTRAIN__PRIVATE void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm 
         info->kind_bytes[kind] += one.kind_bytes[kind];
 }
 
-DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
+                                           dtrain_strategy_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!strategy) return;
     *info = strategy->info;
@@ -75,6 +75,21 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     for (size_t i = 0; i < strategy->owned_count; i++)
         if (strategy->owned[i] != strategy->tensor_comm)
             dtrain__add_comm(&info->traffic, strategy->owned[i]);
+}
+
+/* The info begins with a desc, which grows too: what follows it has moved by as much. */
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+{
+    const dtrain_abi *abi = dtrain__abi_of(strategy ? strategy->world : NULL);
+    const size_t at = (dtrain__abi_bytes(abi, DTRAIN__ABI_strategy_desc) + 7) / 8 * 8;
+    const size_t theirs = dtrain__abi_bytes(abi, DTRAIN__ABI_strategy_info) - at;
+    const size_t ours = sizeof *info - offsetof(dtrain_strategy_info, name);
+    dtrain_strategy_info own;
+    if (!info) return;
+    dtrain__strategy_info(strategy, &own);
+    dtrain__give(abi, DTRAIN__ABI_strategy_info, NULL, info);
+    dtrain__give(abi, DTRAIN__ABI_strategy_desc, &own.desc, info);
+    memcpy((char *)info + at, &own.name, theirs < ours ? theirs : ours);
 }
 
 /* ---- Questions of other rooms -----------------------------------------------------------------*/

@@ -72,6 +72,19 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
 
 static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
 
+/* Copy a desc of the program's, and its compression, as this library knows them. */
+DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
+                                                    const dtrain_strategy_desc *given,
+                                                    dtrain_strategy_desc *desc,
+                                                    dtrain_compression_desc *how)
+{
+    const dtrain_abi *abi = dtrain__abi_of(world);
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_strategy_desc, given, desc));
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_compression_desc, desc->compression, how));
+    if (desc->compression) desc->compression = how;
+    return DTRAIN_OK;
+}
+
 /* Copy the given desc (NULL: a zeroed one) to *desc, fill in defaults and check its fields one by
  * one. *how becomes the copy of its compression and must live as long as *desc. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
@@ -102,8 +115,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
-    dtrain_mesh_info mesh;
-    dtrain_mesh_query(desc->mesh, &mesh);
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     if (!desc->accumulation)
         desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
                              : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY

@@ -292,6 +292,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
 
 /* strategy/settings.c */
+DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
+                                                    const dtrain_strategy_desc *given,
+                                                    dtrain_strategy_desc *desc,
+                                                    dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
                                                    dtrain_compression_desc *how);

@@ -135,9 +135,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
                                                     size_t count, const dtrain_strategy_desc *desc,
                                                     dtrain__strategy_plan *plan)
 {
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
     uint32_t node_ranks;
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
+    DTRAIN__TRY(dtrain__take_strategy(world, desc, &own, &how));
+    desc = &own;
     plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
     DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =

@@ -245,7 +245,10 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
     dtrain__attention args;
     dtrain_tensor *inputs[5] = {q};
     uint32_t count = 1;
+    dtrain_attention_desc own;
     memset(&args, 0, sizeof args);
+    desc = (const dtrain_attention_desc *)dtrain__tape_take(tape, DTRAIN__ABI_attention_desc, desc,
+                                                            &own);
     if (desc) { /* otherwise prepare refuses the number of heads */
         args.args.causal = desc->causal;
         args.args.heads = desc->heads;

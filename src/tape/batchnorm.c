@@ -181,7 +181,7 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
     dtrain_tensor *inputs[2] = {x, NULL};
     dtrain__batch_norm args;
     memset(&args, 0, sizeof args);
-    if (desc) args.desc = *desc;
+    (void)dtrain__tape_take(tape, DTRAIN__ABI_batch_norm_desc, desc, &args.desc);
     inputs[1] = args.desc.residual;
     params[2] = args.desc.running_mean;
     params[3] = args.desc.running_var;

@@ -113,8 +113,10 @@ DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtr
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc)
 {
     dtrain_param *const params[2] = {weight, bias};
+    dtrain_conv2d_desc own;
     dtrain_conv2d_args args;
     memset(&args, 0, sizeof args);
+    desc = (const dtrain_conv2d_desc *)dtrain__tape_take(tape, DTRAIN__ABI_conv2d_desc, desc, &own);
     for (int axis = 0; axis < 2; axis++) {
         args.windows.stride[axis] = desc && desc->stride[axis] ? desc->stride[axis] : 1;
         args.windows.dilation[axis] = desc && desc->dilation[axis] ? desc->dilation[axis] : 1;
@@ -192,6 +194,7 @@ DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
 {
     dtrain__pool2d args;
     memset(&args, 0, sizeof args);
-    if (desc) args.desc = *desc; /* otherwise prepare refuses the kind */
+    (void)dtrain__tape_take(tape, DTRAIN__ABI_pool2d_desc, desc,
+                            &args.desc); /* NULL: prepare refuses the kind */
     return dtrain_tape_apply(tape, &dtrain__pool2d_op, &x, 1, NULL, 0, &args, sizeof args);
 }

@@ -431,9 +431,8 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
                : DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+DTRAIN__PRIVATE void dtrain__tape_info(const dtrain_tape *tape, dtrain_tape_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!tape) return;
     info->node_count = tape->pass.node_count;
@@ -448,6 +447,23 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     }
     info->activation_bytes -= info->gradient_bytes;
     info->error = dtrain__tape_error(tape);
+}
+
+DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+{
+    dtrain_tape_info own;
+    dtrain__tape_info(tape, &own);
+    dtrain__give(dtrain__abi_of(tape ? tape->world : NULL), DTRAIN__ABI_tape_info, &own, info);
+}
+
+/* Copy the desc of an operation, see DTRAIN__TAKE; an error sticks to the tape. */
+DTRAIN__PRIVATE const void *dtrain__tape_take(dtrain_tape *tape, dtrain__abi_entry which,
+                                              const void *given, void *own)
+{
+    const dtrain_abi *abi = dtrain__abi_of(tape ? tape->world : NULL);
+    const dtrain_result result = dtrain__take(abi, which, given, own);
+    if (tape && result != DTRAIN_OK) dtrain__tape_stick(tape, result);
+    return given ? own : NULL;
 }
 
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)

@@ -24,6 +24,7 @@
 #pragma once
 
 #include "core/platform_internal.h"
+#include "world/abi_internal.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
 #include "core/log.h"
@@ -246,6 +247,9 @@ DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__tape_info(const dtrain_tape *tape, dtrain_tape_info *info);
+DTRAIN__PRIVATE const void *dtrain__tape_take(dtrain_tape *tape, dtrain__abi_entry which,
+                                              const void *given, void *own);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item);

@@ -115,6 +115,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     DTRAIN__GIVEN("dtrain_trainer_create", desc);
     DTRAIN__GIVEN("dtrain_trainer_create", out);
     *out = NULL;
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
     DTRAIN__TRY(dtrain__check_trainer(desc));
     const dtrain_allocator *allocator = &world->allocator;
     dtrain_trainer *trainer =

@@ -399,6 +399,7 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     if (out) *out = NULL;
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
+    DTRAIN__TAKE(dtrain__abi_of(world), dataset_desc, desc);
     const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
     const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
     const dtrain__bound bounds[] = {

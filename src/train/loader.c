@@ -377,9 +377,8 @@ static void dtrain__loader_resume(dtrain__state_source *source, char *note, size
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
-    if (!info) return;
-    if (loader) *info = loader->info;
-    else memset(info, 0, sizeof *info);
+    dtrain__give(dtrain__abi_of(loader ? loader->world : NULL), DTRAIN__ABI_loader_info,
+                 loader ? &loader->info : NULL, info);
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
@@ -519,6 +518,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
     *out = NULL;
+    DTRAIN__TAKE(dtrain__abi_of(world), loader_desc, desc);
     DTRAIN__GIVEN(call, desc->dataset);
     const bool tokens = desc->dataset->info.item_bytes == 0;
     const dtrain__bound bounds[] = {

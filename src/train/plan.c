@@ -79,7 +79,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         result = dtrain__pass_run(&rehearsal, &pass, 0, 0, &loss);
         if (result == DTRAIN_OK) result = dtrain__plan_backward(tape, loss);
     }
-    dtrain_tape_query(tape, &info);
+    dtrain__tape_info(tape, &info);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
     DTRAIN__TRY(result);
@@ -139,11 +139,9 @@ static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_traine
                                         dtrain_batch_search *search, dtrain__strategy_plan *plan)
 {
     dtrain_device *device = world->device;
-    dtrain_strategy_desc plain;
     int32_t least = 0, good = 0;
-    memset(&plain, 0, sizeof plain);
-    DTRAIN__TRY(dtrain__plan_strategy(world, search->params, search->param_count,
-                                      search->strategy ? search->strategy : &plain, plan));
+    DTRAIN__TRY(
+        dtrain__plan_strategy(world, search->params, search->param_count, search->strategy, plan));
     dtrain_comm *comm = plan->groups.all;
     DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(world, desc, search, plan, &least)));
     DTRAIN__TRY(
@@ -181,7 +179,7 @@ static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_traine
 static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
 {
     dtrain_strategy_info strategy;
-    dtrain_strategy_query(desc->strategy, &strategy); /* zeros without one */
+    dtrain__strategy_info(desc->strategy, &strategy); /* zeros without one */
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
     memory->buffers = strategy.buffer_bytes;
@@ -190,14 +188,11 @@ static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *
     else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
 }
 
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_batch_search *search, dtrain_memory *memory)
+static dtrain_result dtrain__trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                          dtrain_batch_search *search, dtrain_memory *memory)
 {
     dtrain__strategy_plan found, plan;
     dtrain_result result = DTRAIN_OK;
-    DTRAIN__GIVEN("dtrain_trainer_plan", world);
-    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
-    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
     if (search && (!search->set_batch || !search->params || search->max_batch > INT32_MAX))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: expected a search with set_batch, params and "
@@ -225,11 +220,21 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     return DTRAIN_OK;
 }
 
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_batch_search *search, dtrain_memory *memory)
+{
+    DTRAIN__GIVEN("dtrain_trainer_plan", world);
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
+    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
+    return dtrain__trainer_plan(world, desc, search, memory);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
                                                      dtrain_memory *held, dtrain_memory *planned)
 {
     dtrain__memory_held(&trainer->desc, held);
-    return dtrain_trainer_plan(trainer->world, &trainer->desc, NULL, planned);
+    return dtrain__trainer_plan(trainer->world, &trainer->desc, NULL, planned);
 }
 
 /* ---- Costs of units ---------------------------------------------------------------------------*/
@@ -247,6 +252,7 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_unit_costs: world, desc, params, costs or unit_count is "
                            "NULL, or there is no parameter");
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
     dtrain__strategy_plan whole;
     memset(&whole, 0, sizeof whole);
     whole.groups = dtrain__mesh_groups(world, NULL, NULL);

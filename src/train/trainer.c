@@ -56,7 +56,7 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
                  {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
     dtrain_strategy_info strategy;
     dtrain_comm_info tensor, line;
-    dtrain_strategy_query(trainer->desc.strategy, &strategy);
+    dtrain__strategy_info(trainer->desc.strategy, &strategy);
     const dtrain_comm_info *const comm = &strategy.traffic;
     dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
     dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
@@ -85,8 +85,8 @@ static void dtrain__put_figures(const dtrain_trainer *trainer, const double *bef
     const dtrain_device *device = dtrain_world_device(trainer->world);
     dtrain_world_info world;
     dtrain_tape_info tape;
-    dtrain_world_query(trainer->world, &world);
-    dtrain_tape_query(trainer->tape, &tape);
+    dtrain__world_info(trainer->world, &world);
+    dtrain__tape_info(trainer->tape, &tape);
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) own[word] -= before[word];
     const double exposed = own[DTRAIN_FIGURE_EXPOSED_COMM], bytes = own[DTRAIN_FIGURE_COMM_BYTES];
     const double flight = fmax(own[DTRAIN__WORD_COMM], exposed);
@@ -416,7 +416,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     dtrain_world_info world;
     memset(own, 0, DTRAIN__ROUND_BYTES);
-    dtrain_world_query(trainer->world, &world);
+    dtrain__world_info(trainer->world, &world);
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */

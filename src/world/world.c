@@ -43,9 +43,8 @@ DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world)
     return world ? world->comm : NULL;
 }
 
-DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info)
+DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!world) return;
     const int node = world->node_ranks;
@@ -64,6 +63,13 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
     info->stop_requested = signal != 0;
     info->allocator = world->allocator;
+}
+
+DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info)
+{
+    dtrain_world_info own;
+    dtrain__world_info(world, &own);
+    dtrain__give(dtrain__abi_of(world), DTRAIN__ABI_world_info, &own, info);
 }
 
 DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)

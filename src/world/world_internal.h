@@ -16,6 +16,7 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/abi_internal.h"
 #include "world/timeline_internal.h"
 #include "world/world.h"
 #include "device/device.h"
@@ -151,6 +152,7 @@ struct dtrain_world {
     uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
     dtrain__range *ranges; /* (range_count), sorted */
     size_t range_count, range_room;
+    dtrain_abi abi; /* sizes of the program's structs */
     dtrain_allocator allocator;
     dtrain__log_sink log;
     dtrain_device *device;
@@ -190,6 +192,9 @@ static inline const void *dtrain__gathered(const dtrain_world *world, int rank)
 {
     return world->control->slots[rank].data[world->gather_count % 2];
 }
+
+/* world/world.c */
+DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_info *info);
 
 /* world/control.c */
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number);

@@ -19,7 +19,7 @@ tape:     core world comm parallel strategy
 train:    core world comm parallel strategy optim state tape
 monitor:  core world comm parallel strategy train
 device:   core'
-everybody='dtrain.h dtrain_cuda.cu dtrain_nccl.h device/device.h device/backend.h device/device_internal.h'
+everybody='sizes.h dtrain.h dtrain_cuda.cu dtrain_nccl.h device/device.h device/backend.h device/device_internal.h'
 
 for file in $(find src -type f); do
     awk 'length > 100 { n++; if (n < 4) print FILENAME ":" FNR } END { exit n > 0 }' "$file" || complain "$file has lines over 100 columns"

@@ -334,11 +334,12 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
  * left. */
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
-    dtrain_world_info info;
+    dtrain_world_info room[2]; /* a program's dtrain.h may be newer, and its info larger */
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
-    dtrain_world_query(world, &info);
+    dtrain_world_query(world, room);
+    const dtrain_world_info info = room[0];
     dtrain_nccl__hub *hub =
         (dtrain_nccl__hub *)info.allocator.alloc(info.allocator.user, sizeof *hub);
     if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the NCCL communicator");
