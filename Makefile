@@ -43,7 +43,8 @@ help:
 	@echo "make run        the main job: $(BUILD)/train_gpt (ARGS=\"--help\" shows its flags)"
 	@echo "make cuda       the examples for NVIDIA GPUs, in $(BUILD)/cuda/ (nvcc)"
 	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
-	@echo "make install    dtrain.h and its companions to PREFIX=$(PREFIX), with a file for pkg-config; also uninstall"
+	@echo "make lib        $(BUILD)/libdtrain.so and .a, for programs that do not compile dtrain.h; make lib-cuda: libdtrain_cuda.so too"
+	@echo "make install    header and library to PREFIX=$(PREFIX), with files for pkg-config; also install-headers, uninstall"
 	@echo "make test       the tests; prints what was skipped for want of an optional tool"
 	@echo "make test-all   with the long ones: every case of every matrix, dialects, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
 	@echo "make test-long  the long scripts alone"
@@ -354,23 +355,64 @@ docs:
 	$(call quiet,DRAW,docs/tensor.svg)sh tools/tensor_svg.sh >docs/tensor.svg
 	$(call quiet,LIST,docs/api.md)sh tools/api_index.sh >docs/api.md
 
-# ---- For other builds -----------------------------------------------------------------------------
+# ---- A library ------------------------------------------------------------------------------------
+# Both forms are compiled once, by DTRAIN_SHARED: a program says with which dtrain.h it was compiled (src/core/abi.h).
 VERSION = $(shell sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)
+SO      = so.$(firstword $(subst ., ,$(VERSION)))
+lib: $(BUILD)/libdtrain.so $(BUILD)/libdtrain.a
+$(BUILD)/lib/%: private DEFINES += -DDTRAIN_SHARED -fPIC -fvisibility=hidden
+$(BUILD)/lib/dtrain.o: dtrain.h $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(IMPLEMENTATION)
+$(BUILD)/libdtrain.a: $(BUILD)/lib/dtrain.o
+	$(ARCHIVE)
+$(BUILD)/libdtrain.$(SO): $(BUILD)/lib/dtrain.o
+	$(call quiet,LD,$@)$(CC) $(CFLAGS) -shared -Wl,-soname,$(@F),-z,defs $^ -o $@ $(LIBS)
+$(BUILD)/libdtrain.so: $(BUILD)/libdtrain.$(SO)
+	$(call quiet,LN,$@)ln -sf $(<F) $@
+# The device and, with NCCL's headers, its communicator. The CUDA runtime is shared with the program.
+lib-cuda: lib $(BUILD)/libdtrain_cuda.so
+$(BUILD)/lib/dtrain_nccl.o: dtrain_nccl.h dtrain.h $(BUILD)/flags
+	$(call quiet,NVCC,$<)printf '\#define DTRAIN_NCCL_IMPLEMENTATION\n\#include "dtrain_nccl.h"\n' >$(@:.o=.cu) && \
+	  $(NVCC) -O3 -std=c++17 $(NVCCFLAGS) $(NCCL) -DDTRAIN_SHARED -Xcompiler -fPIC -I. -c $(@:.o=.cu) -o $@
+$(BUILD)/lib/dtrain_cuda.o: dtrain_cuda.cu dtrain.h $(BUILD)/cuda/flags
+	$(call quiet,NVCC,$<)$(NVCC) -O3 -std=c++17 $(ARCH) $(NVCCFLAGS) -Xcompiler -fPIC -I. -c $< -o $@
+$(BUILD)/libdtrain_cuda.$(SO): $(BUILD)/lib/dtrain_cuda.o $(if $(NCCL),$(BUILD)/lib/dtrain_nccl.o) $(BUILD)/libdtrain.so
+	$(call quiet,NVCC,$@)printf '{ global: dtrain_*; local: *; };\n' >$@.map && $(NVCC) -shared -cudart shared $(ARCH) $(NVCCFLAGS) \
+	  -Xlinker -soname,$(@F),--version-script,$@.map $^ -o $@ -lcublasLt -ldl
+$(BUILD)/libdtrain_cuda.so: $(BUILD)/libdtrain_cuda.$(SO)
+	$(call quiet,LN,$@)ln -sf $(<F) $@
+
+# ---- For other builds -----------------------------------------------------------------------------
+# dtrain.pc is for programs that compile dtrain.h, libdtrain.pc for those that link the library.
+LIBDIR  = $(PREFIX)/lib
 INCLUDE = $(DESTDIR)$(PREFIX)/include
 PC      = $(DESTDIR)$(PREFIX)/share/pkgconfig
-install: dtrain.h dtrain_cuda.cu dtrain_nccl.h
+TO      = $(DESTDIR)$(LIBDIR)
+MODULES = $(wildcard $(BUILD)/dtrain.f90 $(BUILD)/dtrain.py)
+PYTHONS = $(PREFIX)/share/dtrain
+pc = printf '%s\n' 'Name: $(1)' 'Description: distributed deep-learning training for C' 'Version: $(VERSION)' 'Cflags: -I$(PREFIX)/include' $(2) >$(PC)/$(1).pc
+install: install-headers lib
+	mkdir -p $(TO)
+	for file in $(BUILD)/libdtrain*.$(SO); do name=$$(basename $$file .$(SO)); install -m 755 $$file $(TO)/$$name.so.$(VERSION) && \
+	  ln -sf $$name.so.$(VERSION) $(TO)/$$name.$(SO) && ln -sf $$name.$(SO) $(TO)/$$name.so || exit 1; done
+	install -m 644 $(BUILD)/libdtrain.a $(TO)
+	$(call pc,libdtrain,'Libs: -L$(LIBDIR) -ldtrain' 'Libs.private: $(LIBS)')
+	$(if $(filter %.f90,$(MODULES)),install -m 644 $(filter %.f90,$(MODULES)) $(INCLUDE))
+	$(if $(filter %.py,$(MODULES)),install -D -m 644 $(filter %.py,$(MODULES)) $(DESTDIR)$(PYTHONS)/dtrain.py)
+install-headers: dtrain.h dtrain_cuda.cu dtrain_nccl.h
 	mkdir -p $(INCLUDE) $(PC)
 	install -m 644 $^ $(INCLUDE)
-	printf '%s\n' 'Name: dtrain' 'Description: distributed deep-learning training for C, in one header' \
-	  'Version: $(VERSION)' 'Cflags: -I$(PREFIX)/include' 'Libs: -lm -lpthread' >$(PC)/dtrain.pc
+	$(call pc,dtrain,'Libs: -lm -lpthread')
 uninstall:
-	rm -f $(addprefix $(INCLUDE)/,dtrain.h dtrain_cuda.cu dtrain_nccl.h) $(PC)/dtrain.pc
+	rm -f $(addprefix $(INCLUDE)/,dtrain.h dtrain_cuda.cu dtrain_nccl.h dtrain.f90) $(PC)/dtrain.pc $(PC)/libdtrain.pc \
+	  $(TO)/libdtrain.a $(TO)/libdtrain.so* $(TO)/libdtrain_cuda.so* $(DESTDIR)$(PYTHONS)/dtrain.py
 
 clean:
 	rm -rf $(BUILD)
 
 .PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
         asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-first gpu-check gpu-bench mpi openmpi mpich \
-        src install uninstall clean FORCE
+        src lib lib-cuda install install-headers uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:
