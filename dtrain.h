@@ -40,6 +40,7 @@
        src/world/world.h                    World: which rank this is, of how many, and what ranks tell each other
        src/world/timeline.h                 Timeline
        src/launch/launch.h                  Launch
+       src/launch/join.h                    Join: a guest in a program that already runs in parallel
        src/comm/comm.h                      Communicators
        src/parallel/mesh.h                  Meshes
        src/parallel/cut.h                   Cuts: how the tensor axis of a mesh may divide a parameter
@@ -103,6 +104,7 @@
        src/launch/launch.c                  dtrain_launch
        src/launch/launch_internal.h         A launch: what the files of this room share
        src/launch/rank.c                    A rank's life: make its world, run its main function, record how it ended
+       src/launch/join.c                    Joining and leaving
        src/launch/environment.c             The launch environment
        src/launch/restart.c                 Restarts
        src/parallel/mesh.c                  Meshes: the arithmetic of ranks and places, and communicators along the axes
@@ -495,6 +497,16 @@
  * include: so dtrain.h comes first in the file that defines DTRAIN_IMPLEMENTATION. */
 #if defined(DTRAIN_IMPLEMENTATION) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE 1
+#endif
+
+#ifdef DTRAIN_USE_MPI
+#ifndef OMPI_SKIP_MPICXX
+#define OMPI_SKIP_MPICXX 1 /* the C++ bindings that MPI no longer has */
+#endif
+#ifndef MPICH_SKIP_MPICXX
+#define MPICH_SKIP_MPICXX 1
+#endif
+#include <mpi.h>
 #endif
 
 #ifdef __cplusplus
@@ -1047,6 +1059,117 @@ typedef struct dtrain_launch_place {
 DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
                                             dtrain_launch_place *place);
 
+/* ==== src/launch/join.h ======================================================================= */
+
+/* Join: a guest in a program that already runs in parallel
+ *
+ * A solver with MPI, a CUDA trainer, a Fortran code, a plugin: its processes exist, know their
+ * ranks and can gather a few bytes. With that its ranks, or a part of them, become the members of a
+ * world:
+ *
+ *     dtrain_join_desc desc = {rank, size, my_all_gather, my_data};
+ *     dtrain_world *world;
+ *     if (dtrain_world_join(&desc, &world) != DTRAIN_OK) report(dtrain_last_error());
+ *     ... strategies, optimizers, checkpoints, between the host's own work ...
+ *     dtrain_world_leave(world);
+ *
+ * A guest forks nothing, opens no port, reads no environment, changes no signal, ends no process
+ * and prints nothing. After dtrain_world_leave no thread, descriptor, mapping or memory is left.
+ * The bits are those of the same ranks under dtrain_launch. docs/guest.md has the details.
+ *
+ * Members on one host find each other's memory through the all-gather. Members on several hosts
+ * need a communicator that crosses them: MPI (dtrain_world_join_mpi), or NCCL for device memory.
+ *
+ * A member that dies ends the others' calls with DTRAIN_ERROR_PEER and a sentence, within two
+ * seconds on one host. A host over MPI must let its ranks outlive one another for this: most
+ * launchers end all of them. On several hosts a rank of the same host reports it; where none is
+ * left there, MPI or NCCL does, at the latest at the deadline. The host can continue without the
+ * world: dtrain_world_leave then frees it. Ranks of the host that are no members are never waited
+ * for. */
+
+/* The host's all-gather among the members, which blocks: all (size * bytes) receives every member's
+ * `mine` (bytes, at most 8 KiB), in rank order. Return 0, or the host's number of an error. */
+typedef int (*dtrain_host_gather_fn)(void *user, const void *mine, void *all, size_t bytes);
+
+/* Zero means default, but for the first three. */
+typedef struct dtrain_join_desc {
+    int rank, size;                   /* of this member, from 0; of all, at most DTRAIN_MAX_RANKS */
+    dtrain_host_gather_fn all_gather; /* called inside of dtrain_world_join, never later */
+    void *user;                       /* handed to all_gather */
+    uint32_t timeout_ms;              /* deadline of every wait for other members; 0 = 600000 */
+    uint32_t threads;                 /* compute threads of this member; 0 = 1: the host's cores are
+                                         the host's */
+    const dtrain_device_ops *device_ops;    /* NULL = CPU; a GPU is the calling thread's current */
+    void *stream;                           /* cudaStream_t of the host, on which kernels and copies
+                                               are queued; NULL = one that the world makes */
+    const struct dtrain_comm_ops *comm_ops; /* NULL = local; MPI over several hosts; with a GPU
+                                               local through host memory */
+    const void *comm_given; /* for comm_ops: MPI_Comm *, or dtrain_nccl_given *; read by the join */
+    dtrain_log_fn log;      /* NULL = nothing is logged */
+    void *log_user;
+    uint32_t log_level; /* dtrain_log_level */
+    dtrain_allocator allocator;
+    size_t reserve_bytes;         /* these and the next as in dtrain_launch_desc */
+    uint64_t memory_limit;        /* bytes */
+    uint32_t math;                /* dtrain_math */
+    uint32_t node_ranks;          /* consecutive members that count as a host */
+    bool tune;                    /* see dtrain_device_desc */
+    const char *flight_directory; /* NULL = no dumps */
+    dtrain_trace_desc trace;
+} dtrain_join_desc;
+
+/* Make a world of the members that call it, this one included. Collective: it blocks in all_gather
+ * until all have come, at most as long as that does. Calls of the world belong to one thread at a
+ * time. A process can have several worlds at once, and members can be threads of one process.
+ *
+ * Where one member fails, all fail, with its sentence, and *out is NULL. A member that cannot even
+ * call all_gather (desc or out NULL, a size of 0) leaves the others to the host's all-gather. */
+DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_world **out);
+
+/* Leave a world of dtrain_world_join and free all of it: destroy its strategies and optimizers
+ * first. Collective, at most until the deadline; the result is that of waiting for the others, the
+ * world is freed in any case. NULL is OK. */
+DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world);
+
+#ifdef DTRAIN_USE_MPI
+#include <string.h>
+
+static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
+{
+    return MPI_Allgather((void *)(uintptr_t)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
+                         *(MPI_Comm *)user);
+}
+
+/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
+ * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to:
+ * below MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data
+ * travels over a duplicate of `comm`, which leaving frees. A host that wants to survive the end of
+ * another rank ignores SIGPIPE: MPI writes to sockets. Compiled by the host's mpicc, so a libdtrain.so
+ * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
+static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
+                                                  dtrain_world **out)
+{
+    dtrain_join_desc own;
+    int level = MPI_THREAD_SINGLE, is_main = 1;
+    if (desc) own = *desc;
+    else memset(&own, 0, sizeof own);
+    MPI_Query_thread(&level);
+    MPI_Is_thread_main(&is_main);
+    if (level < MPI_THREAD_SERIALIZED && !is_main)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_world_join_mpi: MPI was initialised for calls of the main thread "
+            "only, and this is another one; ask for MPI_THREAD_SERIALIZED");
+    MPI_Comm_rank(comm, &own.rank);
+    MPI_Comm_size(comm, &own.size);
+    own.all_gather = dtrain_mpi_gather;
+    own.user = &comm;
+    if (!own.comm_ops) own.comm_given = &comm;
+    return dtrain_world_join(&own, out);
+}
+
+#endif /* DTRAIN_USE_MPI */
+
 /* ==== src/comm/comm.h ========================================================================= */
 
 /* Communicators
@@ -1181,16 +1304,14 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * "mpi", in a program that is compiled with DTRAIN_USE_MPI (mpicc): for CPU ranks on several hosts,
  * and the default there. It moves bytes with MPI and adds in rank order in fp32, so results have
  * the bits of the local communicator. Reductions of large buffers are an all-to-all of slices, a
- * sum, and an all-gather of the results. Ranks are processes of MPI's launcher: mpirun, or srun
- * --mpi=pmix or pmi2. MPI_Init_thread is called if the program has not done it, for
- * MPI_THREAD_SERIALIZED, and then MPI_Finalize when all ranks have returned 0: both by a thread of
- * their own, because they have no deadline and a rank does; where one of them does not return, that
- * thread ends with the process. Any failure fails all communicators of the world, and MPI is not
- * called again: its launcher may say that a rank ended without MPI_Finalize, and what was under way
- * may still be written to. SIGPIPE is ignored in such a world unless the program has a handler:
- * Open MPI writes to sockets of ranks that have died. Over TCP it may then, rarely, not return from
- * a call at all; mpirun, unless told to keep a job going without a rank, ends such a process with
- * the job. */
+ * sum, and an all-gather of the results. The program calls MPI_Init before the first world and
+ * MPI_Finalize after the last. Ranks are those of dtrain_world_join_mpi or, in dtrain_launch, all
+ * processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. Any failure fails all
+ * communicators of the world, and MPI is not called again: MPI_Finalize may then not return, and
+ * what was under way may still be written to. A program that is to survive the end of a rank
+ * ignores SIGPIPE: Open MPI writes to sockets of ranks that have died. Over TCP it may then,
+ * rarely, not return from a call at all; mpirun, unless told to keep a job going without a rank,
+ * ends such a process with the job. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
 
 /* ==== src/parallel/mesh.h ===================================================================== */
@@ -4735,6 +4856,7 @@ DTRAIN__PRIVATE int dtrain__open_new(const char *path);
 DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
+DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
@@ -4817,6 +4939,24 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
     DIR *directory = file < 0 ? NULL : fdopendir(file);
     if (file >= 0 && !directory) close(file);
     return directory;
+}
+
+/* Return when a process was started, in the system's ticks: its number can be given to another one
+ * after its end. 0: no such process runs (one that waits to be reaped has no threads left), or /proc
+ * does not show it. */
+DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid)
+{
+    char path[64], text[1024] = "";
+    snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
+    const int file = dtrain__open(path, O_RDONLY);
+    if (file < 0 || read(file, text, sizeof text - 1) < 0) text[0] = 0;
+    if (file >= 0) close(file);
+    const char *at = strrchr(text, ')'); /* of the name: after it come state and numbers */
+    const bool ended = at && at[1] && (at[2] == 'Z' || at[2] == 'X');
+    for (int i = 0; i < 18 && at; i++) at = strchr(at + 1, ' ');
+    if (!at || (ended && strtol(at, NULL, 10) < 2)) return 0; /* threads */
+    for (int i = 0; i < 2 && at; i++) at = strchr(at + 1, ' ');
+    return at ? strtoull(at, NULL, 10) : 0;
 }
 
 /* ---- Memory -----------------------------------------------------------------------------------*/
@@ -5696,7 +5836,16 @@ typedef struct dtrain__control {
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
     dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
     uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
+    uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use the mapping of a process,
+                                           which its first rank has made, see page.c */
 } dtrain__control;
+
+/* The process of a joined rank. */
+typedef struct dtrain__life {
+    uint64_t host;    /* a hash; the same for ranks that can see each other's processes */
+    int64_t pid;      /* in the namespace of that host */
+    uint64_t started; /* see dtrain__process_started; 0: unknown */
+} dtrain__life;
 
 /* A control page, with or without arenas after it, as it was mapped. */
 typedef struct dtrain__region {
@@ -5709,7 +5858,8 @@ typedef struct dtrain__range {
     size_t begin, end; /* whole pages, from the start of the arena */
 } dtrain__range;
 
-typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
+typedef struct dtrain__part dtrain__part;   /* of a communicator, see comm/ */
+typedef struct dtrain__guest dtrain__guest; /* see launch/join.c */
 struct dtrain__engine;
 struct dtrain__work;
 struct dtrain__wait;
@@ -5734,7 +5884,17 @@ struct dtrain_world {
     uint64_t *progress; /* in the file that dtrain-run reads, see launch/restart.c; or NULL */
     dtrain__control *control;
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
-    dtrain__region page;       /* with a link: where control is */
+    dtrain__guest *guest;      /* of dtrain_world_join, see launch/join.c; or NULL */
+    dtrain_result (*gather)(dtrain_world *world, const void *mine, size_t bytes); /* of a guest,
+                                                in place of the control page; or NULL */
+    void (*tell)(dtrain_world *world); /* without link: sends this rank's abort or hears of another
+                                          one's; or NULL */
+    const void *comm_given; /* of the join desc, until the world's communicator is made */
+    dtrain__region page;    /* of joined ranks: where control is */
+    dtrain__life lives[DTRAIN_MAX_RANKS]; /* of joined ranks */
+    int mapper;         /* the first rank of this process, which has mapped the page */
+    int looked;         /* the rank whose process was looked for last ... */
+    uint64_t looked_ns; /* ... and when */
     uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank first saw that each left; 0: not yet */
     char no_region[200];                /* with a link: why the ranks of one host share no memory */
     uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
@@ -5787,6 +5947,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error);
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
+DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns);
 DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
                                          const dtrain__abort_record *record);
@@ -6370,9 +6531,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place);
 
 /* world/page.c */
-DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
-                                                 const dtrain__placement *place,
-                                                 size_t reserve_bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__find_page(dtrain_world *world, const dtrain__placement *place,
+                                                size_t reserve_bytes);
+DTRAIN__PRIVATE void dtrain__page_release(dtrain_world *world);
 
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
 {
@@ -6457,6 +6618,26 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
         return false;
     dtrain__count_end(control, rank, true);
     return true;
+}
+
+/* Find out whether the process of a rank has ended, of one rank after the other: a guest's host has
+ * no launcher that this library knows, and no connection that closes. All 256 take 1.3 s. */
+DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
+{
+    const uint64_t now = dtrain__now_ns();
+    const int rank = (world->looked + 1) % world->size;
+    const dtrain__life *life = &world->lives[rank];
+    char text[160];
+    if (!world->guest || now - world->looked_ns < 5000000u) return;
+    world->looked_ns = now;
+    world->looked = rank;
+    if (life->host != world->lives[world->rank].host ||
+        (life->started ? dtrain__process_started(life->pid) == life->started
+                       : kill((pid_t)life->pid, 0) == 0 || errno != ESRCH) ||
+        !dtrain__record_lost(world->control, rank) || !world->tell)
+        return;
+    dtrain__describe_end(world->control, rank, text, sizeof text);
+    dtrain_world_abort(world, DTRAIN_ERROR_PEER, text); /* on other hosts nobody can see it */
 }
 
 /* Wait until an abort that another rank records can be read; false: it has been killed half-way.
@@ -6603,6 +6784,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->polled = true;
     dtrain__beat(world, now);
     dtrain__link_poll(world);
+    dtrain__look_for_lost(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
         return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
@@ -6639,6 +6821,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wai
  * rank. MADV_WIPEONFORK makes *mine 0 there, so the check is one load and no getpid. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
 {
+    dtrain__set_thread_rank(world->rank); /* a thread of a host can have several worlds */
     if (world->mine && *world->mine) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: called in a process that a rank has forked; only the rank itself can",
@@ -6655,6 +6838,7 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (!dtrain__record_abort(control, &control->aborted, world->rank, code, sentence)) return;
     dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, &world->control->aborted,
                       sizeof world->control->aborted);
+    if (world->tell) world->tell(world);
 }
 
 /* True once this rank has known for `grace_ns` that `rank` left. Its own clock counts: the clock of
@@ -6672,6 +6856,8 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
+    if (world->tell) world->tell(world);
+    dtrain__look_for_lost(world);
     const dtrain_result trouble = dtrain__trouble(world);
     dtrain__failed(world, trouble);
     DTRAIN__TRY(trouble);
@@ -6765,6 +6951,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_gather(dtrain_world *world, const vo
 {
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
+    if (world->gather) return world->gather(world, mine, bytes);
     const dtrain__comm_call call = {
         "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0, NULL};
     (void)dtrain__enter(world, call.kind);
@@ -7761,20 +7948,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  *
  * Joined ranks that are all on one host share memory as forked ranks do. Rank 0 makes a file
  * without a name (memfd) and sends the others its address; they open the file through
- * /proc/<pid>/fd and map it at the same address, or all ranks try another address. The kernel frees
- * the file when the last rank has ended, however it ended. */
+ * /proc/<pid>/fd and map it at the same address, or all ranks try another address. Ranks that are
+ * threads of one process use the mapping of the first of them. The kernel frees the file when the
+ * last rank has ended, however it ended.
+ *
+ * Only the world's all-gather is used, which is a link's or a host program's (launch/join.c). */
 
 /* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept.
  * Ranks that can see each other's processes and memory have the same host name, boot and namespaces
  * of a container: a hash of these is the host. /proc hides a part from all ranks of a host or from
- * none; only want of descriptors or memory is this rank's own failure. */
+ * none; only want of descriptors or memory is this rank's own failure. Learn also which process
+ * each rank is. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
     uint64_t spaces[2] = {0, 0};
     char text[320];
     struct stat status;
-    uint64_t all[DTRAIN_MAX_RANKS];
+    dtrain__life own, *all = world->lives;
     int local_rank = 0, local_size = 0, hosts = 0, error = 0;
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
@@ -7786,19 +7977,23 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
         else if (!error) error = errno;
     if (error == EMFILE || error == ENFILE || error == ENOMEM || error == EIO)
         return dtrain__abort_with(
-            world, DTRAIN_ERROR_SYSTEM,
-            "dtrain_launch: rank %d cannot find out on which host it is: %s%s", world->rank,
-            strerror(error),
+            world, DTRAIN_ERROR_SYSTEM, "rank %d cannot find out on which host it is: %s%s",
+            world->rank, strerror(error),
             error == EMFILE || error == ENFILE ? "; raise the limit (ulimit -n)" : "");
-    const uint64_t mine = dtrain__siphash(spaces, text, sizeof text);
-    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+    own.host = dtrain__siphash(spaces, text, sizeof text);
+    own.pid = getpid();
+    own.started = dtrain__process_started(own.pid);
+    DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
+    world->mapper = world->rank;
     for (int i = 0; i < world->size; i++) {
+        const bool here = all[i].host == own.host;
         int first = 0;
-        while (all[first] != all[i]) first++;
-        if (all[i] == mine && first == i) world->node = hosts;
-        local_rank += i < world->rank && all[i] == mine;
-        local_size += all[i] == mine;
+        while (all[first].host != all[i].host) first++;
+        if (here && first == i) world->node = hosts;
+        local_rank += i < world->rank && here;
+        local_size += here;
         hosts += first == i;
+        if (here && all[i].pid == own.pid && i < world->mapper) world->mapper = i;
     }
     world->node_count = hosts;
     if (place->forks) local_rank = world->rank - place->rank;
@@ -7816,12 +8011,18 @@ typedef struct dtrain__offer {
 
 /* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
  * process may have its number by now. */
-static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
+static dtrain_result dtrain__accept_region(const dtrain_world *world, const dtrain__offer *offer,
+                                           dtrain__region *region)
 {
     char path[64];
     struct stat status;
     void *const wanted = (void *)(uintptr_t)offer->address;
     const size_t bytes = (size_t)offer->bytes;
+    if (world->mapper != world->rank) { /* another thread of this process maps it */
+        region->control = (dtrain__control *)wanted;
+        region->bytes = bytes;
+        return DTRAIN_OK;
+    }
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = dtrain__open(path, O_RDWR);
     const bool there = file >= 0 && fstat(file, &status) == 0;
@@ -7862,10 +8063,16 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
         if (offer.file < 0 || fstat(offer.file, &status) != 0)
             result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-        else
-            result = dtrain__map_region(reserve_bytes, (uint32_t)world->size,
-                                        attempt < 3 ? (void *)dtrain__places[attempt] : NULL,
+        /* another world of this process may be there: its neighbour's place is as good */
+        for (uintptr_t at = attempt < 3 ? dtrain__places[attempt] : 0, tries = 0;
+             result == DTRAIN_OK && !region->control; at += region->bytes) {
+            result = dtrain__map_region(reserve_bytes, (uint32_t)world->size, (void *)at,
                                         offer.file, region);
+            if (result != DTRAIN_OK || !at || (uintptr_t)region->control == at || ++tries == 64)
+                break;
+            munmap(region->control, region->bytes);
+            region->control = NULL;
+        }
         if (result == DTRAIN_OK) {
             offer.address = (uint64_t)(uintptr_t)region->control;
             offer.bytes = region->bytes;
@@ -7876,7 +8083,11 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     dtrain_result gathered = dtrain__world_gather(world, &offer, sizeof offer);
     if (gathered == DTRAIN_OK) {
         const dtrain__offer *first = (const dtrain__offer *)dtrain__gathered(world, 0);
-        if (world->rank && first->bytes) result = dtrain__accept_region(first, region);
+        if (world->rank && first->bytes) result = dtrain__accept_region(world, first, region);
+        for (int i = 0; i < world->size && result == DTRAIN_OK && world->mapper == world->rank; i++)
+            if (world->lives[i].host == world->lives[world->rank].host &&
+                world->lives[i].pid == world->lives[world->rank].pid)
+                region->control->holders[world->rank]++;
         if (result != DTRAIN_OK)
             snprintf(why, sizeof why, "rank %d: %.160s", world->rank,
                      dtrain__bare(dtrain_last_error()));
@@ -7887,31 +8098,41 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     for (int i = 0; i < world->size && gathered == DTRAIN_OK && !world->no_region[0]; i++)
         memcpy(world->no_region, dtrain__gathered(world, i), sizeof why);
     if ((gathered == DTRAIN_OK && !world->no_region[0]) || !region->control) return gathered;
-    munmap(region->control, region->bytes);
+    if (world->mapper == world->rank) munmap(region->control, region->bytes);
     return gathered;
 }
 
-/* Make a joined rank a rank like any other: meet the others, find the ranks of this host, and where
- * all are on one host move from this rank's own control page to a shared one. Where no address is
- * free in every rank, ranks continue without shared memory, as on several hosts. */
-DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
-                                                 const dtrain__placement *place,
-                                                 size_t reserve_bytes)
+/* Unmap a joined rank's control page, its own or the shared one, of which the last rank in this
+ * process takes care. */
+DTRAIN__PRIVATE void dtrain__page_release(dtrain_world *world)
 {
-    DTRAIN__TRY(dtrain__meet(world, place));
+    dtrain__control *control = world->page.control;
+    if (!control) return;
+    if (!control->arenas || dtrain__fetch_add(&control->holders[world->mapper], -1u) == 1)
+        munmap(control, world->page.bytes);
+    world->page.control = NULL;
+}
+
+/* Make a joined rank, which has met the others, a rank like any other: find the ranks of this host,
+ * and where all are on one host move from this rank's own control page to a shared one. Where no
+ * address is free in every rank, ranks continue without shared memory, as on several hosts. */
+DTRAIN__PRIVATE dtrain_result dtrain__find_page(dtrain_world *world, const dtrain__placement *place,
+                                                size_t reserve_bytes)
+{
     DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
-    for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
+    for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->control->arenas;
          attempt++) {
         dtrain__region region;
         memset(&region, 0, sizeof region);
         DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region));
         if (world->no_region[0]) continue;
-        munmap(world->page.control, world->page.bytes);
+        dtrain__page_release(world);
         world->page = region;
         world->control = region.control;
         world->gather_count = 0;
-        world->link->shared = true;
+        world->gather = NULL;
+        if (world->link) world->link->shared = true;
     }
     return DTRAIN_OK;
 }
@@ -10242,10 +10463,9 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
     if (!world->control->arenas)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
-            "communicator needs that; between hosts give one that crosses them: on GPUs NCCL "
-            "(comm_ops, "
-            "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
+            "%d ranks on %d host%s share no memory%s%s%s, and the local communicator needs that; "
+            "between hosts give one that crosses them: on GPUs NCCL (comm_ops, dtrain_nccl.h), one "
+            "rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI; a guest: dtrain_world_join_mpi)",
             world->size, world->node_count, world->node_count == 1 ? "" : "s",
             world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
     dtrain__sweep_retired(world);
@@ -10259,7 +10479,7 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
     own->proof = &comm->proof;
     own->proof_value = comm->proof = dtrain__now_ns() ^ (uint64_t)(uintptr_t)part;
 #ifdef PR_SET_PTRACER /* where yama guards memory, let the launcher's processes read this one's */
-    if (getppid() > 1) prctl(PR_SET_PTRACER, (unsigned long)getppid(), 0, 0, 0);
+    if (!world->guest && getppid() > 1) prctl(PR_SET_PTRACER, (unsigned long)getppid(), 0, 0, 0);
 #endif
     *address = (int64_t)(intptr_t)part;
     return DTRAIN_OK;
@@ -10619,7 +10839,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
 /* The MPI transport
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * MPI_COMM_WORLD, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
+ * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
  * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
  *
  *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
@@ -10657,28 +10877,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
 #define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* other data: MPI counts in ints */
 #endif
 
-enum { DTRAIN__MPI_TAGS = 3 }; /* a communicator: records, rounds, messages */
-
-/* A thread that calls MPI_Init_thread and, at the end, MPI_Finalize. Both wait for all ranks
- * without a deadline, which the rank's own thread must not; MPI wants the same thread for both. */
-typedef struct dtrain__mpi_thread {
-    pthread_t id;
-    pthread_mutex_t gate; /* held by the rank until MPI is to be finalized */
-    uint32_t returned;    /* atomic: calls that have returned */
-    bool finalize;
-    int code, provided;
-} dtrain__mpi_thread;
+typedef enum dtrain__mpi_tag {
+    DTRAIN__TAG_RECORD = 0,
+    DTRAIN__TAG_ROUND = 1,
+    DTRAIN__TAG_MESSAGE = 2,
+    DTRAIN__TAG_ABORT = 3, /* of a world that has no link */
+    DTRAIN__MPI_TAGS = 4   /* a communicator */
+} dtrain__mpi_tag;
 
 /* The connection of a rank to MPI, one for all communicators. */
 typedef struct dtrain__mpi_hub {
     MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS]; /* rank in mpi of each rank of the world: orders may differ */
-    int64_t number_limit;        /* communicators that fit into MPI's range of tags */
-    dtrain__mpi_thread *thread;  /* NULL: the program has called MPI_Init */
-    MPI_Request request;         /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
-    int code;                    /* returned by the last MPI call */
-    bool quiet_pipes;            /* this file has set SIGPIPE to be ignored */
-    bool failed;                 /* no MPI call is made any more */
+    int ranks[DTRAIN_MAX_RANKS];  /* rank in mpi of each rank of the world: orders may differ */
+    int64_t number_limit;         /* communicators that fit into MPI's range of tags */
+    MPI_Request request;          /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
+    int code;                     /* returned by the last MPI call */
+    bool failed;                  /* no MPI call is made any more */
+    dtrain__abort_record *aborts; /* (2) the one that is sent, the one that is received */
+    MPI_Request hearing;          /* of the latter; MPI_REQUEST_NULL: there is a link */
 } dtrain__mpi_hub;
 
 /* comm/mpi_meet.c */
@@ -10699,12 +10915,6 @@ typedef enum dtrain__mpi_use {
     DTRAIN__SENT = 2,
     DTRAIN__RECORD_IN = 3
 } dtrain__mpi_use;
-
-typedef enum dtrain__mpi_tag {
-    DTRAIN__TAG_RECORD = 0,
-    DTRAIN__TAG_ROUND = 1,
-    DTRAIN__TAG_MESSAGE = 2
-} dtrain__mpi_tag;
 
 typedef struct dtrain__mpi_work {
     dtrain_transport_work base;
@@ -10739,6 +10949,44 @@ typedef struct dtrain__mpi_comm {
     char *memory; /* holds all arrays above */
     size_t memory_bytes;
 } dtrain__mpi_comm;
+
+/* ---- Aborts -----------------------------------------------------------------------------------*/
+
+/* Hear of another rank's abort, in a world without a link. */
+static void dtrain__mpi_hear(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    const dtrain__abort_record *abort = &hub->aborts[1];
+    int heard = 0;
+    if (hub->failed || hub->hearing == MPI_REQUEST_NULL) return;
+    if (MPI_Test(&hub->hearing, &heard, MPI_STATUS_IGNORE) == MPI_SUCCESS && heard)
+        (void)dtrain__record_abort(world->control, &world->control->aborted, abort->rank,
+                                   (dtrain_result)abort->code, abort->text);
+}
+
+/* Send this rank's abort to all others, or hear of one. After its own nothing is sent any more; so
+ * MPI gets a moment for it, and what it may still read stays mapped. */
+static void dtrain__mpi_tell(dtrain_world *world)
+{
+    dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
+    const uint64_t until = dtrain__now_ns() + 100000000u;
+    MPI_Request sends[DTRAIN_MAX_RANKS];
+    MPI_Status statuses[DTRAIN_MAX_RANKS];
+    int count = 0, done = 0;
+    if (!hub || hub->failed) return;
+    if (!dtrain__load(&world->control->aborted.state)) {
+        dtrain__mpi_hear(world, hub);
+        return;
+    }
+    hub->failed = true;
+    hub->aborts[0] = world->control->aborted;
+    for (int i = 0; i < world->size; i++)
+        if (i != world->rank &&
+            MPI_Isend(&hub->aborts[0], (int)sizeof hub->aborts[0], MPI_BYTE, hub->ranks[i],
+                      DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
+            count++;
+    while (!done && dtrain__now_ns() < until)
+        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
+}
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
 
@@ -10812,6 +11060,8 @@ static void dtrain__mpi_poll(dtrain_comm *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
+    dtrain__mpi_hear(base->world, comm->hub);
+    if (dtrain__mpi_failed(comm)) return;
     if (!comm->active && !base->in_flight)
         MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
     if (!comm->active) return;
@@ -11043,7 +11293,7 @@ static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
     dtrain__unpromise(comm->world, bytes);
 }
 
-/* Start MPI if this is the world's communicator; all others share its hub. With each rank there can
+/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there can
  * be in flight: for every operation of the window a record each way, the four requests of one
  * round, and one of a send and of a receive. */
 static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
@@ -11065,9 +11315,10 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     comm->record_bytes = dtrain__round_up(offsetof(dtrain__mpi_record, data) + data, line);
 
     const size_t bytes[] = {
-        room * sizeof *comm->requests, room * sizeof *comm->tokens,
-        room * sizeof *comm->statuses, room * sizeof *comm->indices,
-        size * comm->chunk_bytes,      (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes};
+        room * sizeof *comm->requests,   room * sizeof *comm->tokens,
+        room * sizeof *comm->statuses,   room * sizeof *comm->indices,
+        size * comm->chunk_bytes,        (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes,
+        2 * sizeof(dtrain__abort_record)};
     size_t at[sizeof bytes / sizeof *bytes];
     for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
         at[i] = comm->memory_bytes;
@@ -11081,6 +11332,12 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     comm->indices = (int *)(void *)(comm->memory + at[3]);
     comm->temporary = comm->memory + at[4];
     comm->records = comm->memory + at[5];
+    if (base->number == 0 && !base->world->link) {
+        comm->own.aborts = (dtrain__abort_record *)(void *)(comm->memory + at[6]);
+        base->world->tell = dtrain__mpi_tell;
+        MPI_Irecv(&comm->own.aborts[1], (int)sizeof comm->own.aborts[1], MPI_BYTE, MPI_ANY_SOURCE,
+                  DTRAIN__TAG_ABORT, comm->own.mpi, &comm->own.hearing);
+    }
     *address = 1;
     return DTRAIN_OK;
 }
@@ -11131,59 +11388,24 @@ DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL;
 
 /* The MPI transport: how ranks meet in MPI, and how they leave it
  *
- * MPI_Init waits without a deadline for every rank. So all ranks first agree to call it, and a
- * thread calls it, for which the rank waits with a deadline: a rank may be stopped in between. Then
- * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails,
- * and the others find its exit record where they wait for it. */
+ * The program has initialised MPI, and finalizes it. The ranks compare the size and the ranks of
+ * its communicator with those of the world, and duplicate it with a deadline. A rank that cannot go
+ * on fails, and the others find its exit record where they wait for it. */
 
 #ifdef DTRAIN_USE_MPI
 
 #define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
 
-static void *dtrain__mpi_thread_main(void *argument)
+static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
 {
-    dtrain__mpi_thread *self = (dtrain__mpi_thread *)argument;
-    self->code = MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &self->provided);
-    dtrain__store(&self->returned, 1);
-    pthread_mutex_lock(&self->gate);
-    if (self->finalize) MPI_Finalize();
-    pthread_mutex_unlock(&self->gate);
-    dtrain__store(&self->returned, 2);
-    return NULL;
+    int done = 1;
+    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
+    return done || hub->code != MPI_SUCCESS;
 }
 
-/* Start the thread, with all signals blocked: the rank's thread handles them. */
-static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
-{
-    sigset_t all, before;
-    dtrain__mpi_thread *thread = (dtrain__mpi_thread *)calloc(1, sizeof *thread);
-    if (!thread) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for MPI's thread");
-    pthread_mutex_init(&thread->gate, NULL);
-    pthread_mutex_lock(&thread->gate);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&thread->id, NULL, dtrain__mpi_thread_main, thread);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (!error) hub->thread = thread;
-    else free(thread);
-    return error ? dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI's thread could not be made: %s",
-                               strerror(error))
-                 : DTRAIN_OK;
-}
-
-/* Tell whether that many calls of the thread have returned; if not, sleep a moment. */
-static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
-{
-    const struct timespec nap = {0, 1000000};
-    if (dtrain__load(&hub->thread->returned) >= calls) return true;
-    nanosleep(&nap, NULL);
-    return false;
-}
-
-/* Wait for something that MPI does on all ranks together; `done` tests it. The ranks exchange their
- * progress at least ten times a second: so a stopped rank is noticed, and all give up together. */
-static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub, const char *call,
-                                       bool (*done)(dtrain__mpi_hub *hub))
+/* Wait until all ranks have the duplicate. They exchange their progress at least ten times a
+ * second: so a stopped rank is noticed, and all give up together. */
+static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__wait wait = dtrain__wait_begin();
     const uint64_t least = DTRAIN__MPI_PATIENCE_NS;
@@ -11194,7 +11416,7 @@ static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub
     while (late < world->size) {
         const uint64_t until = dtrain__now_ns() + 100000000u;
         while (mine != DONE && dtrain__now_ns() < until)
-            if (done(hub)) mine = DONE;
+            if (dtrain__mpi_request_done(hub)) mine = DONE;
             else sched_yield();
         const dtrain_result turn = dtrain__wait_poll(world, &wait);
         if (turn == DTRAIN_ERROR_PEER) return turn;
@@ -11204,63 +11426,40 @@ static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub
         for (int i = 0; i < world->size; i++)
             if (all[i] == TOO_LATE)
                 return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
-                                   "%s has not returned on rank %d for %.1f s", call, i,
+                                   "MPI_Comm_idup has not returned on rank %d for %.1f s", i,
                                    1e-9 * (double)most);
     }
     if (hub->code == MPI_SUCCESS) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s failed with code %d", call, hub->code);
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", hub->code);
 }
 
-static bool dtrain__mpi_init_done(dtrain__mpi_hub *hub)
-{
-    const bool done = !hub->thread || dtrain__mpi_returned(hub, 1);
-    if (done && hub->thread) hub->code = hub->thread->code;
-    return done;
-}
-
-static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
-{
-    int done = 1;
-    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
-    return done || hub->code != MPI_SUCCESS;
-}
-
-/* Start MPI, unless the program has, and find the ranks of the world in it. */
+/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD, and
+ * duplicate it: that keeps the program's messages apart from these. */
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
+    const MPI_Comm given =
+        world->comm_given ? *(const MPI_Comm *)world->comm_given : MPI_COMM_WORLD;
     int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
     int finalized = 0, ready = 0, size, rank, found = 0;
     void *highest = NULL;
-    struct sigaction pipes;
+    hub->hearing = MPI_REQUEST_NULL;
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
-    MPI_Finalized(&finalized);
-    if (finalized)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "MPI has been ended, by an earlier world or by the program; for several "
-                           "worlds call MPI_Init before the first and MPI_Finalize after the last");
-    if (world->size > 1 && (!world->link || world->launcher))
+    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "the communicator over MPI needs ranks that MPI's launcher has started, "
                            "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
                            "or leave comm_ops NULL for the local communicator",
                            world->size, world->size);
-    DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL)); /* all ranks will call it */
     MPI_Initialized(&ready);
-    if (!ready) DTRAIN__TRY(dtrain__mpi_thread_start(hub));
-    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Init_thread", dtrain__mpi_init_done));
-    if (hub->thread && hub->thread->provided < MPI_THREAD_SERIALIZED)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "this MPI gives no MPI_THREAD_SERIALIZED; call MPI_Init before "
-                           "dtrain_launch and MPI_Finalize after it");
-    if (hub->thread) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-
-    /* Open MPI writes to sockets of ranks that have died, and SIGPIPE would kill this rank before
-     * it can report which one: ignore it, unless the program handles it. */
-    if (sigaction(SIGPIPE, NULL, &pipes) == 0 && pipes.sa_handler == SIG_DFL)
-        hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
-
-    MPI_Comm_size(MPI_COMM_WORLD, &size);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Finalized(&finalized);
+    if (!ready || finalized)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "MPI %s; call MPI_Init before the first world and MPI_Finalize after the "
+            "last",
+            finalized ? "has been ended by MPI_Finalize" : "is not initialised");
+    MPI_Comm_size(given, &size);
+    MPI_Comm_rank(given, &rank);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
     hub->number_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
     mine[0] = size;
@@ -11275,20 +11474,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
                                i, world->size, (int)all[i][0], world->size);
     }
 
-    /* A duplicate keeps the program's messages apart from these. */
-    hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
-    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
+    hub->code = MPI_Comm_idup(given, &hub->mpi, &hub->request);
+    DTRAIN__TRY(dtrain__mpi_await(world, hub));
     MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
     return DTRAIN_OK;
 }
 
-/* Leave MPI after the last communicator, and finalize it if dtrain has started it: only when all
- * ranks have ended without an error. Unless all have come this far, memory that MPI may still
- * access stays mapped, and so does that of a thread that never returns from MPI, until the process
- * ends. */
+/* Free the duplicate after the last communicator, when all ranks have come to their end without an
+ * error. Otherwise memory that MPI may still access stays mapped until the process ends. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    dtrain__mpi_thread *thread = hub->thread;
     dtrain__wait wait = dtrain__wait_begin();
     dtrain_result turn = hub->failed ? DTRAIN_ERROR_PEER : dtrain__trouble(world);
     int late = 0;
@@ -11302,30 +11497,15 @@ DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
         late++;
     if (turn == DTRAIN_ERROR_TIMEOUT)
         dtrain_log(world, DTRAIN_LOG_WARNING,
-                   "rank %d has not come to its end for %.1f s: rank %d leaves without "
-                   "MPI_Finalize",
+                   "rank %d has not come to its end for %.1f s: rank %d leaves MPI without it",
                    late, 1e-9 * (double)world->timeout_ns, world->rank);
-    const bool ends = turn == DTRAIN_OK && hub->code == MPI_SUCCESS;
-    hub->failed = !ends;
-    if (thread) {
-        wait = dtrain__wait_begin();
-        const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
-        thread->finalize = ends;
-        pthread_mutex_unlock(&thread->gate);
-        while (ends && !dtrain__mpi_returned(hub, 2) &&
-               dtrain__wait_poll(world, &wait) == DTRAIN_OK)
-            continue;
-        if (inside || (ends && dtrain__load(&thread->returned) < 2)) {
-            dtrain_log(world, DTRAIN_LOG_WARNING, "rank %d leaves MPI, and %s has not returned",
-                       world->rank, ends ? "MPI_Finalize" : "MPI_Init_thread");
-            pthread_detach(thread->id);
-        } else {
-            pthread_join(thread->id, NULL);
-            pthread_mutex_destroy(&thread->gate);
-            free(thread);
-        }
-    } else if (ends) MPI_Comm_free(&hub->mpi);
-    if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
+    hub->failed = turn != DTRAIN_OK || hub->code != MPI_SUCCESS;
+    if (hub->failed) return;
+    if (hub->hearing != MPI_REQUEST_NULL) {
+        MPI_Cancel(&hub->hearing);
+        MPI_Wait(&hub->hearing, MPI_STATUS_IGNORE);
+    }
+    MPI_Comm_free(&hub->mpi);
 }
 
 #endif /* DTRAIN_USE_MPI */
@@ -11364,7 +11544,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     } place;
     const dtrain_comm_ops *const mpi = dtrain__mpi_comm_ops();
     const dtrain_comm_ops *const local = dtrain__local_comm_ops(false);
-    const dtrain_comm_ops *ops = world->control->arenas || !mpi ? local : mpi;
+    const bool apart = !world->control->arenas && mpi && (!world->guest || world->comm_given);
+    const dtrain_comm_ops *ops = apart ? mpi : local;
     const bool on_host = world->device->ops->host_memory;
     if (world->comm_ops) ops = world->comm_ops;
     if (ops->abi != DTRAIN_COMM_ABI)
@@ -11452,6 +11633,8 @@ typedef struct dtrain__launch {
     bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
     bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
     dtrain_result joined;    /* with is_rank: the result of making its world */
+    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's, and ... */
+    const dtrain_join_desc *join; /* ... its desc; or NULL */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;               /* see dtrain_world */
@@ -11478,12 +11661,23 @@ typedef struct dtrain__launch {
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
+/* launch/launch.c */
+DTRAIN__PRIVATE uint32_t dtrain__cores(void);
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
+                                                   int size);
+
 /* launch/environment.c */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 /* launch/rank.c */
+DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
+                                                   dtrain_world **out);
+DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world);
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index);
+
+/* launch/join.c */
+DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world);
 
 /* launch/restart.c */
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
@@ -11493,7 +11687,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
 
 static const dtrain_launch_info dtrain__no_end = {0, -1, 1, 0, 0, 0}; /* until ranks have run */
 
-static uint32_t dtrain__cores(void)
+DTRAIN__PRIVATE uint32_t dtrain__cores(void)
 {
 #ifdef CPU_COUNT /* hidden when a system header came before _GNU_SOURCE was defined */
     cpu_set_t set;
@@ -11696,6 +11890,31 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
+/* Check what a launch and a join have in common. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
+                                                   int size)
+{
+    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
+    const dtrain__bound bounds[] = {
+        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
+        /* (int): a program may have been given a negative number */
+        {desc->threads_per_rank > 4096, "the number of threads",
+         (double)(int)desc->threads_per_rank, "0 to 4096"},
+        {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
+         "at most 1023 bytes"}};
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof *bounds));
+    if (desc->device_ops == dtrain__plan_device_ops())
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the plan device runs no kernel: expected cpu or cuda", call);
+    if (desc->node_ranks && (uint32_t)size % desc->node_ranks)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: node_ranks is %u, expected a divisor of the %d ranks (1 makes every "
+            "rank a node)",
+            call, desc->node_ranks, size);
+    return DTRAIN_OK;
+}
+
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
@@ -11712,22 +11931,11 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
         most = desc->default_rank_count;
     if (!desc->flight_directory || !desc->flight_directory[0])
         desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
-    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
-    const dtrain__bound bounds[] = {
-        /* (int): a program may have been given a negative number */
-        {most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
-         "at most 256 (DTRAIN_MAX_RANKS)"},
-        {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
-         "0 (processes) or 1 (threads)"},
-        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
-        {desc->threads_per_rank > 4096, "threads_per_rank", (double)(int)desc->threads_per_rank,
-         "0 to 4096"},
-        {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
-         "at most 1023 bytes"}};
+    const dtrain__bound bounds[] = {{most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
+                                     "at most 256 (DTRAIN_MAX_RANKS)"},
+                                    {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
+                                     "0 (processes) or 1 (threads)"}};
     DTRAIN__TRY(dtrain__check_bounds("dtrain_launch", bounds, sizeof bounds / sizeof *bounds));
-    if (desc->device_ops == dtrain__plan_device_ops())
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: the plan device runs no kernel: expected cpu or cuda");
     DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -11744,11 +11952,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!place->named) place->job = desc->job;
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
-    if (desc->node_ranks && (uint32_t)place->size % desc->node_ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: node_ranks is %u, expected a divisor of the %d ranks (1 "
-                           "makes every rank a node)",
-                           desc->node_ranks, place->size);
+    DTRAIN__TRY(dtrain__check_launch("dtrain_launch", desc, place->size));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -11825,21 +12029,15 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
 }
 
 /* Make the number that all attempts of this run have, and no other run: from the name that
- * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, after
- * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
- * the place of the stack. */
+ * dtrain-run gives them, from the process that starts them (its id, and when it was started
+ * itself), or, when that is this one, from the time and the place of the stack. */
 static uint64_t dtrain__job_number(const dtrain__launch *launch)
 {
-    const char *name = dtrain__env_text(getenv, "DTRAIN_RUN_ID"), *at = NULL;
-    char path[64], text[1024] = "";
+    const char *name = dtrain__env_text(getenv, "DTRAIN_RUN_ID");
     uint64_t from[2] = {launch->start_ns, (uint64_t)getpid()};
     const int parent = (int)getppid();
-    snprintf(path, sizeof path, "/proc/%d/stat", parent);
-    const int file = name || !launch->place.complete ? -1 : dtrain__open(path, O_RDONLY);
-    if (file >= 0 && read(file, text, sizeof text - 1) > 0) at = strrchr(text, ')');
-    if (file >= 0) close(file);
-    for (int i = 0; i < 20 && at; i++) at = strchr(at + 1, ' ');
-    if (at) from[0] = strtoull(at, NULL, 10), from[1] = (uint64_t)parent;
+    const uint64_t at = name || !launch->place.complete ? 0 : dtrain__process_started(parent);
+    if (at) from[0] = at, from[1] = (uint64_t)parent;
     if (name) from[0] = from[1] = 0;
     if (!name && !at) return dtrain__siphash(from, &launch, sizeof launch) | 1;
     return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
@@ -11958,7 +12156,7 @@ static uint64_t *dtrain__progress_open(void)
     return page == MAP_FAILED ? NULL : (uint64_t *)page + magic / sizeof(uint64_t);
 }
 
-static void dtrain__world_destroy(dtrain_world *world)
+DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world)
 {
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
@@ -11968,7 +12166,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__link_destroy(world);
     if (world->progress)
         munmap((char *)world->progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
-    if (world->page.control) munmap(world->page.control, world->page.bytes);
+    dtrain__page_release(world);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
     dtrain__free(&allocator, world, 1, sizeof *world);
@@ -11977,8 +12175,8 @@ static void dtrain__world_destroy(dtrain_world *world)
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
 DTRAIN__OWN_FRAME
-static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
-                                          dtrain_world **out)
+DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
+                                                   dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
     dtrain_device_desc device;
@@ -11987,6 +12185,9 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
+    world->guest = launch->guest;
+    if (launch->join) world->page = launch->region;
+    if (launch->join) world->comm_given = launch->join->comm_given;
     world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
@@ -12015,8 +12216,11 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     madvise(mine, dtrain__page_bytes(), MADV_WIPEONFORK);
 #endif
     DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
-    world->progress = dtrain__progress_open();
-    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    if (!world->guest) world->progress = dtrain__progress_open();
+    if (launch->joins) DTRAIN__TRY(dtrain__meet(world, &launch->place));
+    if (world->guest) DTRAIN__TRY(dtrain__guest_meet(world));
+    if (world->page.control)
+        DTRAIN__TRY(dtrain__find_page(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
@@ -12114,6 +12318,236 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
     dtrain__world_destroy(world);
     dtrain__set_thread_rank(-1);
     return code;
+}
+
+/* ==== src/launch/join.c ======================================================================= */
+
+/* Joining and leaving
+ *
+ *     dtrain_world_join
+ *         world_create       as for other ranks (rank.c), with two differences:
+ *             guest_meet     the host's all-gather is the world's ...
+ *             find_page      ... until the members of one host share a control page (world/page.c)
+ *             device, communicator
+ *         the last gathering, so that nobody has a world unless all have
+ *
+ * On several hosts no page is shared, and the world gathers over its communicator from then on.
+ *
+ * The host's all-gather has no deadline, and a member that fails must not leave the others in it.
+ * So a record says how its member does: one that fails takes part in one more gathering with its
+ * error, all others find it there and give up too. All records have one size, because the member
+ * that fails does not know what the others gather. Once the page is shared, an abort does it. */
+
+typedef struct dtrain__guest_record {
+    int32_t code, rank, size; /* code: not DTRAIN_OK: data is the sentence of a member that fails */
+    uint32_t bytes;           /* of data */
+    char data[DTRAIN_WORLD_ALL_GATHER_BYTES];
+} dtrain__guest_record;
+
+struct dtrain__guest {
+    dtrain_host_gather_fn all_gather; /* NULL: no more gatherings with the host's */
+    void *user;
+    int rank, size;
+    size_t bytes;                   /* of this mapping */
+    dtrain__guest_record own, *all; /* all: (size) */
+};
+
+/* Gather with the host's function. Whatever fails in a gathering fails on all members in the same
+ * one, which is then the last. */
+static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result code,
+                                            const void *data, size_t bytes)
+{
+    dtrain__guest_record *own = &guest->own;
+    const dtrain_host_gather_fn all_gather = guest->all_gather;
+    guest->all_gather = NULL;
+    own->code = (int32_t)code;
+    own->rank = guest->rank;
+    own->size = guest->size;
+    own->bytes = (uint32_t)bytes;
+    if (bytes) memcpy(own->data, data, bytes);
+    const int failed = all_gather(guest->user, own, guest->all, sizeof *own);
+    if (failed)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the host's all-gather returned %d", failed);
+    for (int i = 0; i < guest->size; i++) {
+        const dtrain__guest_record *record = &guest->all[i];
+        if (record->rank != i || record->size != guest->size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "member %d of the host's all-gather says that it is rank %d of %d, "
+                               "rank %d was told %d ranks",
+                               i, record->rank, record->size, guest->rank, guest->size);
+        if (record->code != DTRAIN_OK)
+            return dtrain_fail((dtrain_result)record->code, "rank %d cannot join: %.400s", i,
+                               record->data);
+        if (record->bytes != bytes)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "rank %d joins with %u bytes where rank %d has %zu: start the same "
+                               "program on all ranks",
+                               i, record->bytes, guest->rank, bytes);
+    }
+    guest->all_gather = all_gather;
+    return DTRAIN_OK;
+}
+
+/* Put gathered records where dtrain__gathered finds them. */
+static void dtrain__guest_keep(dtrain_world *world, const char *from, size_t stride, size_t bytes)
+{
+    const size_t half = ++world->gather_count % 2;
+    for (int i = 0; i < world->size; i++) {
+        world->control->slots[i].bytes[half] = bytes;
+        memcpy(world->control->slots[i].data[half], from + (size_t)i * stride, bytes);
+    }
+}
+
+static dtrain_result dtrain__guest_gather(dtrain_world *world, const void *mine, size_t bytes)
+{
+    dtrain__guest *guest = world->guest;
+    DTRAIN__TRY(dtrain__guest_exchange(guest, DTRAIN_OK, mine, bytes));
+    dtrain__guest_keep(world, guest->all->data, sizeof *guest->all, bytes);
+    return DTRAIN_OK;
+}
+
+/* Gather over the communicator of all members, in whole elements. */
+static dtrain_result dtrain__comm_gather(dtrain_world *world, const void *mine, size_t bytes)
+{
+    dtrain__guest *guest = world->guest;
+    const size_t count = (bytes + 3) / 4;
+    if (bytes) memcpy(guest->own.data, mine, bytes);
+    DTRAIN__TRY(
+        dtrain_all_gather(world->comm, guest->own.data, guest->all, count, DTRAIN_DTYPE_I32, NULL));
+    dtrain__guest_keep(world, (const char *)guest->all, count * 4, bytes);
+    return DTRAIN_OK;
+}
+
+/* Meet the other members: from now on the world gathers with the host's function. */
+DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
+{
+    char own[24] = DTRAIN_VERSION_STRING;
+    world->gather = dtrain__guest_gather;
+    DTRAIN__TRY(dtrain__world_gather(world, own, sizeof own));
+    for (int i = 0; i < world->size; i++)
+        if (memcmp(dtrain__gathered(world, i), own, sizeof own) != 0)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH, "rank %d has dtrain %.23s, rank %d has %s", i,
+                               (const char *)dtrain__gathered(world, i), world->rank, own);
+    return DTRAIN_OK;
+}
+
+/* A guest without a log says nothing. */
+static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    (void)user;
+    (void)level;
+    (void)rank;
+    (void)text;
+}
+
+/* Write a join as the launch of one rank, whose checks and defaults are the same. */
+static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
+{
+    dtrain_launch_desc *desc = &launch->desc;
+    desc->threads_per_rank = given->threads ? given->threads : 1;
+    desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
+    desc->log_level = given->log_level;
+    desc->reserve_bytes = given->reserve_bytes;
+    desc->log = given->log ? given->log : dtrain__log_nothing;
+    desc->log_user = given->log_user;
+    desc->allocator = dtrain__resolve_allocator(&given->allocator);
+    desc->device_ops = given->device_ops;
+    desc->comm_ops = given->comm_ops;
+    desc->math = given->math;
+    desc->tune = given->tune;
+    desc->memory_limit = given->memory_limit;
+    desc->node_ranks = given->node_ranks;
+    desc->flight_directory = given->flight_directory;
+    desc->trace = given->trace;
+    desc->mode = DTRAIN_LAUNCH_THREADS; /* the process is not the rank's */
+    launch->log.write = desc->log;
+    launch->log.user = desc->log_user;
+    launch->log.level = (dtrain_log_level)desc->log_level;
+    launch->place.rank = given->rank;
+    launch->place.size = given->size;
+    launch->place.local_rank = -1;
+    launch->cores = dtrain__cores();
+    if (given->rank < 0 || given->rank >= given->size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: rank is %d, expected 0 to %d",
+                           given->rank, given->size - 1);
+    DTRAIN__TRY(dtrain__check_launch("dtrain_world_join", desc, given->size));
+    return dtrain__map_region(0, 0, NULL, -1, &launch->region);
+}
+
+/* End a join that has failed on this member. The others hear of it where they wait: on the shared
+ * page, or in the host's all-gather. */
+static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *guest,
+                                           dtrain_result result)
+{
+    char why[DTRAIN__ERROR_BYTES];
+    snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
+    if (world && world->control->arenas) dtrain_world_abort(world, result, why);
+    else if (guest->all_gather) (void)dtrain__guest_exchange(guest, result, why, sizeof why);
+    if (world) dtrain__world_destroy(world);
+    munmap(guest, guest->bytes);
+    dtrain__set_thread_rank(-1);
+    return dtrain_fail(result, "dtrain_world_join: %s", why);
+}
+
+DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_world **out)
+{
+    dtrain__launch launch;
+    dtrain_world *world = NULL;
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: out is NULL");
+    *out = NULL;
+    if (!desc || !desc->all_gather || desc->size < 1 || desc->size > DTRAIN_MAX_RANKS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_world_join: size is %d, expected 1 to %d, and all_gather is %s",
+                           desc ? desc->size : 0, DTRAIN_MAX_RANKS,
+                           desc && desc->all_gather ? "given" : "NULL");
+    const size_t bytes = sizeof(dtrain__guest) + (size_t)desc->size * sizeof(dtrain__guest_record);
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "dtrain_world_join: no %zu bytes: %s", bytes,
+                           strerror(errno));
+    dtrain__guest *guest = (dtrain__guest *)memory;
+    guest->all_gather = desc->all_gather;
+    guest->user = desc->user;
+    guest->rank = desc->rank;
+    guest->size = desc->size;
+    guest->bytes = bytes;
+    guest->all = (dtrain__guest_record *)(void *)(guest + 1);
+    memset(&launch, 0, sizeof launch);
+    launch.guest = guest;
+    launch.join = desc;
+    dtrain__set_thread_rank(desc->rank);
+    dtrain_result result = dtrain__guest_resolve(desc, &launch);
+    if (result == DTRAIN_OK) result = dtrain__world_create(&launch, desc->rank, &world);
+    if (result == DTRAIN_OK) result = dtrain__world_gather(world, NULL, 0);
+    if (!world && launch.region.control) munmap(launch.region.control, launch.region.bytes);
+    if (result != DTRAIN_OK) return dtrain__guest_refused(world, guest, result);
+    world->comm_given = NULL;
+    guest->all_gather = NULL;
+    if (world->gather) world->gather = dtrain__comm_gather;
+    *out = world;
+    return DTRAIN_OK;
+}
+
+/* Wait for all members, because another one may still read this one's memory, and free the
+ * world. */
+DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
+{
+    if (!world) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_leave"));
+    if (!world->guest)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
+                                               "and ends it; return from the rank's main function");
+    (void)dtrain__enter(world, "dtrain_world_leave");
+    const dtrain_result result = dtrain__world_gather(world, NULL, 0);
+    (void)dtrain__leave(world, result);
+    dtrain__guest *guest = world->guest;
+    dtrain__record_end(world->control, world->rank,
+                       result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
+                       result == DTRAIN_OK ? "" : dtrain_last_error());
+    dtrain__world_destroy(world);
+    munmap(guest, guest->bytes);
+    dtrain__set_thread_rank(-1);
+    return result;
 }
 
 /* ==== src/launch/environment.c ================================================================ */

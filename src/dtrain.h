@@ -9,6 +9,16 @@
 #define _GNU_SOURCE 1
 #endif
 
+#ifdef DTRAIN_USE_MPI
+#ifndef OMPI_SKIP_MPICXX
+#define OMPI_SKIP_MPICXX 1 /* the C++ bindings that MPI no longer has */
+#endif
+#ifndef MPICH_SKIP_MPICXX
+#define MPICH_SKIP_MPICXX 1
+#endif
+#include <mpi.h>
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -25,6 +35,7 @@ extern "C" {
 #include "world/world.h"
 #include "world/timeline.h"
 #include "launch/launch.h"
+#include "launch/join.h"
 #include "comm/comm.h"
 #include "parallel/mesh.h"
 #include "parallel/cut.h"
@@ -122,6 +133,7 @@ DTRAIN__COLD
 #include "comm/backend.c"
 #include "launch/launch.c"
 #include "launch/rank.c"
+#include "launch/join.c"
 #include "launch/environment.c"
 #include "launch/restart.c"
 #include "parallel/mesh.c"

@@ -44,7 +44,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     } place;
     const dtrain_comm_ops *const mpi = dtrain__mpi_comm_ops();
     const dtrain_comm_ops *const local = dtrain__local_comm_ops(false);
-    const dtrain_comm_ops *ops = world->control->arenas || !mpi ? local : mpi;
+    const bool apart = !world->control->arenas && mpi && (!world->guest || world->comm_given);
+    const dtrain_comm_ops *ops = apart ? mpi : local;
     const bool on_host = world->device->ops->host_memory;
     if (world->comm_ops) ops = world->comm_ops;
     if (ops->abi != DTRAIN_COMM_ABI)

@@ -137,14 +137,12 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * "mpi", in a program that is compiled with DTRAIN_USE_MPI (mpicc): for CPU ranks on several hosts,
  * and the default there. It moves bytes with MPI and adds in rank order in fp32, so results have
  * the bits of the local communicator. Reductions of large buffers are an all-to-all of slices, a
- * sum, and an all-gather of the results. Ranks are processes of MPI's launcher: mpirun, or srun
- * --mpi=pmix or pmi2. MPI_Init_thread is called if the program has not done it, for
- * MPI_THREAD_SERIALIZED, and then MPI_Finalize when all ranks have returned 0: both by a thread of
- * their own, because they have no deadline and a rank does; where one of them does not return, that
- * thread ends with the process. Any failure fails all communicators of the world, and MPI is not
- * called again: its launcher may say that a rank ended without MPI_Finalize, and what was under way
- * may still be written to. SIGPIPE is ignored in such a world unless the program has a handler:
- * Open MPI writes to sockets of ranks that have died. Over TCP it may then, rarely, not return from
- * a call at all; mpirun, unless told to keep a job going without a rank, ends such a process with
- * the job. */
+ * sum, and an all-gather of the results. The program calls MPI_Init before the first world and
+ * MPI_Finalize after the last. Ranks are those of dtrain_world_join_mpi or, in dtrain_launch, all
+ * processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. Any failure fails all
+ * communicators of the world, and MPI is not called again: MPI_Finalize may then not return, and
+ * what was under way may still be written to. A program that is to survive the end of a rank
+ * ignores SIGPIPE: Open MPI writes to sockets of ranks that have died. Over TCP it may then,
+ * rarely, not return from a call at all; mpirun, unless told to keep a job going without a rank,
+ * ends such a process with the job. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);

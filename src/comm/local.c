@@ -503,10 +503,9 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
     if (!world->control->arenas)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
-            "communicator needs that; between hosts give one that crosses them: on GPUs NCCL "
-            "(comm_ops, "
-            "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
+            "%d ranks on %d host%s share no memory%s%s%s, and the local communicator needs that; "
+            "between hosts give one that crosses them: on GPUs NCCL (comm_ops, dtrain_nccl.h), one "
+            "rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI; a guest: dtrain_world_join_mpi)",
             world->size, world->node_count, world->node_count == 1 ? "" : "s",
             world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
     dtrain__sweep_retired(world);
@@ -520,7 +519,7 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
     own->proof = &comm->proof;
     own->proof_value = comm->proof = dtrain__now_ns() ^ (uint64_t)(uintptr_t)part;
 #ifdef PR_SET_PTRACER /* where yama guards memory, let the launcher's processes read this one's */
-    if (getppid() > 1) prctl(PR_SET_PTRACER, (unsigned long)getppid(), 0, 0, 0);
+    if (!world->guest && getppid() > 1) prctl(PR_SET_PTRACER, (unsigned long)getppid(), 0, 0, 0);
 #endif
     *address = (int64_t)(intptr_t)part;
     return DTRAIN_OK;

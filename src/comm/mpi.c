@@ -1,7 +1,7 @@
 /* The MPI transport
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * MPI_COMM_WORLD, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
+ * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
  * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
  *
  *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
@@ -53,12 +53,6 @@ typedef enum dtrain__mpi_use {
     DTRAIN__RECORD_IN = 3
 } dtrain__mpi_use;
 
-typedef enum dtrain__mpi_tag {
-    DTRAIN__TAG_RECORD = 0,
-    DTRAIN__TAG_ROUND = 1,
-    DTRAIN__TAG_MESSAGE = 2
-} dtrain__mpi_tag;
-
 typedef struct dtrain__mpi_work {
     dtrain_transport_work base;
     int pending;  /* requests in flight, except receives of records */
@@ -92,6 +86,44 @@ typedef struct dtrain__mpi_comm {
     char *memory; /* holds all arrays above */
     size_t memory_bytes;
 } dtrain__mpi_comm;
+
+/* ---- Aborts -----------------------------------------------------------------------------------*/
+
+/* Hear of another rank's abort, in a world without a link. */
+static void dtrain__mpi_hear(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    const dtrain__abort_record *abort = &hub->aborts[1];
+    int heard = 0;
+    if (hub->failed || hub->hearing == MPI_REQUEST_NULL) return;
+    if (MPI_Test(&hub->hearing, &heard, MPI_STATUS_IGNORE) == MPI_SUCCESS && heard)
+        (void)dtrain__record_abort(world->control, &world->control->aborted, abort->rank,
+                                   (dtrain_result)abort->code, abort->text);
+}
+
+/* Send this rank's abort to all others, or hear of one. After its own nothing is sent any more; so
+ * MPI gets a moment for it, and what it may still read stays mapped. */
+static void dtrain__mpi_tell(dtrain_world *world)
+{
+    dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
+    const uint64_t until = dtrain__now_ns() + 100000000u;
+    MPI_Request sends[DTRAIN_MAX_RANKS];
+    MPI_Status statuses[DTRAIN_MAX_RANKS];
+    int count = 0, done = 0;
+    if (!hub || hub->failed) return;
+    if (!dtrain__load(&world->control->aborted.state)) {
+        dtrain__mpi_hear(world, hub);
+        return;
+    }
+    hub->failed = true;
+    hub->aborts[0] = world->control->aborted;
+    for (int i = 0; i < world->size; i++)
+        if (i != world->rank &&
+            MPI_Isend(&hub->aborts[0], (int)sizeof hub->aborts[0], MPI_BYTE, hub->ranks[i],
+                      DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
+            count++;
+    while (!done && dtrain__now_ns() < until)
+        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
+}
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
 
@@ -165,6 +197,8 @@ static void dtrain__mpi_poll(dtrain_comm *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
+    dtrain__mpi_hear(base->world, comm->hub);
+    if (dtrain__mpi_failed(comm)) return;
     if (!comm->active && !base->in_flight)
         MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
     if (!comm->active) return;
@@ -396,7 +430,7 @@ static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
     dtrain__unpromise(comm->world, bytes);
 }
 
-/* Start MPI if this is the world's communicator; all others share its hub. With each rank there can
+/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there can
  * be in flight: for every operation of the window a record each way, the four requests of one
  * round, and one of a send and of a receive. */
 static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
@@ -418,9 +452,10 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     comm->record_bytes = dtrain__round_up(offsetof(dtrain__mpi_record, data) + data, line);
 
     const size_t bytes[] = {
-        room * sizeof *comm->requests, room * sizeof *comm->tokens,
-        room * sizeof *comm->statuses, room * sizeof *comm->indices,
-        size * comm->chunk_bytes,      (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes};
+        room * sizeof *comm->requests,   room * sizeof *comm->tokens,
+        room * sizeof *comm->statuses,   room * sizeof *comm->indices,
+        size * comm->chunk_bytes,        (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes,
+        2 * sizeof(dtrain__abort_record)};
     size_t at[sizeof bytes / sizeof *bytes];
     for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
         at[i] = comm->memory_bytes;
@@ -434,6 +469,12 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     comm->indices = (int *)(void *)(comm->memory + at[3]);
     comm->temporary = comm->memory + at[4];
     comm->records = comm->memory + at[5];
+    if (base->number == 0 && !base->world->link) {
+        comm->own.aborts = (dtrain__abort_record *)(void *)(comm->memory + at[6]);
+        base->world->tell = dtrain__mpi_tell;
+        MPI_Irecv(&comm->own.aborts[1], (int)sizeof comm->own.aborts[1], MPI_BYTE, MPI_ANY_SOURCE,
+                  DTRAIN__TAG_ABORT, comm->own.mpi, &comm->own.hearing);
+    }
     *address = 1;
     return DTRAIN_OK;
 }

@@ -17,28 +17,24 @@
 #define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* other data: MPI counts in ints */
 #endif
 
-enum { DTRAIN__MPI_TAGS = 3 }; /* a communicator: records, rounds, messages */
-
-/* A thread that calls MPI_Init_thread and, at the end, MPI_Finalize. Both wait for all ranks
- * without a deadline, which the rank's own thread must not; MPI wants the same thread for both. */
-typedef struct dtrain__mpi_thread {
-    pthread_t id;
-    pthread_mutex_t gate; /* held by the rank until MPI is to be finalized */
-    uint32_t returned;    /* atomic: calls that have returned */
-    bool finalize;
-    int code, provided;
-} dtrain__mpi_thread;
+typedef enum dtrain__mpi_tag {
+    DTRAIN__TAG_RECORD = 0,
+    DTRAIN__TAG_ROUND = 1,
+    DTRAIN__TAG_MESSAGE = 2,
+    DTRAIN__TAG_ABORT = 3, /* of a world that has no link */
+    DTRAIN__MPI_TAGS = 4   /* a communicator */
+} dtrain__mpi_tag;
 
 /* The connection of a rank to MPI, one for all communicators. */
 typedef struct dtrain__mpi_hub {
     MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS]; /* rank in mpi of each rank of the world: orders may differ */
-    int64_t number_limit;        /* communicators that fit into MPI's range of tags */
-    dtrain__mpi_thread *thread;  /* NULL: the program has called MPI_Init */
-    MPI_Request request;         /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
-    int code;                    /* returned by the last MPI call */
-    bool quiet_pipes;            /* this file has set SIGPIPE to be ignored */
-    bool failed;                 /* no MPI call is made any more */
+    int ranks[DTRAIN_MAX_RANKS];  /* rank in mpi of each rank of the world: orders may differ */
+    int64_t number_limit;         /* communicators that fit into MPI's range of tags */
+    MPI_Request request;          /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
+    int code;                     /* returned by the last MPI call */
+    bool failed;                  /* no MPI call is made any more */
+    dtrain__abort_record *aborts; /* (2) the one that is sent, the one that is received */
+    MPI_Request hearing;          /* of the latter; MPI_REQUEST_NULL: there is a link */
 } dtrain__mpi_hub;
 
 /* comm/mpi_meet.c */

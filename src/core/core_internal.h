@@ -50,6 +50,7 @@ DTRAIN__PRIVATE int dtrain__open_new(const char *path);
 DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
+DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u

@@ -46,6 +46,24 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
     return directory;
 }
 
+/* Return when a process was started, in the system's ticks: its number can be given to another one
+ * after its end. 0: no such process runs (one that waits to be reaped has no threads left), or /proc
+ * does not show it. */
+DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid)
+{
+    char path[64], text[1024] = "";
+    snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
+    const int file = dtrain__open(path, O_RDONLY);
+    if (file < 0 || read(file, text, sizeof text - 1) < 0) text[0] = 0;
+    if (file >= 0) close(file);
+    const char *at = strrchr(text, ')'); /* of the name: after it come state and numbers */
+    const bool ended = at && at[1] && (at[2] == 'Z' || at[2] == 'X');
+    for (int i = 0; i < 18 && at; i++) at = strchr(at + 1, ' ');
+    if (!at || (ended && strtol(at, NULL, 10) < 2)) return 0; /* threads */
+    for (int i = 0; i < 2 && at; i++) at = strchr(at + 1, ' ');
+    return at ? strtoull(at, NULL, 10) : 0;
+}
+
 /* ---- Memory -----------------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void)

@@ -23,7 +23,7 @@
 
 static const dtrain_launch_info dtrain__no_end = {0, -1, 1, 0, 0, 0}; /* until ranks have run */
 
-static uint32_t dtrain__cores(void)
+DTRAIN__PRIVATE uint32_t dtrain__cores(void)
 {
 #ifdef CPU_COUNT /* hidden when a system header came before _GNU_SOURCE was defined */
     cpu_set_t set;
@@ -226,6 +226,31 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
+/* Check what a launch and a join have in common. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
+                                                   int size)
+{
+    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
+    const dtrain__bound bounds[] = {
+        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
+        /* (int): a program may have been given a negative number */
+        {desc->threads_per_rank > 4096, "the number of threads",
+         (double)(int)desc->threads_per_rank, "0 to 4096"},
+        {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
+         "at most 1023 bytes"}};
+    DTRAIN__TRY(dtrain__check_bounds(call, bounds, sizeof bounds / sizeof *bounds));
+    if (desc->device_ops == dtrain__plan_device_ops())
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the plan device runs no kernel: expected cpu or cuda", call);
+    if (desc->node_ranks && (uint32_t)size % desc->node_ranks)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: node_ranks is %u, expected a divisor of the %d ranks (1 makes every "
+            "rank a node)",
+            call, desc->node_ranks, size);
+    return DTRAIN_OK;
+}
+
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
@@ -243,22 +268,11 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
         most = desc->default_rank_count;
     if (!desc->flight_directory || !desc->flight_directory[0])
         desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
-    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
-    const dtrain__bound bounds[] = {
-        /* (int): a program may have been given a negative number */
-        {most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
-         "at most 256 (DTRAIN_MAX_RANKS)"},
-        {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
-         "0 (processes) or 1 (threads)"},
-        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
-        {desc->threads_per_rank > 4096, "threads_per_rank", (double)(int)desc->threads_per_rank,
-         "0 to 4096"},
-        {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
-         "at most 1023 bytes"}};
+    const dtrain__bound bounds[] = {{most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
+                                     "at most 256 (DTRAIN_MAX_RANKS)"},
+                                    {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
+                                     "0 (processes) or 1 (threads)"}};
     DTRAIN__TRY(dtrain__check_bounds("dtrain_launch", bounds, sizeof bounds / sizeof *bounds));
-    if (desc->device_ops == dtrain__plan_device_ops())
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: the plan device runs no kernel: expected cpu or cuda");
     DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -275,11 +289,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!place->named) place->job = desc->job;
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
-    if (desc->node_ranks && (uint32_t)place->size % desc->node_ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: node_ranks is %u, expected a divisor of the %d ranks (1 "
-                           "makes every rank a node)",
-                           desc->node_ranks, place->size);
+    DTRAIN__TRY(dtrain__check_launch("dtrain_launch", desc, place->size));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -356,21 +366,15 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
 }
 
 /* Make the number that all attempts of this run have, and no other run: from the name that
- * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, after
- * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
- * the place of the stack. */
+ * dtrain-run gives them, from the process that starts them (its id, and when it was started
+ * itself), or, when that is this one, from the time and the place of the stack. */
 static uint64_t dtrain__job_number(const dtrain__launch *launch)
 {
-    const char *name = dtrain__env_text(getenv, "DTRAIN_RUN_ID"), *at = NULL;
-    char path[64], text[1024] = "";
+    const char *name = dtrain__env_text(getenv, "DTRAIN_RUN_ID");
     uint64_t from[2] = {launch->start_ns, (uint64_t)getpid()};
     const int parent = (int)getppid();
-    snprintf(path, sizeof path, "/proc/%d/stat", parent);
-    const int file = name || !launch->place.complete ? -1 : dtrain__open(path, O_RDONLY);
-    if (file >= 0 && read(file, text, sizeof text - 1) > 0) at = strrchr(text, ')');
-    if (file >= 0) close(file);
-    for (int i = 0; i < 20 && at; i++) at = strchr(at + 1, ' ');
-    if (at) from[0] = strtoull(at, NULL, 10), from[1] = (uint64_t)parent;
+    const uint64_t at = name || !launch->place.complete ? 0 : dtrain__process_started(parent);
+    if (at) from[0] = at, from[1] = (uint64_t)parent;
     if (name) from[0] = from[1] = 0;
     if (!name && !at) return dtrain__siphash(from, &launch, sizeof launch) | 1;
     return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;

@@ -9,6 +9,7 @@
 #include "world/world.h"
 #include "world/link_internal.h"
 #include "world/world_internal.h"
+#include "launch/join.h"
 #include "launch/launch.h"
 
 #define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
@@ -33,6 +34,8 @@ typedef struct dtrain__launch {
     bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
     bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
     dtrain_result joined;    /* with is_rank: the result of making its world */
+    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's, and ... */
+    const dtrain_join_desc *join; /* ... its desc; or NULL */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;               /* see dtrain_world */
@@ -59,12 +62,23 @@ typedef struct dtrain__launch {
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
+/* launch/launch.c */
+DTRAIN__PRIVATE uint32_t dtrain__cores(void);
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
+                                                   int size);
+
 /* launch/environment.c */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 /* launch/rank.c */
+DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
+                                                   dtrain_world **out);
+DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world);
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index);
+
+/* launch/join.c */
+DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world);
 
 /* launch/restart.c */
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,

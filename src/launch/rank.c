@@ -16,6 +16,7 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm_internal.h"
+#include "launch/join.h"
 #include "launch/launch.h"
 #include "launch/launch_internal.h"
 #include "device/device.h"
@@ -38,7 +39,7 @@ static uint64_t *dtrain__progress_open(void)
     return page == MAP_FAILED ? NULL : (uint64_t *)page + magic / sizeof(uint64_t);
 }
 
-static void dtrain__world_destroy(dtrain_world *world)
+DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world)
 {
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
@@ -48,7 +49,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__link_destroy(world);
     if (world->progress)
         munmap((char *)world->progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
-    if (world->page.control) munmap(world->page.control, world->page.bytes);
+    dtrain__page_release(world);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
     dtrain__free(&allocator, world, 1, sizeof *world);
@@ -57,8 +58,8 @@ static void dtrain__world_destroy(dtrain_world *world)
 /* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
  * free. */
 DTRAIN__OWN_FRAME
-static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
-                                          dtrain_world **out)
+DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
+                                                   dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
     dtrain_device_desc device;
@@ -67,6 +68,9 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
+    world->guest = launch->guest;
+    if (launch->join) world->page = launch->region;
+    if (launch->join) world->comm_given = launch->join->comm_given;
     world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
@@ -95,8 +99,11 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     madvise(mine, dtrain__page_bytes(), MADV_WIPEONFORK);
 #endif
     DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
-    world->progress = dtrain__progress_open();
-    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    if (!world->guest) world->progress = dtrain__progress_open();
+    if (launch->joins) DTRAIN__TRY(dtrain__meet(world, &launch->place));
+    if (world->guest) DTRAIN__TRY(dtrain__guest_meet(world));
+    if (world->page.control)
+        DTRAIN__TRY(dtrain__find_page(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;

@@ -96,6 +96,26 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
+/* Find out whether the process of a rank has ended, of one rank after the other: a guest's host has
+ * no launcher that this library knows, and no connection that closes. All 256 take 1.3 s. */
+DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
+{
+    const uint64_t now = dtrain__now_ns();
+    const int rank = (world->looked + 1) % world->size;
+    const dtrain__life *life = &world->lives[rank];
+    char text[160];
+    if (!world->guest || now - world->looked_ns < 5000000u) return;
+    world->looked_ns = now;
+    world->looked = rank;
+    if (life->host != world->lives[world->rank].host ||
+        (life->started ? dtrain__process_started(life->pid) == life->started
+                       : kill((pid_t)life->pid, 0) == 0 || errno != ESRCH) ||
+        !dtrain__record_lost(world->control, rank) || !world->tell)
+        return;
+    dtrain__describe_end(world->control, rank, text, sizeof text);
+    dtrain_world_abort(world, DTRAIN_ERROR_PEER, text); /* on other hosts nobody can see it */
+}
+
 /* Wait until an abort that another rank records can be read; false: it has been killed half-way.
  * Its exit record, which is written some 100 us later, may say so. */
 DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
@@ -240,6 +260,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->polled = true;
     dtrain__beat(world, now);
     dtrain__link_poll(world);
+    dtrain__look_for_lost(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
         return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
@@ -276,6 +297,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wai
  * rank. MADV_WIPEONFORK makes *mine 0 there, so the check is one load and no getpid. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
 {
+    dtrain__set_thread_rank(world->rank); /* a thread of a host can have several worlds */
     if (world->mine && *world->mine) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: called in a process that a rank has forked; only the rank itself can",
@@ -292,6 +314,7 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (!dtrain__record_abort(control, &control->aborted, world->rank, code, sentence)) return;
     dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, &world->control->aborted,
                       sizeof world->control->aborted);
+    if (world->tell) world->tell(world);
 }
 
 /* True once this rank has known for `grace_ns` that `rank` left. Its own clock counts: the clock of
@@ -309,6 +332,8 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
+    if (world->tell) world->tell(world);
+    dtrain__look_for_lost(world);
     const dtrain_result trouble = dtrain__trouble(world);
     dtrain__failed(world, trouble);
     DTRAIN__TRY(trouble);
@@ -402,6 +427,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_gather(dtrain_world *world, const vo
 {
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
+    if (world->gather) return world->gather(world, mine, bytes);
     const dtrain__comm_call call = {
         "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0, NULL};
     (void)dtrain__enter(world, call.kind);

@@ -97,6 +97,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place);
 
 /* world/page.c */
-DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
-                                                 const dtrain__placement *place,
-                                                 size_t reserve_bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__find_page(dtrain_world *world, const dtrain__placement *place,
+                                                size_t reserve_bytes);
+DTRAIN__PRIVATE void dtrain__page_release(dtrain_world *world);

@@ -2,8 +2,11 @@
  *
  * Joined ranks that are all on one host share memory as forked ranks do. Rank 0 makes a file
  * without a name (memfd) and sends the others its address; they open the file through
- * /proc/<pid>/fd and map it at the same address, or all ranks try another address. The kernel frees
- * the file when the last rank has ended, however it ended. */
+ * /proc/<pid>/fd and map it at the same address, or all ranks try another address. Ranks that are
+ * threads of one process use the mapping of the first of them. The kernel frees the file when the
+ * last rank has ended, however it ended.
+ *
+ * Only the world's all-gather is used, which is a link's or a host program's (launch/join.c). */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -15,14 +18,15 @@
 /* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept.
  * Ranks that can see each other's processes and memory have the same host name, boot and namespaces
  * of a container: a hash of these is the host. /proc hides a part from all ranks of a host or from
- * none; only want of descriptors or memory is this rank's own failure. */
+ * none; only want of descriptors or memory is this rank's own failure. Learn also which process
+ * each rank is. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
     uint64_t spaces[2] = {0, 0};
     char text[320];
     struct stat status;
-    uint64_t all[DTRAIN_MAX_RANKS];
+    dtrain__life own, *all = world->lives;
     int local_rank = 0, local_size = 0, hosts = 0, error = 0;
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
@@ -34,19 +38,23 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
         else if (!error) error = errno;
     if (error == EMFILE || error == ENFILE || error == ENOMEM || error == EIO)
         return dtrain__abort_with(
-            world, DTRAIN_ERROR_SYSTEM,
-            "dtrain_launch: rank %d cannot find out on which host it is: %s%s", world->rank,
-            strerror(error),
+            world, DTRAIN_ERROR_SYSTEM, "rank %d cannot find out on which host it is: %s%s",
+            world->rank, strerror(error),
             error == EMFILE || error == ENFILE ? "; raise the limit (ulimit -n)" : "");
-    const uint64_t mine = dtrain__siphash(spaces, text, sizeof text);
-    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+    own.host = dtrain__siphash(spaces, text, sizeof text);
+    own.pid = getpid();
+    own.started = dtrain__process_started(own.pid);
+    DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
+    world->mapper = world->rank;
     for (int i = 0; i < world->size; i++) {
+        const bool here = all[i].host == own.host;
         int first = 0;
-        while (all[first] != all[i]) first++;
-        if (all[i] == mine && first == i) world->node = hosts;
-        local_rank += i < world->rank && all[i] == mine;
-        local_size += all[i] == mine;
+        while (all[first].host != all[i].host) first++;
+        if (here && first == i) world->node = hosts;
+        local_rank += i < world->rank && here;
+        local_size += here;
         hosts += first == i;
+        if (here && all[i].pid == own.pid && i < world->mapper) world->mapper = i;
     }
     world->node_count = hosts;
     if (place->forks) local_rank = world->rank - place->rank;
@@ -64,12 +72,18 @@ typedef struct dtrain__offer {
 
 /* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
  * process may have its number by now. */
-static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
+static dtrain_result dtrain__accept_region(const dtrain_world *world, const dtrain__offer *offer,
+                                           dtrain__region *region)
 {
     char path[64];
     struct stat status;
     void *const wanted = (void *)(uintptr_t)offer->address;
     const size_t bytes = (size_t)offer->bytes;
+    if (world->mapper != world->rank) { /* another thread of this process maps it */
+        region->control = (dtrain__control *)wanted;
+        region->bytes = bytes;
+        return DTRAIN_OK;
+    }
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = dtrain__open(path, O_RDWR);
     const bool there = file >= 0 && fstat(file, &status) == 0;
@@ -110,10 +124,16 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
         if (offer.file < 0 || fstat(offer.file, &status) != 0)
             result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-        else
-            result = dtrain__map_region(reserve_bytes, (uint32_t)world->size,
-                                        attempt < 3 ? (void *)dtrain__places[attempt] : NULL,
+        /* another world of this process may be there: its neighbour's place is as good */
+        for (uintptr_t at = attempt < 3 ? dtrain__places[attempt] : 0, tries = 0;
+             result == DTRAIN_OK && !region->control; at += region->bytes) {
+            result = dtrain__map_region(reserve_bytes, (uint32_t)world->size, (void *)at,
                                         offer.file, region);
+            if (result != DTRAIN_OK || !at || (uintptr_t)region->control == at || ++tries == 64)
+                break;
+            munmap(region->control, region->bytes);
+            region->control = NULL;
+        }
         if (result == DTRAIN_OK) {
             offer.address = (uint64_t)(uintptr_t)region->control;
             offer.bytes = region->bytes;
@@ -124,7 +144,11 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     dtrain_result gathered = dtrain__world_gather(world, &offer, sizeof offer);
     if (gathered == DTRAIN_OK) {
         const dtrain__offer *first = (const dtrain__offer *)dtrain__gathered(world, 0);
-        if (world->rank && first->bytes) result = dtrain__accept_region(first, region);
+        if (world->rank && first->bytes) result = dtrain__accept_region(world, first, region);
+        for (int i = 0; i < world->size && result == DTRAIN_OK && world->mapper == world->rank; i++)
+            if (world->lives[i].host == world->lives[world->rank].host &&
+                world->lives[i].pid == world->lives[world->rank].pid)
+                region->control->holders[world->rank]++;
         if (result != DTRAIN_OK)
             snprintf(why, sizeof why, "rank %d: %.160s", world->rank,
                      dtrain__bare(dtrain_last_error()));
@@ -135,31 +159,41 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     for (int i = 0; i < world->size && gathered == DTRAIN_OK && !world->no_region[0]; i++)
         memcpy(world->no_region, dtrain__gathered(world, i), sizeof why);
     if ((gathered == DTRAIN_OK && !world->no_region[0]) || !region->control) return gathered;
-    munmap(region->control, region->bytes);
+    if (world->mapper == world->rank) munmap(region->control, region->bytes);
     return gathered;
 }
 
-/* Make a joined rank a rank like any other: meet the others, find the ranks of this host, and where
- * all are on one host move from this rank's own control page to a shared one. Where no address is
- * free in every rank, ranks continue without shared memory, as on several hosts. */
-DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
-                                                 const dtrain__placement *place,
-                                                 size_t reserve_bytes)
+/* Unmap a joined rank's control page, its own or the shared one, of which the last rank in this
+ * process takes care. */
+DTRAIN__PRIVATE void dtrain__page_release(dtrain_world *world)
 {
-    DTRAIN__TRY(dtrain__meet(world, place));
+    dtrain__control *control = world->page.control;
+    if (!control) return;
+    if (!control->arenas || dtrain__fetch_add(&control->holders[world->mapper], -1u) == 1)
+        munmap(control, world->page.bytes);
+    world->page.control = NULL;
+}
+
+/* Make a joined rank, which has met the others, a rank like any other: find the ranks of this host,
+ * and where all are on one host move from this rank's own control page to a shared one. Where no
+ * address is free in every rank, ranks continue without shared memory, as on several hosts. */
+DTRAIN__PRIVATE dtrain_result dtrain__find_page(dtrain_world *world, const dtrain__placement *place,
+                                                size_t reserve_bytes)
+{
     DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
-    for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
+    for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->control->arenas;
          attempt++) {
         dtrain__region region;
         memset(&region, 0, sizeof region);
         DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region));
         if (world->no_region[0]) continue;
-        munmap(world->page.control, world->page.bytes);
+        dtrain__page_release(world);
         world->page = region;
         world->control = region.control;
         world->gather_count = 0;
-        world->link->shared = true;
+        world->gather = NULL;
+        if (world->link) world->link->shared = true;
     }
     return DTRAIN_OK;
 }

@@ -108,7 +108,16 @@ typedef struct dtrain__control {
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
     dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
     uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
+    uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use the mapping of a process,
+                                           which its first rank has made, see page.c */
 } dtrain__control;
+
+/* The process of a joined rank. */
+typedef struct dtrain__life {
+    uint64_t host;    /* a hash; the same for ranks that can see each other's processes */
+    int64_t pid;      /* in the namespace of that host */
+    uint64_t started; /* see dtrain__process_started; 0: unknown */
+} dtrain__life;
 
 /* A control page, with or without arenas after it, as it was mapped. */
 typedef struct dtrain__region {
@@ -121,7 +130,8 @@ typedef struct dtrain__range {
     size_t begin, end; /* whole pages, from the start of the arena */
 } dtrain__range;
 
-typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
+typedef struct dtrain__part dtrain__part;   /* of a communicator, see comm/ */
+typedef struct dtrain__guest dtrain__guest; /* see launch/join.c */
 struct dtrain__engine;
 struct dtrain__work;
 struct dtrain__wait;
@@ -146,7 +156,17 @@ struct dtrain_world {
     uint64_t *progress; /* in the file that dtrain-run reads, see launch/restart.c; or NULL */
     dtrain__control *control;
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
-    dtrain__region page;       /* with a link: where control is */
+    dtrain__guest *guest;      /* of dtrain_world_join, see launch/join.c; or NULL */
+    dtrain_result (*gather)(dtrain_world *world, const void *mine, size_t bytes); /* of a guest,
+                                                in place of the control page; or NULL */
+    void (*tell)(dtrain_world *world); /* without link: sends this rank's abort or hears of another
+                                          one's; or NULL */
+    const void *comm_given; /* of the join desc, until the world's communicator is made */
+    dtrain__region page;    /* of joined ranks: where control is */
+    dtrain__life lives[DTRAIN_MAX_RANKS]; /* of joined ranks */
+    int mapper;         /* the first rank of this process, which has mapped the page */
+    int looked;         /* the rank whose process was looked for last ... */
+    uint64_t looked_ns; /* ... and when */
     uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank first saw that each left; 0: not yet */
     char no_region[200];                /* with a link: why the ranks of one host share no memory */
     uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
@@ -203,6 +223,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error);
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
+DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns);
 DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
                                          const dtrain__abort_record *record);

@@ -235,16 +235,11 @@ static void await_judges(const dtrain_world *world)
         if (r != dtrain_world_rank(world)) await_judge(r);
 }
 
-/* DTRAIN_MPI_STOP=init, idup, barrier or finalize: there rank 1 is stopped, in front of MPI's call. */
+/* DTRAIN_MPI_STOP=idup or barrier: there rank 1 is stopped, in front of MPI's call. */
 static void may_stop(const char *where)
 {
     const char *stop = getenv("DTRAIN_MPI_STOP");
     if (stop && strcmp(stop, where) == 0 && mpi_rank() == 1) raise(SIGSTOP);
-}
-int MPI_Init_thread(int *argc, char ***argv, int required, int *provided)
-{
-    may_stop("init");
-    return PMPI_Init_thread(argc, argv, required, provided);
 }
 int MPI_Comm_idup(MPI_Comm comm, MPI_Comm *copy, MPI_Request *request)
 {
@@ -255,11 +250,6 @@ int MPI_Ibarrier(MPI_Comm comm, MPI_Request *request)
 {
     may_stop("barrier");
     return PMPI_Ibarrier(comm, request);
-}
-int MPI_Finalize(void)
-{
-    may_stop("finalize");
-    return PMPI_Finalize();
 }
 
 /* The last rank calls something else, after three operations that agree. */
@@ -488,8 +478,27 @@ static bool always(dtrain_device *at, const void *address)
     return true;
 }
 
-/* test_mpi SCENE [argument]. DTRAIN_MPI_RANKS, _MODE: for runs that dtrain_launch would fork. DTRAIN_MPI_DEVICE: all
- * buffers belong to a device whose memory the host may not touch, so that they travel through bounce buffers. */
+/* Runs a scene as a guest of this program, which has the ranks of MPI_COMM_WORLD. */
+static dtrain_result run_guest(const dtrain_launch_desc *launch, dtrain_rank_fn scene, void *user)
+{
+    dtrain_join_desc desc;
+    dtrain_world *world;
+    MPI_Comm all = MPI_COMM_WORLD;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = launch->timeout_ms;
+    desc.device_ops = launch->device_ops;
+    desc.comm_ops = launch->comm_ops;
+    if (desc.comm_ops) desc.comm_given = &all;
+    dtrain_result result = dtrain_world_join_mpi(MPI_COMM_WORLD, &desc, &world);
+    if (result != DTRAIN_OK) return result;
+    const int code = scene(world, user);
+    result = dtrain_world_leave(world);
+    return code ? DTRAIN_ERROR_RANK_FAILED : result;
+}
+
+/* test_mpi SCENE [argument]. DTRAIN_MPI_RANKS, _MODE: for runs that dtrain_launch would fork. DTRAIN_MPI_GUEST: join
+ * as a guest. DTRAIN_MPI_DEVICE: all buffers belong to a device whose memory the host may not touch, so that they
+ * travel through bounce buffers. */
 int main(int argc, char **argv)
 {
     static dtrain_device_ops device; /* outlives the ranks */
@@ -501,7 +510,10 @@ int main(int argc, char **argv)
     char nothing[1] = "";
     char *own[2] = {argv[0], nothing};
     test_begin(1, own);
+    int level = 0;
     signal(SIGUSR1, SIG_IGN); /* Hydra's way of saying that a rank has died */
+    signal(SIGPIPE, SIG_IGN); /* MPI writes to sockets of ranks that have died */
+    if (!ranks) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
     for (i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
     if (ranks) desc.rank_count = (uint32_t)atoi(ranks);
     if (mode) desc.mode = (uint32_t)atoi(mode);
@@ -514,7 +526,9 @@ int main(int argc, char **argv)
     for (s = 0; argc > 1 && s < sizeof scenes / sizeof *scenes; s++) {
         if (strcmp(argv[1], scenes[s].name) != 0) continue;
         desc.timeout_ms = scenes[s].timeout_ms;
-        result = dtrain_launch(&desc, scenes[s].run, argc > 2 ? argv[2] : own[1], NULL);
+        result = getenv("DTRAIN_MPI_GUEST")
+                     ? run_guest(&desc, scenes[s].run, argc > 2 ? argv[2] : own[1])
+                     : dtrain_launch(&desc, scenes[s].run, argc > 2 ? argv[2] : own[1], NULL);
     }
     if (result != DTRAIN_OK)
         fprintf(stderr, "%s: %s\n", dtrain_result_text(result), dtrain_last_error());
@@ -526,5 +540,6 @@ int main(int argc, char **argv)
                    strstr(result == DTRAIN_OK ? "" : dtrain_last_error(), argv[2]) != NULL,
                    argv[2]);
     CHECK(desc.device_ops != &device || copies > 0);
+    if (!ranks && result == DTRAIN_OK) MPI_Finalize();
     return result == DTRAIN_OK && test_shared->failed_checks == 0 ? 0 : 1;
 }

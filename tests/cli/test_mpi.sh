@@ -77,7 +77,7 @@ for mpi in openmpi mpich; do
     # Over TCP Open MPI 4 may never come back from MPI_Testsome once a peer has died; mpirun, left as it comes,
     # ends that rank with the job, as soon as the first process has ended.
     [ $mpi = openmpi ] && far="mpirun.openmpi --oversubscribe --mca plm_rsh_agent $tmp/agent \
-        -H tests-a:2,tests-b:2 -x MASTER_ADDR -x DTRAIN_PORT -x DTRAIN_MPI_OUT"
+        -H tests-a:2,tests-b:2 -x MASTER_ADDR -x DTRAIN_PORT -x DTRAIN_MPI_OUT -x DTRAIN_MPI_GUEST"
     if ! have $cc || ! have mpirun.$mpi; then
         skip "$mpi" "$cc and mpirun.$mpi are not installed"; continue
     fi
@@ -119,16 +119,28 @@ for mpi in openmpi mpich; do
     failure "a wrong argument" 3 3 own argument
 
     # Rank 1 is stopped where MPI waits for all ranks; when the others have given up, it goes on and ends too. At
-    # the end there is nothing to lose. In MPI_Init_thread and MPI_Finalize it is killed: Hydra's barrier, which both
-    # go through, falls over when it has to tell ranks that are gone.
+    # the end there is nothing to lose.
     failure "a rank that comes to its end late" 3 3 own late_end
-    for scene in init:KILL:2:for_rank_1 idup:CONT:3:for_rank_1 barrier:CONT:3: finalize:KILL:2:; do
+    for scene in idup:CONT:3:for_rank_1 barrier:CONT:3:; do
         oldifs=$IFS; IFS=:; set -- $scene; IFS=$oldifs
         rm -f "$tmp"/out.*
         then_rank_1 "$2" & helper=$!
         DTRAIN_MPI_STOP=$1 failure "a rank stopped before $1" 3 "$3" own stopped "$(echo "$4" | tr _ ' ')"
         wait $helper
     done
+
+    # The same as guests of a program that MPI's launcher has started: over MPI, and in shared memory.
+    export DTRAIN_MPI_GUEST=1
+    start 3 "$out/test_mpi" comm
+    result "$mpi: all calls, guests" $? "$tmp/log"
+    DTRAIN_MPI_AUTO=1 start 4 "$out/test_mpi" comm
+    result "$mpi: all calls, guests in shared memory" $? "$tmp/log"
+    failure "guests that differ" 3 3 same mismatch 1
+    failure "a killed guest" 3 2 same death
+    failure "a guest that does not come" 3 3 same stuck
+    failure "a guest's wrong argument" 3 3 own argument
+    failure "guests that wait in a circle" 3 3 own circle
+    unset DTRAIN_MPI_GUEST
 
     # How ranks meet.
     start 3 sh -c 'DTRAIN_RANK=$((2 - ${OMPI_COMM_WORLD_RANK:-$PMI_RANK})) DTRAIN_WORLD_SIZE=3 \
@@ -189,6 +201,20 @@ for mpi in openmpi mpich; do
             status=$?
             [ $status -eq 0 ] || cat "$tmp/all" >>"$tmp/log"
             result "$mpi: ${scene#* }, two hosts" $status "$tmp/log"
+        done
+        # Guests share no memory, and have no connections but MPI's: they gather and hear of an abort over it.
+        DTRAIN_MPI_GUEST=1 on_two_hosts "$out/test_mpi" comm
+        result "$mpi: all calls, guests on two hosts" $? "$tmp/log"
+        for scene in "mismatch:4:guests that differ" "argument:4:a guest's wrong argument" "death:$least:a killed guest"; do
+            rm -f "$tmp"/out.*
+            DTRAIN_MPI_GUEST=1 DTRAIN_MPI_OUT="$tmp/out" on_two_hosts sh -c 'trap "" USR1; "$@"; sleep 3; exit 0' sh \
+                "$out/test_mpi" "${scene%%:*}" 1
+            cat "$tmp"/out.* >"$tmp/all" 2>/dev/null
+            rest=${scene#*:}
+            [ "$(grep -c '^ok' "$tmp/all")" -ge "${rest%%:*}" ] && ! grep -q '^BAD' "$tmp/all"
+            status=$?
+            [ $status -eq 0 ] || cat "$tmp/all" >>"$tmp/log"
+            result "$mpi: ${rest#*:}, two hosts" $status "$tmp/log"
         done
     else skip "$mpi: two hosts" "$(head -n 1 "$tmp/err")"; fi
 

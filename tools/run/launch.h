@@ -62,11 +62,24 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
     return 0;
 }
 
-/* Start the ranks; return main's exit status. */
+/* Start the ranks; return main's exit status. MPI is this program's to begin, where this process is
+ * one rank of several, and to end, unless a rank has failed: it would wait for that one. */
 static int launch_ranks(const dtrain_launch_desc *launch, dtrain_rank_fn rank, void *user)
 {
     dtrain_launch_info info;
-    if (dtrain_launch(launch, rank, user, &info) == DTRAIN_OK)
+#ifdef DTRAIN_USE_MPI
+    dtrain_launch_place place;
+    int level;
+    const bool joins = dtrain_launch_plan(launch, &place) == DTRAIN_OK && place.rank_count > 1 &&
+                       place.started_count == 1;
+    if (joins) signal(SIGPIPE, SIG_IGN); /* MPI writes to sockets of ranks that have ended */
+    if (joins) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
+#endif
+    const dtrain_result result = dtrain_launch(launch, rank, user, &info);
+#ifdef DTRAIN_USE_MPI
+    if (joins && result == DTRAIN_OK) MPI_Finalize();
+#endif
+    if (result == DTRAIN_OK)
         return run_stopped || info.signal ? stopped_status(&run_flags, info.signal) : 0;
     if (info.exit_code == 128 + SIGINT)
         fprintf(stderr, "\n" RUN_NAME ": stopped at once, as asked%s\n",

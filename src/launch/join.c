@@ -1,0 +1,241 @@
+/* Joining and leaving
+ *
+ *     dtrain_world_join
+ *         world_create       as for other ranks (rank.c), with two differences:
+ *             guest_meet     the host's all-gather is the world's ...
+ *             find_page      ... until the members of one host share a control page (world/page.c)
+ *             device, communicator
+ *         the last gathering, so that nobody has a world unless all have
+ *
+ * On several hosts no page is shared, and the world gathers over its communicator from then on.
+ *
+ * The host's all-gather has no deadline, and a member that fails must not leave the others in it.
+ * So a record says how its member does: one that fails takes part in one more gathering with its
+ * error, all others find it there and give up too. All records have one size, because the member
+ * that fails does not know what the others gather. Once the page is shared, an abort does it. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/timeline_internal.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "comm/comm.h"
+#include "launch/join.h"
+#include "launch/launch.h"
+#include "launch/launch_internal.h"
+#include "device/device.h"
+
+typedef struct dtrain__guest_record {
+    int32_t code, rank, size; /* code: not DTRAIN_OK: data is the sentence of a member that fails */
+    uint32_t bytes;           /* of data */
+    char data[DTRAIN_WORLD_ALL_GATHER_BYTES];
+} dtrain__guest_record;
+
+struct dtrain__guest {
+    dtrain_host_gather_fn all_gather; /* NULL: no more gatherings with the host's */
+    void *user;
+    int rank, size;
+    size_t bytes;                   /* of this mapping */
+    dtrain__guest_record own, *all; /* all: (size) */
+};
+
+/* Gather with the host's function. Whatever fails in a gathering fails on all members in the same
+ * one, which is then the last. */
+static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result code,
+                                            const void *data, size_t bytes)
+{
+    dtrain__guest_record *own = &guest->own;
+    const dtrain_host_gather_fn all_gather = guest->all_gather;
+    guest->all_gather = NULL;
+    own->code = (int32_t)code;
+    own->rank = guest->rank;
+    own->size = guest->size;
+    own->bytes = (uint32_t)bytes;
+    if (bytes) memcpy(own->data, data, bytes);
+    const int failed = all_gather(guest->user, own, guest->all, sizeof *own);
+    if (failed)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the host's all-gather returned %d", failed);
+    for (int i = 0; i < guest->size; i++) {
+        const dtrain__guest_record *record = &guest->all[i];
+        if (record->rank != i || record->size != guest->size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "member %d of the host's all-gather says that it is rank %d of %d, "
+                               "rank %d was told %d ranks",
+                               i, record->rank, record->size, guest->rank, guest->size);
+        if (record->code != DTRAIN_OK)
+            return dtrain_fail((dtrain_result)record->code, "rank %d cannot join: %.400s", i,
+                               record->data);
+        if (record->bytes != bytes)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "rank %d joins with %u bytes where rank %d has %zu: start the same "
+                               "program on all ranks",
+                               i, record->bytes, guest->rank, bytes);
+    }
+    guest->all_gather = all_gather;
+    return DTRAIN_OK;
+}
+
+/* Put gathered records where dtrain__gathered finds them. */
+static void dtrain__guest_keep(dtrain_world *world, const char *from, size_t stride, size_t bytes)
+{
+    const size_t half = ++world->gather_count % 2;
+    for (int i = 0; i < world->size; i++) {
+        world->control->slots[i].bytes[half] = bytes;
+        memcpy(world->control->slots[i].data[half], from + (size_t)i * stride, bytes);
+    }
+}
+
+static dtrain_result dtrain__guest_gather(dtrain_world *world, const void *mine, size_t bytes)
+{
+    dtrain__guest *guest = world->guest;
+    DTRAIN__TRY(dtrain__guest_exchange(guest, DTRAIN_OK, mine, bytes));
+    dtrain__guest_keep(world, guest->all->data, sizeof *guest->all, bytes);
+    return DTRAIN_OK;
+}
+
+/* Gather over the communicator of all members, in whole elements. */
+static dtrain_result dtrain__comm_gather(dtrain_world *world, const void *mine, size_t bytes)
+{
+    dtrain__guest *guest = world->guest;
+    const size_t count = (bytes + 3) / 4;
+    if (bytes) memcpy(guest->own.data, mine, bytes);
+    DTRAIN__TRY(
+        dtrain_all_gather(world->comm, guest->own.data, guest->all, count, DTRAIN_DTYPE_I32, NULL));
+    dtrain__guest_keep(world, (const char *)guest->all, count * 4, bytes);
+    return DTRAIN_OK;
+}
+
+/* Meet the other members: from now on the world gathers with the host's function. */
+DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
+{
+    char own[24] = DTRAIN_VERSION_STRING;
+    world->gather = dtrain__guest_gather;
+    DTRAIN__TRY(dtrain__world_gather(world, own, sizeof own));
+    for (int i = 0; i < world->size; i++)
+        if (memcmp(dtrain__gathered(world, i), own, sizeof own) != 0)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH, "rank %d has dtrain %.23s, rank %d has %s", i,
+                               (const char *)dtrain__gathered(world, i), world->rank, own);
+    return DTRAIN_OK;
+}
+
+/* A guest without a log says nothing. */
+static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    (void)user;
+    (void)level;
+    (void)rank;
+    (void)text;
+}
+
+/* Write a join as the launch of one rank, whose checks and defaults are the same. */
+static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
+{
+    dtrain_launch_desc *desc = &launch->desc;
+    desc->threads_per_rank = given->threads ? given->threads : 1;
+    desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
+    desc->log_level = given->log_level;
+    desc->reserve_bytes = given->reserve_bytes;
+    desc->log = given->log ? given->log : dtrain__log_nothing;
+    desc->log_user = given->log_user;
+    desc->allocator = dtrain__resolve_allocator(&given->allocator);
+    desc->device_ops = given->device_ops;
+    desc->comm_ops = given->comm_ops;
+    desc->math = given->math;
+    desc->tune = given->tune;
+    desc->memory_limit = given->memory_limit;
+    desc->node_ranks = given->node_ranks;
+    desc->flight_directory = given->flight_directory;
+    desc->trace = given->trace;
+    desc->mode = DTRAIN_LAUNCH_THREADS; /* the process is not the rank's */
+    launch->log.write = desc->log;
+    launch->log.user = desc->log_user;
+    launch->log.level = (dtrain_log_level)desc->log_level;
+    launch->place.rank = given->rank;
+    launch->place.size = given->size;
+    launch->place.local_rank = -1;
+    launch->cores = dtrain__cores();
+    if (given->rank < 0 || given->rank >= given->size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: rank is %d, expected 0 to %d",
+                           given->rank, given->size - 1);
+    DTRAIN__TRY(dtrain__check_launch("dtrain_world_join", desc, given->size));
+    return dtrain__map_region(0, 0, NULL, -1, &launch->region);
+}
+
+/* End a join that has failed on this member. The others hear of it where they wait: on the shared
+ * page, or in the host's all-gather. */
+static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *guest,
+                                           dtrain_result result)
+{
+    char why[DTRAIN__ERROR_BYTES];
+    snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
+    if (world && world->control->arenas) dtrain_world_abort(world, result, why);
+    else if (guest->all_gather) (void)dtrain__guest_exchange(guest, result, why, sizeof why);
+    if (world) dtrain__world_destroy(world);
+    munmap(guest, guest->bytes);
+    dtrain__set_thread_rank(-1);
+    return dtrain_fail(result, "dtrain_world_join: %s", why);
+}
+
+DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_world **out)
+{
+    dtrain__launch launch;
+    dtrain_world *world = NULL;
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: out is NULL");
+    *out = NULL;
+    if (!desc || !desc->all_gather || desc->size < 1 || desc->size > DTRAIN_MAX_RANKS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_world_join: size is %d, expected 1 to %d, and all_gather is %s",
+                           desc ? desc->size : 0, DTRAIN_MAX_RANKS,
+                           desc && desc->all_gather ? "given" : "NULL");
+    const size_t bytes = sizeof(dtrain__guest) + (size_t)desc->size * sizeof(dtrain__guest_record);
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "dtrain_world_join: no %zu bytes: %s", bytes,
+                           strerror(errno));
+    dtrain__guest *guest = (dtrain__guest *)memory;
+    guest->all_gather = desc->all_gather;
+    guest->user = desc->user;
+    guest->rank = desc->rank;
+    guest->size = desc->size;
+    guest->bytes = bytes;
+    guest->all = (dtrain__guest_record *)(void *)(guest + 1);
+    memset(&launch, 0, sizeof launch);
+    launch.guest = guest;
+    launch.join = desc;
+    dtrain__set_thread_rank(desc->rank);
+    dtrain_result result = dtrain__guest_resolve(desc, &launch);
+    if (result == DTRAIN_OK) result = dtrain__world_create(&launch, desc->rank, &world);
+    if (result == DTRAIN_OK) result = dtrain__world_gather(world, NULL, 0);
+    if (!world && launch.region.control) munmap(launch.region.control, launch.region.bytes);
+    if (result != DTRAIN_OK) return dtrain__guest_refused(world, guest, result);
+    world->comm_given = NULL;
+    guest->all_gather = NULL;
+    if (world->gather) world->gather = dtrain__comm_gather;
+    *out = world;
+    return DTRAIN_OK;
+}
+
+/* Wait for all members, because another one may still read this one's memory, and free the
+ * world. */
+DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
+{
+    if (!world) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_leave"));
+    if (!world->guest)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
+                                               "and ends it; return from the rank's main function");
+    (void)dtrain__enter(world, "dtrain_world_leave");
+    const dtrain_result result = dtrain__world_gather(world, NULL, 0);
+    (void)dtrain__leave(world, result);
+    dtrain__guest *guest = world->guest;
+    dtrain__record_end(world->control, world->rank,
+                       result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
+                       result == DTRAIN_OK ? "" : dtrain_last_error());
+    dtrain__world_destroy(world);
+    munmap(guest, guest->bytes);
+    dtrain__set_thread_rank(-1);
+    return result;
+}
