@@ -71,6 +71,7 @@ extern "C" {
 
 /* For a library that was compiled apart from its program: see core/abi.h. */
 #include "sizes.h"
+#include "launch/join_mpi.h"
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/abi.h"
+#include "launch/join.h"
 #include "launch/launch.h"
 #include "strategy/hook.h"
 #include "strategy/memory.h"

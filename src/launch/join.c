@@ -134,6 +134,8 @@ static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, co
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    DTRAIN__TRY(dtrain__abi_check("dtrain_world_join", given->abi, &launch->abi));
+    DTRAIN__TAKE(&launch->abi, join_desc, given);
     desc->threads_per_rank = given->threads ? given->threads : 1;
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
     desc->log_level = given->log_level;

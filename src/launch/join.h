@@ -26,6 +26,7 @@
 
 #pragma once
 
+#include "core/abi.h"
 #include "core/api.h"
 #include "core/log.h"
 #include "core/result.h"
@@ -61,6 +62,7 @@ typedef struct dtrain_join_desc {
     bool tune;                    /* see dtrain_device_desc */
     const char *flight_directory; /* NULL = no dumps */
     dtrain_trace_desc trace;
+    const dtrain_abi *abi; /* as in dtrain_launch_desc */
 } dtrain_join_desc;
 
 /* Make a world of the members that call it, this one included. Collective: it blocks in all_gather
@@ -75,42 +77,3 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
  * first. Collective, at most until the deadline; the result is that of waiting for the others, the
  * world is freed in any case. NULL is OK. */
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world);
-
-#ifdef DTRAIN_USE_MPI
-#include <string.h>
-
-static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
-{
-    return MPI_Allgather((void *)(uintptr_t)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
-                         *(MPI_Comm *)user);
-}
-
-/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
- * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to:
- * below MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data
- * travels over a duplicate of `comm`, which leaving frees. A host that wants to survive the end of
- * another rank ignores SIGPIPE: MPI writes to sockets. Compiled by the host's mpicc, so a libdtrain.so
- * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
-static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
-                                                  dtrain_world **out)
-{
-    dtrain_join_desc own;
-    int level = MPI_THREAD_SINGLE, is_main = 1;
-    if (desc) own = *desc;
-    else memset(&own, 0, sizeof own);
-    MPI_Query_thread(&level);
-    MPI_Is_thread_main(&is_main);
-    if (level < MPI_THREAD_SERIALIZED && !is_main)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_world_join_mpi: MPI was initialised for calls of the main thread "
-            "only, and this is another one; ask for MPI_THREAD_SERIALIZED");
-    MPI_Comm_rank(comm, &own.rank);
-    MPI_Comm_size(comm, &own.size);
-    own.all_gather = dtrain_mpi_gather;
-    own.user = &comm;
-    if (!own.comm_ops) own.comm_given = &comm;
-    return dtrain_world_join(&own, out);
-}
-
-#endif /* DTRAIN_USE_MPI */

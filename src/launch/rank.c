@@ -87,6 +87,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->job = launch->job;
+    world->abi = launch->abi;
     world->catches = desc->catch_signals;
     void *const mine = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

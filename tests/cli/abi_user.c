@@ -2,6 +2,7 @@
  * another version. Infos have marks after them that must stay, descs have rubbish after them that must not be read.
  *
  *   abi_user DIRECTORY [FIELD]      trains two ranks and prints what came out; with NEWER, sets the new FIELD to 5
+ *   abi_user join [FIELD|null]      joins a world of one member
  *   abi_user abi null|broken        launches without dtrain_header_abi, or with a struct of another size */
 #include "dtrain.h"
 
@@ -140,11 +141,36 @@ static int train(dtrain_world *world, void *user)
     return 0;
 }
 
+static int gather(void *user, const void *mine, void *all, size_t bytes)
+{
+    (void)user;
+    memcpy(all, mine, bytes);
+    return 0;
+}
+
+static int join(const task *t)
+{
+    dtrain_world *world;
+    DESC(dtrain_join_desc, guest);
+    MARKED(dtrain_world_info, place);
+    guest.it.size = 1, guest.it.all_gather = gather, guest.it.threads = 2;
+    guest.it.abi = strcmp(t->field, "null") ? &dtrain_header_abi : NULL;
+    SET(guest);
+    CHECK(dtrain_world_join(&guest.it, &world));
+    dtrain_world_query(world, &place.it);
+    UNTOUCHED(place);
+    EXPECT(place.it.size == 1 && place.it.threads == 2);
+    CHECK(dtrain_world_leave(world));
+    printf("joined\n");
+    return 0;
+}
+
 int main(int count, char **args)
 {
     task own = {count > 1 ? args[1] : "", count > 2 ? args[2] : ""}, *t = &own;
     const char *const abi = strcmp(own.directory, "abi") ? "" : own.field;
     dtrain_abi broken = dtrain_header_abi;
+    if (!strcmp(own.directory, "join")) return join(t);
     for (uint32_t i = 0; i < broken.count; i++)
         if (broken.bytes[i] == sizeof(dtrain_param)) broken.bytes[i] += 8;
     DESC(dtrain_launch_desc, launch);

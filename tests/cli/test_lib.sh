@@ -24,7 +24,7 @@ else skip "names that the library exports" "nm and readelf are not installed" 3;
 new=$tmp/new
 mkdir "$new"
 cp dtrain.h "$new/"
-for name in launch_desc launch_info mesh_desc mesh_info world_info strategy_desc strategy_info optimizer_info state_desc checkpoint_desc \
+for name in launch_desc launch_info join_desc mesh_desc mesh_info world_info strategy_desc strategy_info optimizer_info state_desc checkpoint_desc \
     checkpoint_info load_info; do
     # a bool that fits in the padding, and fields that make the struct larger
     case $name in mesh_info) type=bool ;; *) type=uint64_t ;; esac
@@ -34,7 +34,7 @@ done
 sed 's/^    info->sync_count = strategy->notes.sync_count;/&\n    info->newest = 7 + strategy->desc.newest;/
     s/^    return dtrain__check_fields(desc, how);/    if (desc->newest > 5) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "newest is rubbish");\n&/
     s/^    strategy->kind = dtrain__row_of(strategy->desc.kind);/&\n    strategy->desc.other_bytes += strategy->desc.newest;/' "$new/dtrain.h" >"$tmp/sed" && mv "$tmp/sed" "$new/dtrain.h"
-[ "$(grep -c '^    [a-z0-9_]* newest;$' "$new/dtrain.h") $(grep -o 'GROWS([a-z_]*, newest,' "$new/dtrain.h" | wc -l) $(grep -c 'desc[.>-]*newest' "$new/dtrain.h")" = "12 12 3" ]
+[ "$(grep -c '^    [a-z0-9_]* newest;$' "$new/dtrain.h") $(grep -o 'GROWS([a-z_]*, newest,' "$new/dtrain.h" | wc -l) $(grep -c 'desc[.>-]*newest' "$new/dtrain.h")" = "13 13 3" ]
 result "a newer dtrain.h" $?
 # library FOLDER FLAG...: makes FOLDER/libdtrain.so of the dtrain.h that is there, quickly
 library() {
@@ -71,6 +71,10 @@ for field in launch:dtrain_launch_desc how:dtrain_strategy_desc meshed:dtrain_me
     bad "a new field that an older library does not know, ${field#*:}" "${field#*:}: a field at byte [0-9]* is not 0, and this library" \
         env LD_LIBRARY_PATH="$build" "$tmp/newer" "$tmp/run" "${field%:*}"
 done
+good "an older program joins with a newer library" '^joined' env LD_LIBRARY_PATH="$new" "$tmp/user" join
+good "a newer program joins with an older library" '^joined' env LD_LIBRARY_PATH="$build" "$tmp/newer" join
+bad "a new field of a join" "dtrain_join_desc: a field at byte" env LD_LIBRARY_PATH="$build" "$tmp/newer" join guest
+bad "a guest that does not say how it was compiled" 'dtrain_world_join: .*abi of the desc is NULL' env LD_LIBRARY_PATH="$build" "$tmp/user" join null
 bad "a program that does not say how it was compiled" 'dtrain_launch: abi of the desc is NULL' env LD_LIBRARY_PATH="$build" "$tmp/user" abi null
 bad "a struct that never grows has grown" 'dtrain_param has [0-9]* bytes in the program and' env LD_LIBRARY_PATH="$build" "$tmp/user" abi broken
 
