@@ -392,6 +392,21 @@ FetchContent_Declare(dtrain GIT_REPOSITORY $root/repository GIT_TAG one)
 FetchContent_MakeAvailable(dtrain)"
         try "cmake, FetchContent" runs fetched "$quick"
     fi
+
+    # Options: a shared library, whose program says how it was compiled; MPI; GPUs are only configured.
+    lines shared "add_subdirectory($PWD dtrain)"
+    cp tests/cli/abi_user.c "$root/shared/first.c"
+    try "cmake, BUILD_SHARED_LIBS" sh -c "cmake -S '$root/shared' -B '$root/shared/build' '$quick' -DBUILD_SHARED_LIBS=ON && cmake --build '$root/shared/build' &&
+        '$root/shared/build/first' join && ls '$root/shared/build/dtrain/libdtrain.so.$version' && ! '$root/shared/build/first' join null"
+    lines mpi "add_subdirectory($PWD dtrain)"
+    printf '#include "dtrain.h"\nint main(void)\n{\n    const dtrain_comm_ops *ops;\n    puts(dtrain_comm_ops_by_name("mpi", &ops) ? dtrain_last_error() : "w = 3.000");\n    return 0;\n}\n' >"$root/mpi/first.c"
+    if here mpicc; then try "cmake, DTRAIN_MPI" runs mpi "$quick" -DDTRAIN_MPI=ON; fi
+    try "cmake, without DTRAIN_MPI" sh -c "cmake -S '$root/mpi' -B '$root/mpi/without' '$quick' && cmake --build '$root/mpi/without' && ! '$root/mpi/without/first' | grep 'w = 3.000'"
+    for option in DTRAIN_CUDA DTRAIN_NCCL; do
+        if here nvcc; then try "cmake, $option" cmake -S "$root/folder" -B "$root/$option" "-D$option=ON"; fi
+        ! cmake -S "$root/folder" -B "$root/$option.not" "-D$option=ON" -DCMAKE_CUDA_COMPILER=CMAKE_CUDA_COMPILER-NOTFOUND >"$root/log" 2>&1 && grep -q 'need nvcc' "$root/log"
+        result "cmake, $option without nvcc says what to do" $? "$root/log"
+    done
 fi
 
 finish
