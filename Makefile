@@ -45,6 +45,7 @@ help:
 	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 	@echo "make lib        $(BUILD)/libdtrain.so and .a, for programs that do not compile dtrain.h; make lib-cuda: libdtrain_cuda.so too"
 	@echo "make install    header and library to PREFIX=$(PREFIX), with files for pkg-config; also install-headers, uninstall"
+	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
 	@echo "make test       the tests; prints what was skipped for want of an optional tool"
 	@echo "make test-all   with the long ones: every case of every matrix, dialects, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
 	@echo "make test-long  the long scripts alone"
@@ -191,7 +192,7 @@ NCCL = $(if $(shell echo '\#include <nccl.h>' | $(NVCC) $(NVCCFLAGS) -E -x cu - 
 
 cuda: $(EXAMPLES:$(BUILD)/%=$(BUILD)/cuda/%)
 	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/cuda/. Try: $(BUILD)/cuda/train_gpt --device cuda, make gpu-check"
-gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU))) \
+gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out $(addprefix tests/cuda/test_cuda_,nccl.c join.c),$(GPU))) \
               $(BUILD)/cuda/bench_kernels $(BUILD)/cuda/bench_train
 gpu-first gpu-check gpu-bench:
 	@BUILD=$(BUILD) bash tests/cuda/$(subst -,_,$@).sh
@@ -355,6 +356,13 @@ docs:
 	$(call quiet,DRAW,docs/tensor.svg)sh tools/tensor_svg.sh >docs/tensor.svg
 	$(call quiet,LIST,docs/api.md)sh tools/api_index.sh >docs/api.md
 
+# ---- Other languages --------------------------------------------------------------------------------
+# Modules for Fortran and Python, made from the public half of dtrain.h.
+bindings: $(BUILD)/dtrain.f90 $(BUILD)/dtrain.py
+$(BUILD)/dtrain.f90 $(BUILD)/dtrain.py: dtrain.h $(wildcard tools/bindings/*)
+	@mkdir -p $(@D)
+	$(call quiet,BIND,$@)sh tools/bindings/bindings.sh $(subst .,,$(suffix $@)) <$< >$@.new && mv $@.new $@
+
 # ---- A library ------------------------------------------------------------------------------------
 # Both forms are compiled once, by DTRAIN_SHARED: a program says with which dtrain.h it was compiled (src/core/abi.h).
 VERSION = $(shell sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)
@@ -413,6 +421,6 @@ clean:
 
 .PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
         asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-first gpu-check gpu-bench mpi openmpi mpich \
-        src lib lib-cuda install install-headers uninstall clean FORCE
+        src lib lib-cuda bindings install install-headers uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

@@ -32,6 +32,7 @@
    ------------------------------------------------------------------------------------------------
    Contents: the files that this one is joined from, in the order of reading. First the API, in
    which what authors of backends need comes last; then the implementation, its kernels last.
+       src/core/abi.h                       Sizes of structs, for a library that was compiled apart from its program
        src/core/api.h                       Version and linkage
        src/core/result.h                    Results and error sentences
        src/core/log.h                       Log, allocator, clock, memory of the process
@@ -65,7 +66,9 @@
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
        src/comm/backend.h                   For authors of communicators: the communicator table, and the transport table
-       src/core/platform.c                  The clock, files, and how much memory there is
+       src/sizes.h                          The sizes of public structs, as the compiler of this file sees them
+       src/launch/join_mpi.h                Joining with the ranks of an MPI communicator, compiled by the host's mpicc
+       src/core/platform.c                  The clock, files, how much memory there is, and copies that know the cache
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
        src/core/core_internal.h             What every room uses of core
        src/core/result.c                    Results and error sentences
@@ -75,7 +78,9 @@
        src/core/hash.c                      Hashes of 64 bits: FNV-1a to compare, SipHash under a key
        src/world/world.c                    World
        src/world/world_internal.h           The world of a rank, and the control page that ranks share
+       src/world/abi_internal.h             Descs and infos of programs that were compiled with another dtrain.h, see core/abi.h
        src/world/timeline_internal.h        The events of a rank as the library records and reads them: see world/timeline.c
+       src/world/abi.c                      Descs and infos of programs that were compiled with another dtrain.h
        src/world/timeline.c                 The timeline: what a rank does when
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: TCP connections between ranks that another launcher has started
@@ -86,13 +91,13 @@
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
+       src/device/device_internal.h         What other rooms use of a device
        src/comm/same.c                      Ranks agree: on an outcome, and on settings
        src/comm/groups_internal.h           Groups: who shares what with this rank
        src/comm/same_internal.h             Do all ranks have the same settings? A collective create lists its settings in a table of fields,
        src/comm/flight.c                    Dumps: the flight record of a rank
        src/comm/engine_internal.h           The progress engine
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
-       src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
        src/comm/local.c                     The local transport: shared memory
        src/comm/circle.c                    Circles: ranks that wait for each other
@@ -249,8 +254,9 @@
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
-       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
+       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
+       src/device/cpu/kernels/dropout.h     Dropout: ranges are multiples of 16, so that no block of Philox is split
        src/device/cpu/kernels/muon.h        Muon: the element-wise stages of a step, see optim/muon.c
        src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
        src/device/cpu/kernels/pointwise.h   Functions of two elements: gated products, losses
@@ -517,6 +523,25 @@ extern "C" {
 
 /* Ring 1, core: ranks, their communication, strategies, optimizers. */
 
+/* ==== src/core/abi.h ========================================================================== */
+
+/* Sizes of structs, for a library that was compiled apart from its program
+ *
+ * A program that is compiled with one dtrain.h can run with the shared library of another version.
+ * It hands over &dtrain_header_abi in dtrain_launch_desc.abi or dtrain_join_desc.abi:
+ *
+ *     GROWS    later versions may append fields, never in the padding at its end. A field that the
+ *              program does not know is zero, its default; one that the library does not know is
+ *              an error unless it is zero. Infos are filled as far as both know them. Calls without
+ *              a world (dtrain_strategy_plan, a mesh for plans) read and fill what the first
+ *              version had
+ *     FIXED    never grows: it stands in arrays or inside of other structs, is returned, or belongs
+ *              to calls without a world, such as dtrain_device_create. A program whose struct has
+ *              another size is refused by name
+ *
+ * Tables of backends have a version in their first field instead. Entries are appended, none is
+ * moved or removed; the numbers are what a struct had in the first version. */
+
 /* ==== src/core/api.h ========================================================================== */
 
 /* Version and linkage. */
@@ -531,14 +556,53 @@ extern "C" {
 #define DTRAIN_VERSION_PATCH 0
 #define DTRAIN_VERSION_STRING "0.2.0"
 
-/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. */
+/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. make lib
+ * defines DTRAIN_SHARED, with -fvisibility=hidden; programs that use the library do not. */
 #ifndef DTRAIN_API
 #ifdef DTRAIN_STATIC
 #define DTRAIN_API static
+#elif defined(DTRAIN_SHARED)
+#define DTRAIN_API extern __attribute__((visibility("default")))
 #else
 #define DTRAIN_API extern
 #endif
 #endif
+
+/* clang-format off */
+#define DTRAIN_ABI_LIST(GROWS, FIXED) \
+    GROWS(launch_desc, abi, 200) GROWS(join_desc, abi, 200) GROWS(launch_info, restart_count, 28) \
+    GROWS(launch_place, restart_count, 20) GROWS(world_info, comm_given, 72) \
+    GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
+    GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
+    GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
+    GROWS(state_desc, comm, 80) GROWS(checkpoint_desc, state, 48) \
+    GROWS(checkpoint_info, snapshot_bytes, 56) GROWS(load_desc, storage, 16) \
+    GROWS(load_info, note, 1192) GROWS(export_desc, storage, 24) GROWS(import_desc, storage, 40) \
+    GROWS(import_info, note, 624) GROWS(dataset_desc, user, 64) GROWS(loader_desc, user, 112) \
+    GROWS(loader_info, batch_samples, 20) GROWS(tape_info, error, 60) \
+    GROWS(batch_norm_desc, comm, 48) GROWS(attention_desc, mask, 56) \
+    GROWS(conv2d_desc, groups, 56) GROWS(pool2d_desc, padding, 56) GROWS(trainer_desc, mesh, 224) \
+    GROWS(metrics_desc, sink_count, 128) GROWS(metrics_info, no_plan, 256) FIXED(allocator, 24) \
+    FIXED(trace_desc, 40) FIXED(device_desc, 56) FIXED(device_info, 224) FIXED(cut, 48) \
+    FIXED(param, 208) FIXED(shard, 56) FIXED(memory, 72) FIXED(comm_info, 160) \
+    FIXED(loss_scaler, 24) FIXED(schedule, 104) FIXED(optimizer_desc, 64) \
+    FIXED(pipeline_desc, 16) FIXED(pipeline_action, 24) FIXED(pipeline_schedule, 48) \
+    FIXED(pipeline_costs, 32) FIXED(pipeline_part, 24) FIXED(pipeline_work, 24) FIXED(piece, 80) \
+    FIXED(state_tensor, 160) FIXED(state_item, 152) FIXED(storage, 88) FIXED(export_name, 24) \
+    FIXED(dataset_info, 72) FIXED(sample, 32) FIXED(tensor, 96) FIXED(step_record, 1672) \
+    FIXED(batch_search, 48) FIXED(summary, 136) FIXED(metric, 56) FIXED(histogram, 96) \
+    FIXED(metrics_sample, 88) FIXED(metrics_sink, 32) FIXED(metrics_sink_info, 32) \
+    FIXED(hook_tensor, 56) FIXED(hook_bucket, 96) FIXED(comm_hook_desc, 56) FIXED(op, 608) \
+    FIXED(op_desc, 56)
+/* clang-format on */
+
+#define DTRAIN_ABI_ONE(...) +1
+
+/* Bytes of each struct of the list, of one that grows up to the end of its last field. */
+typedef struct dtrain_abi {
+    uint32_t count; /* entries that follow; 0 = program and library were compiled together */
+    uint32_t bytes[0 DTRAIN_ABI_LIST(DTRAIN_ABI_ONE, DTRAIN_ABI_ONE)];
+} dtrain_abi;
 
 /* ==== src/core/result.h ======================================================================= */
 
@@ -703,15 +767,20 @@ typedef enum dtrain_math {
     DTRAIN_MATH_BF16 = 3  /* tensor cores with 7 bits of mantissa; CPU: an error */
 } dtrain_math;
 
+/* dtrain_device_desc.device_index: the GPU that is current on the calling thread. */
+#define DTRAIN_DEVICE_CURRENT UINT32_MAX
+
 typedef struct dtrain_device_desc {
     uint32_t thread_count; /* CPU: compute threads of this rank; 0 = 1 */
-    uint32_t device_index; /* GPU: which one, modulo how many there are */
+    uint32_t device_index; /* GPU: which one, modulo how many there are; or DTRAIN_DEVICE_CURRENT */
     uint32_t math;         /* dtrain_math */
     bool oversubscribed;   /* more threads than cores here: waiting threads must not spin */
     bool tune;             /* GPU: time the algorithms of a GEMM at its first use. Some per cent
                               faster; the bits may then differ from run to run */
     uint64_t memory_limit; /* bytes; what would go beyond is DTRAIN_ERROR_MEMORY. 0 = none */
     dtrain_allocator allocator;
+    void *stream; /* GPU: the host's cudaStream_t, on which kernels are queued; it must outlive the
+                     device. NULL = a new one; a device without streams refuses another value */
 } dtrain_device_desc;
 
 typedef struct dtrain_device_info {
@@ -806,6 +875,8 @@ typedef struct dtrain_world_info {
                                is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
     bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
                                launch/launch.h */
+    bool guest;             /* dtrain_world_join made this world */
+    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
 } dtrain_world_info;
 
 /* Fill info with this rank's place and settings; with zeros when world is NULL. Local and cheap
@@ -988,6 +1059,8 @@ typedef struct dtrain_launch_desc {
                          for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
                          port, ranks with another hash are turned away for as long as the right one
                          may still come (ten seconds). 0 = nothing tells such jobs apart */
+    const dtrain_abi *abi; /* &dtrain_header_abi, required where dtrain is a library compiled apart
+                              (core/abi.h); NULL = program and library are compiled together */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -1116,6 +1189,7 @@ typedef struct dtrain_join_desc {
     bool tune;                    /* see dtrain_device_desc */
     const char *flight_directory; /* NULL = no dumps */
     dtrain_trace_desc trace;
+    const dtrain_abi *abi; /* as in dtrain_launch_desc */
 } dtrain_join_desc;
 
 /* Make a world of the members that call it, this one included. Collective: it blocks in all_gather
@@ -1130,45 +1204,6 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
  * first. Collective, at most until the deadline; the result is that of waiting for the others, the
  * world is freed in any case. NULL is OK. */
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world);
-
-#ifdef DTRAIN_USE_MPI
-#include <string.h>
-
-static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
-{
-    return MPI_Allgather((void *)(uintptr_t)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
-                         *(MPI_Comm *)user);
-}
-
-/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
- * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to:
- * below MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data
- * travels over a duplicate of `comm`, which leaving frees. A host that wants to survive the end of
- * another rank ignores SIGPIPE: MPI writes to sockets. Compiled by the host's mpicc, so a libdtrain.so
- * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
-static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
-                                                  dtrain_world **out)
-{
-    dtrain_join_desc own;
-    int level = MPI_THREAD_SINGLE, is_main = 1;
-    if (desc) own = *desc;
-    else memset(&own, 0, sizeof own);
-    MPI_Query_thread(&level);
-    MPI_Is_thread_main(&is_main);
-    if (level < MPI_THREAD_SERIALIZED && !is_main)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_world_join_mpi: MPI was initialised for calls of the main thread "
-            "only, and this is another one; ask for MPI_THREAD_SERIALIZED");
-    MPI_Comm_rank(comm, &own.rank);
-    MPI_Comm_size(comm, &own.size);
-    own.all_gather = dtrain_mpi_gather;
-    own.user = &comm;
-    if (!own.comm_ops) own.comm_given = &comm;
-    return dtrain_world_join(&own, out);
-}
-
-#endif /* DTRAIN_USE_MPI */
 
 /* ==== src/comm/comm.h ========================================================================= */
 
@@ -1369,7 +1404,8 @@ typedef struct dtrain_mesh_info {
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
     bool sequence_parallel;
 } dtrain_mesh_info;
-/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
+/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. The rank at a place
+ * is tensor_rank + tensor * (data_rank + data * pipeline_rank). */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
@@ -1378,8 +1414,6 @@ DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *inf
  * DATA and another axis, both of several ranks, makes that communicator and is collective: all
  * ranks of the mesh make these calls in the same order. NULL after an error. */
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
-/* Return the rank at a place of the mesh; -1 where there is none. */
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
 
 /* ==== src/parallel/cut.h ====================================================================== */
 
@@ -4299,7 +4333,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 12u
+#define DTRAIN_DEVICE_ABI 13u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -4355,6 +4389,9 @@ struct dtrain_device_ops {
     /* End a recording under way, and all graphs: launching one is an error from here on, destroying
      * it is not. A communicator that ends calls it, because graphs keep its collectives. */
     void (*graphs_drop)(dtrain_device *device);
+    /* Tell whether work on the compute stream is recorded: between graph_begin and graph_end, or by
+     * the host whose stream it is. */
+    bool (*capturing)(dtrain_device *device);
     /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
      * back by other means. False: a kernel does not end, and memory stays for good. */
     bool (*may_free)(dtrain_device *device);
@@ -4585,6 +4622,67 @@ typedef struct dtrain_transport_ops {
 DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
                                          const void *const *in);
 
+/* For a library that was compiled apart from its program: see core/abi.h. */
+
+/* ==== src/sizes.h ============================================================================= */
+
+/* The sizes of public structs, as the compiler of this file sees them. */
+
+#define DTRAIN_ABI_END(name, last, first) \
+    (uint32_t)(offsetof(dtrain_##name, last) + sizeof(((dtrain_##name *)NULL)->last)),
+#define DTRAIN_ABI_SIZE(name, bytes) (uint32_t)sizeof(dtrain_##name),
+
+/* What a program gives as dtrain_launch_desc.abi and dtrain_join_desc.abi. */
+#if defined(__GNUC__)
+__attribute__((unused))
+#endif
+static const dtrain_abi dtrain_header_abi = {sizeof(dtrain_abi) / sizeof(uint32_t) - 1,
+                                             {DTRAIN_ABI_LIST(DTRAIN_ABI_END, DTRAIN_ABI_SIZE)}};
+
+/* ==== src/launch/join_mpi.h =================================================================== */
+
+/* Joining with the ranks of an MPI communicator, compiled by the host's mpicc. */
+
+#ifdef DTRAIN_USE_MPI
+#include <string.h>
+
+static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, size_t bytes)
+{
+    return MPI_Allgather((void *)(uintptr_t)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
+                         *(MPI_Comm *)user);
+}
+
+/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
+ * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to: below
+ * MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data travels
+ * over a duplicate of `comm`, which leaving frees. A host that is to survive the end of another
+ * rank ignores SIGPIPE: MPI writes to sockets. The host's mpicc compiles this, so a libdtrain.so
+ * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
+static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
+                                                  dtrain_world **out)
+{
+    dtrain_join_desc own;
+    int level = MPI_THREAD_SINGLE, is_main = 1;
+    if (desc) own = *desc;
+    else memset(&own, 0, sizeof own);
+    MPI_Query_thread(&level);
+    MPI_Is_thread_main(&is_main);
+    if (level < MPI_THREAD_SERIALIZED && !is_main)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_world_join_mpi: MPI was initialised for calls of the main thread "
+            "only, and this is another one; ask for MPI_THREAD_SERIALIZED");
+    MPI_Comm_rank(comm, &own.rank);
+    MPI_Comm_size(comm, &own.size);
+    own.all_gather = dtrain_mpi_gather;
+    if (!own.abi) own.abi = &dtrain_header_abi;
+    own.user = &comm;
+    if (!own.comm_ops) own.comm_given = &comm;
+    return dtrain_world_join(&own, out);
+}
+
+#endif /* DTRAIN_USE_MPI */
+
 #ifdef __cplusplus
 }
 #endif
@@ -4617,7 +4715,7 @@ DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_c
 
 /* ==== src/core/platform.c ===================================================================== */
 
-/* The clock, files, and how much memory there is. */
+/* The clock, files, how much memory there is, and copies that know the cache. */
 
 /* ==== src/core/platform_internal.h ============================================================ */
 
@@ -4858,6 +4956,7 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache);
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
 
@@ -4899,6 +4998,10 @@ DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t cou
                                     uint32_t out[4]);
 DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_t first,
                                          int64_t count, bool normal, float scale, float *out);
+
+#ifdef __x86_64__
+#include <emmintrin.h>
+#endif
 
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
 #error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
@@ -5068,6 +5171,40 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
     if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
+}
+
+/* Copy what another core has written: memcpy's `rep movsb` takes twice as long for it (Zen 4). Or
+ * write past the cache: what this core works with stays there, the memory that is written need not
+ * be read first, and no other core is asked for it. Of GPT-2's state (1.5 GB, Xeon) that takes 0.6
+ * of memcpy's time. */
+DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache)
+{
+    size_t done = 0;
+#ifdef __x86_64__
+    const bool past = past_cache && (uintptr_t)to % 16 == 0;
+    for (; done + 64 <= bytes; done += 64) {
+        const __m128i *in = (const __m128i *)(const void *)(from + done);
+        __m128i *out = (__m128i *)(void *)(to + done);
+        __builtin_prefetch(from + done + 512);
+        const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
+        const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+        if (past) {
+            _mm_stream_si128(out, a);
+            _mm_stream_si128(out + 1, b);
+            _mm_stream_si128(out + 2, c);
+            _mm_stream_si128(out + 3, d);
+        } else {
+            _mm_storeu_si128(out, a);
+            _mm_storeu_si128(out + 1, b);
+            _mm_storeu_si128(out + 2, c);
+            _mm_storeu_si128(out + 3, d);
+        }
+    }
+    if (past) _mm_sfence();
+#else
+    (void)past_cache;
+#endif
+    memcpy(to + done, from + done, bytes - done);
 }
 
 /* ==== src/core/result.c ======================================================================= */
@@ -5603,6 +5740,37 @@ DTRAIN__COLD
  *
  * After the page come the arenas, one per rank, from which shared memory is handed out. */
 
+/* ==== src/world/abi_internal.h ================================================================ */
+
+/* Descs and infos of programs that were compiled with another dtrain.h, see core/abi.h. */
+
+#define DTRAIN__ABI_GROWS(name, last, first) DTRAIN__ABI_##name,
+#define DTRAIN__ABI_FIXED(name, bytes) DTRAIN__ABI_##name,
+typedef enum dtrain__abi_entry {
+    DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS, DTRAIN__ABI_FIXED) DTRAIN__ABI_COUNT
+} dtrain__abi_entry;
+
+/* Replace a desc of the program's, which may be NULL, by a copy as this library knows it. A program
+ * that is compiled together with the library has no other structs. */
+#ifdef DTRAIN_SHARED
+#define DTRAIN__TAKE(abi, name, desc)                                          \
+    dtrain_##name own_##name;                                                  \
+    DTRAIN__TRY(dtrain__take((abi), DTRAIN__ABI_##name, (desc), &own_##name)); \
+    if (desc) (desc) = &own_##name
+#else
+#define DTRAIN__TAKE(abi, name, desc) (void)(abi)
+#endif
+
+/* world/abi.c */
+DTRAIN__PRIVATE const dtrain_abi *dtrain__abi_of(const dtrain_world *world);
+DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_abi *abi,
+                                                dtrain_abi *own);
+DTRAIN__PRIVATE size_t dtrain__abi_bytes(const dtrain_abi *abi, dtrain__abi_entry which);
+DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_entry which,
+                                           const void *given, void *own);
+DTRAIN__PRIVATE void dtrain__give(const dtrain_abi *abi, dtrain__abi_entry which, const void *own,
+                                  void *info);
+
 /* ==== src/world/timeline_internal.h =========================================================== */
 
 /* The events of a rank as the library records and reads them: see world/timeline.c. */
@@ -5900,6 +6068,7 @@ struct dtrain_world {
     uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
     dtrain__range *ranges; /* (range_count), sorted */
     size_t range_count, range_room;
+    dtrain_abi abi; /* sizes of the program's structs */
     dtrain_allocator allocator;
     dtrain__log_sink log;
     dtrain_device *device;
@@ -5939,6 +6108,9 @@ static inline const void *dtrain__gathered(const dtrain_world *world, int rank)
 {
     return world->control->slots[rank].data[world->gather_count % 2];
 }
+
+/* world/world.c */
+DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_info *info);
 
 /* world/control.c */
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number);
@@ -5998,9 +6170,8 @@ DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world)
     return world ? world->comm : NULL;
 }
 
-DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info)
+DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!world) return;
     const int node = world->node_ranks;
@@ -6013,12 +6184,21 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
+    info->guest = world->guest != NULL;
+    info->comm_given = world->comm_given;
     /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
      * launcher has not seen a signal that was sent to only one rank */
     const int signal = world->catches ? dtrain__signal_caught() : 0;
     if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
     info->stop_requested = signal != 0;
     info->allocator = world->allocator;
+}
+
+DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info)
+{
+    dtrain_world_info own;
+    dtrain__world_info(world, &own);
+    dtrain__give(dtrain__abi_of(world), DTRAIN__ABI_world_info, &own, info);
 }
 
 DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
@@ -6028,6 +6208,108 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
     va_start(args, format);
     dtrain__log_va(&world->log, level, format, args);
     va_end(args);
+}
+
+/* ==== src/world/abi.c ========================================================================= */
+
+/* Descs and infos of programs that were compiled with another dtrain.h
+ *
+ *     program (older)   | fields it knows       |              program (newer) | ... | unknown |
+ *                            | copied                                              | must be 0
+ *     library           | fields it knows ...   | 0 |                  library | ... |
+ *
+ * The library's own calls do not pass through these copies: they use dtrain__*_info functions. */
+
+#ifdef DTRAIN_SHARED
+/* A struct of the list, by its name; frozen ones have a size, others that of the first version. */
+#define DTRAIN__ABI_GROWS_ROW(name, last, first) {#name, first, false},
+#define DTRAIN__ABI_FIXED_ROW(name, bytes) {#name, bytes, true},
+static const struct {
+    const char *name;
+    uint32_t bytes;
+    bool fixed;
+} dtrain__abi_rows[] = {DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS_ROW, DTRAIN__ABI_FIXED_ROW)};
+#endif
+
+/* An array of a negative size: a struct of the list was changed in a way that core/abi.h forbids. */
+#define DTRAIN__ABI_GROWN(name, last, first) \
+    typedef char dtrain__abi_grown_##name    \
+        [offsetof(dtrain_##name, last) + sizeof(((dtrain_##name *)NULL)->last) >= first ? 1 : -1];
+#define DTRAIN__ABI_SAME(name, bytes) \
+    typedef char dtrain__abi_same_##name[sizeof(dtrain_##name) == bytes ? 1 : -1];
+DTRAIN_ABI_LIST(DTRAIN__ABI_GROWN, DTRAIN__ABI_SAME)
+
+DTRAIN__PRIVATE const dtrain_abi *dtrain__abi_of(const dtrain_world *world)
+{
+    return world ? &world->abi : NULL;
+}
+
+/* Check what a program says of its structs, at a call that makes a world, and copy it to *own. */
+DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_abi *abi,
+                                                dtrain_abi *own)
+{
+    memset(own, 0, sizeof *own);
+#ifdef DTRAIN_SHARED
+    if (!abi || !abi->count)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: abi of the desc is NULL, and this library (%s) was compiled apart "
+                           "from the program: set it to &dtrain_header_abi",
+                           call, DTRAIN_VERSION_STRING);
+    for (uint32_t i = 0; i < abi->count && i < DTRAIN__ABI_COUNT; i++) {
+        own->bytes[own->count++] = abi->bytes[i];
+        if (dtrain__abi_rows[i].fixed ? abi->bytes[i] != dtrain__abi_rows[i].bytes
+                                      : abi->bytes[i] < dtrain__abi_rows[i].bytes)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: dtrain_%s has %u bytes in the program and %u in this library "
+                               "(%s): compile the program with the dtrain.h of this library",
+                               call, dtrain__abi_rows[i].name, abi->bytes[i],
+                               dtrain__abi_rows[i].bytes, DTRAIN_VERSION_STRING);
+    }
+#else
+    if (abi && memcmp(abi, &dtrain_header_abi, sizeof *abi) != 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: the program has another dtrain.h", call);
+#endif
+    return DTRAIN_OK;
+}
+
+/* Return how many bytes of a struct the program knows. */
+DTRAIN__PRIVATE size_t dtrain__abi_bytes(const dtrain_abi *abi, dtrain__abi_entry which)
+{
+    if (abi && (uint32_t)which < abi->count) return abi->bytes[which];
+#ifdef DTRAIN_SHARED
+    return dtrain__abi_rows[which].bytes;
+#else
+    return dtrain_header_abi.bytes[which];
+#endif
+}
+
+/* Copy a desc of the program's to *own; zeros where it is NULL, or does not have a field. */
+DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_entry which,
+                                           const void *given, void *own)
+{
+    const size_t theirs = dtrain__abi_bytes(abi, which), ours = dtrain_header_abi.bytes[which];
+    memset(own, 0, ours);
+    if (!given) return DTRAIN_OK;
+    memcpy(own, given, theirs < ours ? theirs : ours);
+#ifdef DTRAIN_SHARED
+    for (size_t i = ours; i < theirs; i++)
+        if (((const char *)given)[i])
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "dtrain_%s: a field at byte %zu is not 0, and this library (%s) is "
+                               "older than the program and knows %zu bytes: leave the field at 0, "
+                               "or use the library that came with the program's dtrain.h",
+                               dtrain__abi_rows[which].name, i, DTRAIN_VERSION_STRING, ours);
+#endif
+    return DTRAIN_OK;
+}
+
+/* Copy an info to the program's, which may be NULL; zeros where own is NULL, or lacks a field. */
+DTRAIN__PRIVATE void dtrain__give(const dtrain_abi *abi, dtrain__abi_entry which, const void *own,
+                                  void *info)
+{
+    const size_t theirs = dtrain__abi_bytes(abi, which), ours = dtrain_header_abi.bytes[which];
+    if (info) memset(info, 0, theirs);
+    if (info && own) memcpy(info, own, theirs < ours ? theirs : ours);
 }
 
 /* ==== src/world/timeline.c ==================================================================== */
@@ -8298,6 +8580,58 @@ DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size
 /* comm/flight.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);
 
+/* ==== src/device/device_internal.h ============================================================ */
+
+/* What other rooms use of a device. */
+
+/* device/cpu/cpu.c, device/plan.c: the tables */
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void);
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
+
+/* device/device.c */
+DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
+
+/* Tell whether the device's work is recorded in a graph. */
+static inline bool dtrain__capturing(dtrain_device *device)
+{
+    return device->ops->capturing && device->ops->capturing(device);
+}
+
+/* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
+/* clang-format off */
+#define DTRAIN__KERNEL_LIST(X, L)                                                            \
+    L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
+    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
+    L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) L(dropout) X(sum)    \
+    X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
+    L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
+    L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
+/* clang-format on */
+
+/* The entries of a device that has finished its work when a call returns: from stream_create to
+ * event_query, from graph_begin to range_end, and with is_device_memory between them. */
+#define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
+
+/* Call an entry of the table that may be NULL: then there is nothing to do. */
+#define DTRAIN__ORDER(device, entry, ...) \
+    ((device)->ops->entry ? (device)->ops->entry((device), __VA_ARGS__) : DTRAIN_OK)
+
+/* Inputs of several ranks, which are combined in this order into equal outputs. */
+typedef struct dtrain__mix_job {
+    const char *const *in; /* (in_count), 2 or more */
+    char *const *out;      /* (out_count) */
+    int in_count, out_count;
+    size_t count; /* elements */
+    dtrain_dtype dtype;
+    uint32_t op; /* dtrain_reduce_op */
+} dtrain__mix_job;
+
+/* Combine them. */
+DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job);
+
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
 /* Check the arguments of a call. In place is allowed; a shifted overlap would overwrite what is
@@ -8423,6 +8757,24 @@ static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *ca
     return dtrain__world_check(comm->world, call);
 }
 
+/* Refuse what a captured graph cannot hold: the host would have to wait, or to move data, at each
+ * launch. The communicator is as before, because all ranks capture alike. */
+static dtrain_result dtrain__check_captured(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    dtrain_device *device = comm->world->device;
+    if (!dtrain__capturing(device)) return DTRAIN_OK;
+    const bool host = !what->count || (what->send && dtrain__on_host(device, what->send)) ||
+                      (what->recv && dtrain__on_host(device, what->recv));
+    if (!host && (!comm->ops->transport || comm->size == 1)) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: %s cannot be part of a captured graph; call it outside of the capture%s",
+        dtrain__kind_of(what->kind)->call,
+        host ? "a barrier, a split, a count of 0 or a buffer in host memory"
+             : "a communicator that moves data through host memory",
+        host ? "" : ", or give each rank a GPU and use dtrain_nccl.h");
+}
+
 /* Check, count and start an operation, and wait for it unless `work` is given.
  *
  * A rank that made a mistake in its arguments has missed an operation the others count on. Were it
@@ -8435,6 +8787,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
+    DTRAIN__TRY(dtrain__check_captured(comm, &what));
     const uint64_t entered = dtrain__enter(comm->world, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
@@ -8541,7 +8894,10 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
 {
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_split: out is NULL");
     *out = NULL;
+    const dtrain_collective what = {
+        DTRAIN_COLLECTIVE_SPLIT, DTRAIN_DTYPE_I32, 0, -1, 0, NULL, NULL};
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_split"));
+    DTRAIN__TRY(dtrain__check_captured(comm, &what));
     const int64_t number = (comm->number + 1) * 1000 + (int64_t)comm->splits++;
     const dtrain_result result = comm->ops->split(comm, color, key, out);
     if (*out && !(*out)->number) (*out)->number = number; /* of a backend that has none */
@@ -9157,52 +9513,6 @@ DTRAIN__HOT
  *
  * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
 
-/* ==== src/device/device_internal.h ============================================================ */
-
-/* What other rooms use of a device. */
-
-/* device/cpu/cpu.c, device/plan.c: the tables */
-DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void);
-DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
-
-/* device/device.c */
-DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
-
-/* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
-/* clang-format off */
-#define DTRAIN__KERNEL_LIST(X, L)                                                            \
-    L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
-    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
-    L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
-    X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
-    L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
-    L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
-/* clang-format on */
-
-/* The entries of a device that has finished its work when a call returns: from stream_create to
- * event_query, from graph_begin to range_end, and with is_device_memory between them. */
-#define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
-
-/* Call an entry of the table that may be NULL: then there is nothing to do. */
-#define DTRAIN__ORDER(device, entry, ...) \
-    ((device)->ops->entry ? (device)->ops->entry((device), __VA_ARGS__) : DTRAIN_OK)
-
-/* Inputs of several ranks, which are combined in this order into equal outputs. */
-typedef struct dtrain__mix_job {
-    const char *const *in; /* (in_count), 2 or more */
-    char *const *out;      /* (out_count) */
-    int in_count, out_count;
-    size_t count; /* elements */
-    dtrain_dtype dtype;
-    uint32_t op; /* dtrain_reduce_op */
-} dtrain__mix_job;
-
-/* Combine them. */
-DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job);
-
 static const dtrain__kind dtrain__kinds[] = {
     /*                                           reduces rooted cuts joins */
     {"?", "?", false, false, false, false},
@@ -9259,7 +9569,8 @@ DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *
         return;
     }
     for (int i = 0; i < out_count; i++)
-        if (out[i] != in[0]) memcpy(out[i], in[0], count * dtrain_dtype_bytes(what->dtype));
+        if (out[i] != in[0])
+            dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
 }
 
 /* Compute elements [first, first + count) of this rank's own result from everybody's input,
@@ -9985,20 +10296,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
  *     small    the data came with the calls: every rank computes its own result, done
  *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
  *              takes what belongs to its own: stage 2, done. No temporary memory
- *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank
- *              r computes slice r of its own result: stage 2. All-reduce: it takes the other slices
- *              from the ranks that computed them: stage 3, done
- *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
- *              When all have reached it, every rank computes its own result from the buffers
+ *     copied   otherwise: what other ranks need goes through the stage buffers in chunks, see
+ *              dtrain__next_step: one stage a step
  *
  * All paths add in rank order in fp32 and round once, so results have the same bits on each.
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
-#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10)   /* half a stage: two ranks' stages stay in L2 */
-#define DTRAIN__READ_BYTES ((size_t)128 << 10)    /* buffers from this size on are read ... */
-#define DTRAIN__SCRATCH_BYTES ((size_t)512 << 10) /* ... in blocks of all ranks that fit here */
+#define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -10010,7 +10316,7 @@ typedef struct dtrain__slot {
     char data[DTRAIN_SMALL_BYTES];
     const char *send;
     char *recv;
-    uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
+    bool direct; /* these buffers allow the direct path */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks. head - tail cells are filled: a message that does not fit
@@ -10036,7 +10342,7 @@ typedef struct dtrain__channel {
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
     uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
-    char *stage;                 /* buffer of 2 chunks, made when first needed */
+    char *stage;                 /* buffer of the copied path, made when first needed */
     int64_t pid;                 /* of its rank, which has in private memory, */
     const uint64_t *proof;       /* at this address, */
     uint64_t proof_value;        /* this number: others read it to see that they can */
@@ -10050,9 +10356,9 @@ struct dtrain__part {
 typedef struct dtrain__local_comm {
     dtrain_comm base;
     dtrain__part **parts; /* (size) */
-    char *scratch;        /* made when first needed */
     uint64_t proof;       /* see dtrain__part */
-    bool reads;           /* as in this rank's part */
+    size_t stage_end;     /* copied path: where the last chunk of the last operation ends */
+    uint32_t past;        /* so many places to come are written past the cache */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
@@ -10061,8 +10367,12 @@ typedef struct dtrain__local_work {
     dtrain_transport_work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
-    int seen;     /* ranks below it have reached `stage` */
-    size_t moved; /* messages: bytes that this side is done with */
+    int seen;                   /* ranks below it have reached `stage` */
+    bool sliced;                /* copied path: ranks add up slices, and take those of others */
+    size_t each, places;        /* elements in a place, places in a chunk */
+    size_t chunk_bytes, chunks; /* their number */
+    size_t first, fit;          /* slot of the first chunk, slots of the buffer */
+    size_t moved;               /* messages: bytes that this side is done with */
     uint64_t end; /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
@@ -10138,8 +10448,8 @@ static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *t
 
 /* ---- Showing a call ---------------------------------------------------------------------------*/
 
-/* Show a call, and which paths this rank's buffers allow. On the direct path other ranks read
- * `send`; they write `recv` where slices of a result are computed by different ranks. */
+/* Show a call, and whether this rank's buffers allow the direct path: other ranks read `send`; they
+ * write `recv` where slices of a result are computed by different ranks. */
 static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -10148,18 +10458,13 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     (void)dtrain__write_shown(work, &slot->shown);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
-    slot->paths = 0;
+    slot->direct = false;
     if (!work->small) {
         const size_t send_bytes = dtrain__send_bytes(what, comm->size);
         const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
         const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
-        const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
-                            (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
-        const bool read = ((const dtrain__local_comm *)comm)->reads &&
-                          send_bytes >= DTRAIN__READ_BYTES &&
-                          (direct || (dtrain__is_readable(what->send, send_bytes) &&
-                                      dtrain__is_readable(what->recv, recv_bytes)));
-        slot->paths = (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
+        slot->direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
+                       (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
     }
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
@@ -10178,132 +10483,164 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
- * every rank's result, on the read path in its own, where the root of a reduce computes everything.
- * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
- * that no other rank reads. */
-static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
-{
-    dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const dtrain_collective *what = &work->base.what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const bool direct = work->path == DTRAIN__DIRECT;
-    const int size = comm->size, rank = comm->rank;
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const char *in[DTRAIN_MAX_RANKS];
-    char *out[DTRAIN_MAX_RANKS];
-    size_t first, length, block, count;
-    int outs = 0;
-    dtrain__slice(what, size, rank, &first, &length);
-    if (kind->rooted && !direct) {
-        first = 0;
-        length = what->root == rank ? what->count : 0;
-    }
-    if (!length) return true; /* and recv may be NULL */
-    if (!direct && !local->scratch) {
-        local->scratch = (char *)dtrain__alloc(&comm->world->allocator, DTRAIN__SCRATCH_BYTES, 1,
-                                               "blocks of other ranks");
-        if (!local->scratch) return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
-    }
-    block = direct ? length
-                   : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
-                         DTRAIN__CACHE_LINE / unit;
-    for (int i = 0; i < size; i++)
-        if (direct && !kind->cuts ? dtrain__gets(what, i) : i == rank)
-            out[outs++] = dtrain__slot_of(comm, i, work->base.sequence)->recv +
-                          (kind->cuts ? 0 : first * unit);
-    for (size_t at = 0; at < length; at += count) {
-        count = length - at < block ? length - at : block;
-        for (int i = 0; i < size; i++) {
-            in[i] = dtrain__slot_of(comm, i, work->base.sequence)->send + (first + at) * unit;
-            if (direct || i == rank) continue;
-            char *copy = local->scratch + (size_t)i * block * unit;
-            if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
-            in[i] = copy;
-        }
-        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
-                        outs, count);
-        for (int i = 0; i < outs; i++) out[i] += count * unit;
-    }
-    return true;
-}
-
-/* Take from each rank what belongs into this rank's result as it is, the next rank's first, so that
- * not all read the same rank. */
-static bool dtrain__take_pieces(dtrain_comm *comm, const dtrain__local_work *work)
+/* The direct path. Of a sum or a broadcast compute this rank's slice in every rank's result; in
+ * place, an all-reduce overwrites a slice that no other rank reads. Otherwise take from each rank
+ * what belongs into this rank's result as it is, the next rank's first, so that not all read the
+ * same rank. */
+static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const int size = comm->size, own = comm->rank;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const char *in[DTRAIN_MAX_RANKS];
+    char *out[DTRAIN_MAX_RANKS];
+    size_t first, length;
+    int outs = 0;
+    dtrain__slice(what, size, own, &first, &length);
     for (int turn = 1; turn <= size; turn++) {
         const int i = (own + turn) % size;
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
         dtrain__transfer piece;
-        if (!dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
-        if (kind->rooted) { /* a broadcast is read from the root alone */
-            if (i != what->root) continue;
-            piece.source = piece.target = 0;
-            piece.bytes = dtrain__send_bytes(what, size);
-        }
-        const char *from = (kind->reduces ? slot->recv : slot->send) + piece.source;
+        in[i] = slot->send + first * unit;
+        if (!kind->joins && (kind->cuts ? i == own : dtrain__gets(what, i)))
+            out[outs++] = slot->recv + (kind->cuts ? 0 : first * unit);
+        if (!kind->joins || !dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
+        const char *from = slot->send + piece.source;
         char *to = (char *)what->recv + piece.target;
-        if (i != own && work->path == DTRAIN__READ) {
-            if (!dtrain__fetch(comm, i, from, to, piece.bytes)) return false;
-        } else if (from != to) {
-            memcpy(to, from, piece.bytes);
-        }
+        if (from != to) dtrain__copy_lines(to, from, piece.bytes, false);
     }
-    return true;
+    if (length && outs)
+        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
+                        outs, length);
 }
 
-/* The copied path:
+/* The copied path goes through the stage buffers in chunks. One step of it is one stage:
  *
- *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
+ *     step s    chunk s        copy in what other ranks need of this rank's input
+ *               chunk s - 1    add up this rank's slice, or take what others have copied in
+ *               chunk s - 2    all-reduce and reduce: take the slices that others have added up
  *
- * Chunk c + 1 goes into the half that held chunk c - 1, which all ranks have pulled: they did so
- * before they reached stage c + 2. After the last stage, chunks + 2, all have pulled everything and
- * the next operation may use the buffers; so only the oldest one in flight uses them. */
+ * A chunk is one place, or one for each rank's slice. A rank does not copy its own slice in: of an
+ * all-reduce or reduce the sum goes there. In step s others may still read chunks s - 1 and s - 2,
+ * and no older one: all have ended step s - 1. At the end of an operation nobody waits: some rank
+ * may still read the last chunk when another one fills the first of the next operation, which
+ * therefore lies elsewhere. The second is filled when all have taken the next operation's step 0,
+ * and only the oldest operation in flight takes steps. */
 
-static size_t dtrain__chunk_count(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
-    return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
-}
-
-/* Go to the next stage of the copied path: compute the chunk of this rank's result whose inputs all
- * ranks have copied (ranks that give nothing may have no buffer), and copy the next chunk of its
- * own input into its buffer: one piece, or one for each rank's slice. */
-static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work)
+/* Cut an operation into chunks that are as equal as they can be. They lie one after the other
+ * around the buffer, which has room for four of the largest: the first one, in the next slot after
+ * all that the last operation used or in slot 0, does not meet the chunk before it. */
+static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
-    const bool cuts = dtrain__kind_of(what->kind)->cuts;
-    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t slice = cuts ? (size_t)comm->rank * chunk : 0,
-                 pieces = cuts ? (size_t)comm->size : 1;
-    dtrain__part *part = dtrain__part_at(comm, comm->rank);
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t size = (size_t)comm->base.size, unit = dtrain_dtype_bytes(what->dtype);
+    work->sliced = kind->reduces && !kind->cuts;
+    work->places = kind->reduces || kind->cuts ? size : 1;
+    const size_t most =
+        DTRAIN__STAGE_BYTES / 4 / work->places / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+    const size_t bytes = what->count * unit / (work->sliced ? size : 1) + DTRAIN__CACHE_LINE;
+    const size_t place = dtrain__round_up(bytes / (bytes / most + 1), DTRAIN__CACHE_LINE);
+    work->each = place / unit;
+    work->chunk_bytes = place * work->places;
+    work->chunks = (what->count - 1) / (work->each * (work->sliced ? size : 1)) + 1;
+    work->fit = DTRAIN__STAGE_BYTES / work->chunk_bytes;
+    work->first = (comm->stage_end + work->chunk_bytes - 1) / work->chunk_bytes % work->fit;
+    comm->stage_end = ((work->first + work->chunks - 1) % work->fit + 1) * work->chunk_bytes;
+    work->final = (uint32_t)work->chunks + (work->sliced ? 3 : 2);
+}
+
+/* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
+static char *dtrain__place(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
+                           size_t c, int j)
+{
+    char *stage = dtrain__part_at(comm, rank)->stage;
+    const size_t place = work->places > 1 ? (size_t)j : 0;
+    return stage ? stage + (work->first + c) % work->fit * work->chunk_bytes +
+                       place * (work->chunk_bytes / work->places)
+                 : NULL;
+}
+
+/* Find the elements of slice j that are in chunk c; return how many. */
+static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_work *work, size_t c,
+                                  int j, size_t *first)
+{
+    const size_t count = work->base.what.count;
+    const size_t at = (work->sliced ? c * (size_t)comm->size + (size_t)j : c) * work->each;
+    *first = at < count ? at : count;
+    return count - *first < work->each ? count - *first : work->each;
+}
+
+/* Copy into a place. Its lines are in the cache of the core that has read them: where that is far
+ * away, writing past the cache is ten times as fast (Zen 4: 2.3 GB/s and 30), where it is near,
+ * reading what was written so takes twice as long. Find out from time to time how far it is. */
+static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
+{
+    dtrain__local_comm *local = (dtrain__local_comm *)comm;
+    const uint64_t begin = dtrain__now_ns();
+    dtrain__copy_lines(place, from, bytes, local->past > 0);
+    if (local->past > 0) local->past--;
+    else if (bytes >= 16384 && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+}
+
+/* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
+static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work, size_t c)
+{
+    const dtrain_collective *what = &work->base.what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool gets = dtrain__gets(what, comm->rank);
+    const size_t unit = dtrain_dtype_bytes(what->dtype), joined = kind->joins ? what->count : 0;
+    const int own = comm->rank;
     const char *in[DTRAIN_MAX_RANKS];
-    void *stage;
-    if (work->stage > 1) {
-        const size_t c = work->stage - 2, rest = what->count - c * chunk;
-        for (int i = 0; i < comm->size; i++) {
-            in[i] = dtrain__part_at(comm, i)->stage;
-            if (in[i]) in[i] += c % 2 * DTRAIN__CHUNK_BYTES + slice * unit;
-        }
-        dtrain__pull(comm, what, in, c * chunk, rest < chunk ? rest : chunk);
+    size_t at;
+    const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at) * unit;
+    for (int i = 0; i < comm->size; i++) {
+        in[i] = dtrain__place(comm, work, i, c, own);
+        if (i == own)
+            in[i] =
+                (const char *)what->send + (at + (kind->cuts ? (size_t)i * what->count : 0)) * unit;
+        if (kind->reduces || !gets || (kind->rooted && i != what->root)) continue;
+        char *to = (char *)what->recv + (at + (size_t)i * joined) * unit;
+        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, false);
     }
-    if (work->stage + 1 >= work->final || !dtrain__gives(what, comm->rank)) return true;
-    if (!part->stage) {
-        if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
+    if (!kind->reduces || !bytes) return;
+    char *place = dtrain__place(comm, work, own, c, own);
+    char *sum = gets ? (char *)what->recv + at * unit : place;
+    dtrain__combine(what, in, comm->size, &sum, 1, bytes / unit);
+    if (gets && work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
+}
+
+/* Take the next step of the copied path. */
+static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->base.what;
+    const bool cuts = dtrain__kind_of(what->kind)->cuts, gives = dtrain__gives(what, comm->rank);
+    const size_t unit = dtrain_dtype_bytes(what->dtype), step = work->stage - 1;
+    const int own = comm->rank;
+    dtrain__part *part = dtrain__part_at(comm, own);
+    size_t at, bytes;
+    void *stage;
+    if (gives && !part->stage) {
+        if (dtrain__shared_alloc(comm->world, DTRAIN__STAGE_BYTES, &stage) != DTRAIN_OK)
             return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
-    const size_t c = work->stage - 1, rest = what->count - c * chunk;
-    const size_t length = rest < chunk ? rest : chunk;
-    char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
-    for (size_t i = 0; i < pieces; i++)
-        memcpy(half + i * chunk * unit,
-               (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
-    comm->info.staged_bytes += pieces * length * unit;
+    for (int j = 0; gives && step < work->chunks && j < (int)work->places; j++) {
+        if (work->places > 1 && j == own) continue;
+        bytes = dtrain__chunk_slice(comm, work, step, j, &at) * unit;
+        dtrain__fill_place(
+            comm, dtrain__place(comm, work, own, step, j),
+            (const char *)what->send + (at + (cuts ? (size_t)j * what->count : 0)) * unit, bytes);
+        comm->info.staged_bytes += bytes;
+    }
+    if (step >= 1 && step <= work->chunks) dtrain__use_chunk(comm, work, step - 1);
+    for (int i = 0; step >= 2 && work->sliced && dtrain__gets(what, own) && i < comm->size; i++) {
+        bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at) * unit;
+        if (i != own)
+            dtrain__copy_lines((char *)what->recv + at * unit,
+                               dtrain__place(comm, work, i, step - 2, i), bytes, false);
+    }
     return true;
 }
 
@@ -10367,7 +10704,8 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         if (sends && !cell->lies && length)
             memcpy(cell->data, (const char *)what->send + work->moved, length);
         if (!sends && cell->path != DTRAIN__READ && length)
-            memcpy((char *)what->recv + work->moved, cell->lies ? cell->lies : cell->data, length);
+            dtrain__copy_lines((char *)what->recv + work->moved,
+                               cell->lies ? cell->lies : cell->data, length, false);
         if (!sends && cell->path == DTRAIN__READ &&
             !dtrain__fetch(comm, what->root, cell->lies, (char *)what->recv, length))
             return false;
@@ -10384,23 +10722,15 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
-    const dtrain_collective *what = &base->what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     if (!base->sequence) return dtrain__local_message(comm, work);
     if (base->small) return true;
     if (!work->final) { /* choose the path from what all ranks have shown; all are at stage 1 */
-        uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
-        for (int i = 0; i < comm->size; i++)
-            paths &= dtrain__slot_of(comm, i, base->sequence)->paths;
         work->seen = comm->size;
-        work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT
-                     : paths                ? DTRAIN__READ
-                                            : DTRAIN__COPIED;
-        work->final =
-            work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
-        const size_t chunk = dtrain__chunk_count(comm, what);
-        if (work->path == DTRAIN__COPIED)
-            work->final += (uint32_t)((what->count + chunk - 1) / chunk);
+        work->path = DTRAIN__DIRECT;
+        work->final = 2;
+        for (int i = 0; i < comm->size; i++)
+            if (!dtrain__slot_of(comm, i, base->sequence)->direct) work->path = DTRAIN__COPIED;
+        if (work->path == DTRAIN__COPIED) dtrain__cut_chunks((dtrain__local_comm *)comm, work);
     }
     for (;;) {
         while (work->seen < comm->size &&
@@ -10408,14 +10738,10 @@ static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
             work->seen++;
         if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
-        const bool computes =
-            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
-        const bool moved = work->path == DTRAIN__COPIED
-                               ? base->oldest && dtrain__next_chunk(comm, work)
-                           : computes ? dtrain__compute_slice(comm, work)
-                                      : dtrain__take_pieces(comm, work);
-        if (!moved) return false;
+        if (work->path == DTRAIN__DIRECT) dtrain__make_direct(comm, work);
+        else if (!base->oldest || !dtrain__next_step(comm, work)) return false;
         dtrain__reach(comm, work, work->stage + 1);
+        if (work->path == DTRAIN__COPIED && work->stage == work->final) return true;
     }
 }
 
@@ -10491,15 +10817,14 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
 static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    comm->reads = true;
+    bool reads = true;
     for (int i = 0; i < base->size; i++) {
         const dtrain__part *part = comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
         uint64_t value = 0;
-        comm->reads = comm->reads &&
-                      dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
-                      value == part->proof_value;
+        reads = reads && dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
+                value == part->proof_value;
     }
-    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)comm->reads);
+    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)reads);
     return &comm->parts[0]->report;
 }
 
@@ -10519,7 +10844,6 @@ static void dtrain__local_release(dtrain_comm *base, bool joined)
     } else {
         dtrain__shared_free(world, part);
     }
-    dtrain__free(&world->allocator, comm->scratch, DTRAIN__SCRATCH_BYTES, 1);
     dtrain__free(&world->allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
 }
 
@@ -11626,6 +11950,7 @@ typedef struct dtrain__restarts {
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
+    dtrain_abi abi;          /* a copy of the program's */
     dtrain__log_sink log;    /* of rank -1, the launcher */
     dtrain_rank_fn rank_main;
     void *user;
@@ -11633,8 +11958,8 @@ typedef struct dtrain__launch {
     bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
     bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
     dtrain_result joined;    /* with is_rank: the result of making its world */
-    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's, and ... */
-    const dtrain_join_desc *join; /* ... its desc; or NULL */
+    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's; or NULL ... */
+    dtrain_join_desc join;   /* ... its desc */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;               /* see dtrain_world */
@@ -11921,7 +12246,8 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
-    if (given) *desc = *given;
+    DTRAIN__TRY(dtrain__abi_check("dtrain_launch", given ? given->abi : NULL, &launch->abi));
+    DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_launch_desc, given, desc));
     launch->log.write = desc->log;
     launch->log.user = desc->log_user;
     launch->log.level = (dtrain_log_level)desc->log_level;
@@ -12043,20 +12369,19 @@ static uint64_t dtrain__job_number(const dtrain__launch *launch)
     return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
 }
 
-/* A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
+/* Make the result of dtrain_launch and its info.
+ *
+ * A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
  * first fork until after the last restart. Where the host ignores SIGCHLD there would be no exit
  * statuses to wait for, so it gets the default action meanwhile. */
-DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
-                                       void *user, dtrain_launch_info *info)
+static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                          void *user, dtrain_launch_info *info)
 {
     static const int forwarded[] = {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGHUP};
     dtrain__launch launch;
-    dtrain_launch_info ignored;
     struct sigaction child_action;
     bool ignores_children = false, child_was_pending = false;
-    if (!info) info = &ignored;
     memset(&launch, 0, sizeof launch);
-    *info = dtrain__no_end;
     if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
     if (dtrain__rank_of_thread() >= 0)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -12112,19 +12437,30 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     return result;
 }
 
+DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                       void *user, dtrain_launch_info *info)
+{
+    dtrain_launch_info own = dtrain__no_end;
+    const dtrain_result result = dtrain__launch_ranks(desc, rank_main, user, &own);
+    dtrain__give(desc ? desc->abi : NULL, DTRAIN__ABI_launch_info, &own, info);
+    return result;
+}
+
 DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
                                             dtrain_launch_place *place)
 {
     dtrain__launch launch;
+    dtrain_launch_place own;
     if (!place) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_plan: place is NULL");
-    memset(place, 0, sizeof *place);
+    dtrain__give(desc ? desc->abi : NULL, DTRAIN__ABI_launch_place, NULL, place);
     memset(&launch, 0, sizeof launch);
     DTRAIN__TRY(dtrain__resolve_launch(&launch, desc));
-    place->rank_count = launch.place.size;
-    place->first_rank = launch.place.rank;
-    place->started_count = (int)launch.desc.rank_count;
-    place->restart_count = launch.place.restart_count;
-    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
+    own.rank_count = launch.place.size;
+    own.first_rank = launch.place.rank;
+    own.started_count = (int)launch.desc.rank_count;
+    own.restart_count = launch.place.restart_count;
+    own.host_rank_count = launch.is_rank ? launch.place.local_size : own.started_count;
+    dtrain__give(&launch.abi, DTRAIN__ABI_launch_place, &own, place);
     return DTRAIN_OK;
 }
 
@@ -12186,8 +12522,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->guest = launch->guest;
-    if (launch->join) world->page = launch->region;
-    if (launch->join) world->comm_given = launch->join->comm_given;
+    if (launch->guest) world->page = launch->region;
+    world->comm_given = launch->join.comm_given;
     world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
@@ -12204,6 +12540,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->job = launch->job;
+    world->abi = launch->abi;
     world->catches = desc->catch_signals;
     void *const mine = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -12226,7 +12563,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
     memset(&device, 0, sizeof device);
     device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->local_rank;
+    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
+    device.stream = launch->join.stream;
     device.oversubscribed = world->oversubscribed;
     device.math = desc->math;
     device.tune = desc->tune;
@@ -12444,6 +12782,9 @@ static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, co
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    DTRAIN__TRY(dtrain__abi_check("dtrain_world_join", given->abi, &launch->abi));
+    DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_join_desc, given, &launch->join));
+    given = &launch->join;
     desc->threads_per_rank = given->threads ? given->threads : 1;
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
     desc->log_level = given->log_level;
@@ -12495,6 +12836,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     dtrain_world *world = NULL;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: out is NULL");
     *out = NULL;
+    memset(&launch, 0, sizeof launch);
     if (!desc || !desc->all_gather || desc->size < 1 || desc->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_world_join: size is %d, expected 1 to %d, and all_gather is %s",
@@ -12512,9 +12854,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     guest->size = desc->size;
     guest->bytes = bytes;
     guest->all = (dtrain__guest_record *)(void *)(guest + 1);
-    memset(&launch, 0, sizeof launch);
     launch.guest = guest;
-    launch.join = desc;
     dtrain__set_thread_rank(desc->rank);
     dtrain_result result = dtrain__guest_resolve(desc, &launch);
     if (result == DTRAIN_OK) result = dtrain__world_create(&launch, desc->rank, &world);
@@ -13048,6 +13388,8 @@ struct dtrain_mesh {
  * where that is NULL too the world's. */
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
                                                    dtrain_comm *comm);
+/* Return the info of a mesh; zeros for NULL. */
+DTRAIN__PRIVATE dtrain_mesh_info dtrain__mesh_info(const dtrain_mesh *mesh);
 
 /* A plan may be for more ranks than can be started; the product of three axes fits 64 bits. */
 #define DTRAIN__AXIS_MOST (1 << 20)
@@ -13104,9 +13446,10 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     if (mesh->comms[axes]) return DTRAIN_OK;
     if (axes == dtrain__mesh_axes(at, DTRAIN_AXIS_ALL)) mesh->comms[axes] = mesh->all;
     else {
-        const int fixed = dtrain_mesh_rank(mesh, axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank,
-                                           axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
-                                           axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
+        const int tensor = axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank;
+        const int data = axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank;
+        const int pipeline = axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank;
+        const int fixed = tensor + at->tensor * (data + at->data * pipeline);
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
     }
     mesh->comms[axes]->axis = names[axes];
@@ -13126,9 +13469,9 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
                                     DTRAIN_AXIS_PIPELINE,
                                     DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    dtrain_mesh_desc zeroed;
-    memset(&zeroed, 0, sizeof zeroed);
-    if (!desc) desc = &zeroed;
+    dtrain_mesh_desc own;
+    DTRAIN__TRY(dtrain__take(dtrain__abi_of(world), DTRAIN__ABI_mesh_desc, desc, &own));
+    desc = &own;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
@@ -13163,7 +13506,7 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
         result = dtrain__mesh_split(mesh, dtrain__mesh_axes(&mesh->info, used[i]));
     if (all && result == DTRAIN_OK && mesh->info.tensor > 1) {
         dtrain_world_info own; /* node_ranks counts */
-        dtrain_world_query(world, &own);
+        dtrain__world_info(world, &own);
         int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
         result = dtrain_all_reduce(dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR), most, most, 2,
                                    DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
@@ -13193,11 +13536,17 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
     dtrain__free(&allocator, mesh, 1, sizeof *mesh);
 }
 
+DTRAIN__PRIVATE dtrain_mesh_info dtrain__mesh_info(const dtrain_mesh *mesh)
+{
+    dtrain_mesh_info none;
+    memset(&none, 0, sizeof none);
+    return mesh ? mesh->info : none;
+}
+
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (mesh) *info = mesh->info;
+    dtrain__give(dtrain__abi_of(mesh ? mesh->world : NULL), DTRAIN__ABI_mesh_info,
+                 mesh ? &mesh->info : NULL, info);
 }
 
 DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
@@ -13206,15 +13555,6 @@ DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
     axes = dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL);
     (void)dtrain__mesh_split((dtrain_mesh *)mesh, axes); /* it stays NULL after an error */
     return mesh->comms[axes];
-}
-
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline)
-{
-    const dtrain_mesh_info *at = mesh ? &mesh->info : NULL;
-    if (!at || tensor < 0 || tensor >= at->tensor || data < 0 || data >= at->data || pipeline < 0 ||
-        pipeline >= at->pipeline)
-        return -1;
-    return tensor + at->tensor * (data + at->data * pipeline);
 }
 
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
@@ -13520,6 +13860,8 @@ typedef struct dtrain__notes {
 DTRAIN__PRIVATE dtrain__notes *dtrain__notes_of(dtrain_strategy *strategy);
 
 DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
+                                           dtrain_strategy_info *info);
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);
 /* Return the desc as resolved. */
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
@@ -13562,6 +13904,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, con
 /* Keep an error for all later calls, and fail the communicators, so that no other rank waits. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
+/* Say what a step would need to be recorded in a graph; NULL: nothing. */
+DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy);
 /* Forget the micro-batches of a step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
@@ -14043,6 +14387,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
 
 /* strategy/settings.c */
+DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
+                                                    const dtrain_strategy_desc *given,
+                                                    dtrain_strategy_desc *desc,
+                                                    dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
                                                    dtrain_compression_desc *how);
@@ -14734,8 +15082,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   const dtrain_strategy_desc *desc, int all,
                                                   int all_rank)
 {
-    dtrain_mesh_info mesh;
-    dtrain_mesh_query(desc->mesh, &mesh); /* zeros without one */
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
@@ -16412,13 +16759,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
 
 /* ---- When a call is allowed -------------------------------------------------------------------*/
 
+DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    const dtrain_comm *all = strategy->groups.all;
+    if (desc->offload) return "everything on the device: an offloaded update runs on the host";
+    if (desc->compression) return "no compression: its first steps are not like the later ones";
+    if (desc->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        return "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every "
+               "step";
+    if (all->size > 1 && strcmp(all->ops->name, "nccl") != 0)
+        return "collectives on the device (dtrain_nccl.h): those here go through the host";
+    return NULL;
+}
+
+/* Refuse a call in a graph that the host captures, where the step cannot be a part of it: nothing
+ * has been started yet, and the strategy stays usable. */
+static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, const char *call)
+{
+    dtrain_device *device = strategy->device;
+    if (strategy->notes.device_weight || !dtrain__capturing(device)) return DTRAIN_OK;
+    const char *missing = dtrain__unrecordable(strategy);
+    if (!strategy->notes.sync_count) missing = "a whole step before it, which allocates memory";
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const void *value = dtrain__host_value(p), *grad = dtrain__host_grad(p);
+        if ((value && dtrain__on_host(device, value)) || (grad && dtrain__on_host(device, grad)))
+            missing = "parameters and gradients in device memory";
+    }
+    if (!missing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: a captured graph needs %s", call, missing);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call)
 {
     if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->notes.torn) return DTRAIN_OK;
+    if (!strategy->notes.torn) return dtrain__check_capture(strategy, call);
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: %s failed after it had replaced a part of the values; load a whole "
                        "checkpoint, or end",
@@ -17794,7 +18173,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
     const int ranks = dtrain_comm_size(groups->data);
     dtrain_world_info own; /* node_ranks counts */
     int size = 1;
-    dtrain_world_query(world, &own);
+    dtrain__world_info(world, &own);
     const int64_t mine = own.node;
     DTRAIN__TRY(dtrain_all_gather(groups->data, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
     while (size < ranks && nodes[size] == nodes[0]) size++;
@@ -18217,6 +18596,19 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
 
 static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
 
+/* Copy a desc of the program's, and its compression, as this library knows them. */
+DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
+                                                    const dtrain_strategy_desc *given,
+                                                    dtrain_strategy_desc *desc,
+                                                    dtrain_compression_desc *how)
+{
+    const dtrain_abi *abi = dtrain__abi_of(world);
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_strategy_desc, given, desc));
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_compression_desc, desc->compression, how));
+    if (desc->compression) desc->compression = how;
+    return DTRAIN_OK;
+}
+
 /* Copy the given desc (NULL: a zeroed one) to *desc, fill in defaults and check its fields one by
  * one. *how becomes the copy of its compression and must live as long as *desc. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
@@ -18247,8 +18639,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
-    dtrain_mesh_info mesh;
-    dtrain_mesh_query(desc->mesh, &mesh);
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     if (!desc->accumulation)
         desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
                              : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
@@ -18683,10 +19074,13 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    const dtrain_mesh *mesh =
-        desc && dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL) ? desc->mesh : NULL;
-    const dtrain__groups groups = dtrain__mesh_groups(world, mesh, desc ? desc->comm : NULL);
-    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
+    dtrain_result result = dtrain__take_strategy(world, desc, &own, &how);
+    const dtrain_mesh *mesh = dtrain_mesh_comm(own.mesh, DTRAIN_AXIS_ALL) ? own.mesh : NULL;
+    const dtrain__groups groups = dtrain__mesh_groups(world, mesh, own.comm);
+    if (result == DTRAIN_OK)
+        result = dtrain__strategy_begin(world, params, param_count, &own, &groups, out);
     result = dtrain__compare_settings(out ? *out : NULL, &groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK) return DTRAIN_OK;
@@ -18830,9 +19224,9 @@ DTRAIN__PRIVATE void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm 
         info->kind_bytes[kind] += one.kind_bytes[kind];
 }
 
-DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
+                                           dtrain_strategy_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!strategy) return;
     *info = strategy->info;
@@ -18841,6 +19235,21 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     for (size_t i = 0; i < strategy->owned_count; i++)
         if (strategy->owned[i] != strategy->tensor_comm)
             dtrain__add_comm(&info->traffic, strategy->owned[i]);
+}
+
+/* The info begins with a desc, which grows too: what follows it has moved by as much. */
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+{
+    const dtrain_abi *abi = dtrain__abi_of(strategy ? strategy->world : NULL);
+    const size_t at = (dtrain__abi_bytes(abi, DTRAIN__ABI_strategy_desc) + 7) / 8 * 8;
+    const size_t theirs = dtrain__abi_bytes(abi, DTRAIN__ABI_strategy_info) - at;
+    const size_t ours = sizeof *info - offsetof(dtrain_strategy_info, name);
+    dtrain_strategy_info own;
+    if (!info) return;
+    dtrain__strategy_info(strategy, &own);
+    dtrain__give(abi, DTRAIN__ABI_strategy_info, NULL, info);
+    dtrain__give(abi, DTRAIN__ABI_strategy_desc, &own.desc, info);
+    memcpy((char *)info + at, &own.name, theirs < ours ? theirs : ours);
 }
 
 /* ---- Questions of other rooms -----------------------------------------------------------------*/
@@ -19022,7 +19431,8 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     dtrain__groups groups;
     dtrain__planned planned;
-    dtrain_mesh_info mesh;
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
     DTRAIN__GIVEN("dtrain_strategy_plan", params);
     DTRAIN__GIVEN("dtrain_strategy_plan", desc);
     DTRAIN__GIVEN("dtrain_strategy_plan", memory);
@@ -19030,7 +19440,9 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_plan: rank_count is %d; expected 1 or more",
                            rank_count);
-    dtrain_mesh_query(desc->mesh, &mesh);
+    DTRAIN__TRY(dtrain__take_strategy(NULL, desc, &own, &how));
+    desc = &own;
+    const dtrain_mesh_info mesh = dtrain__mesh_info(desc->mesh);
     if (desc->mesh && mesh.ranks != rank_count)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
@@ -19040,12 +19452,12 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     const int ranks = desc->mesh ? mesh.data : rank_count;
     groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
     const int parts = groups.tensor_ranks * groups.pipeline_ranks;
-    const int own = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
+    const int mine = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
     memset(memory, 0, sizeof *memory);
     for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
         dtrain_memory one;
-        groups.tensor_rank = (own + i) % parts % groups.tensor_ranks;
-        groups.pipeline_rank = (own + i) % parts / groups.tensor_ranks;
+        groups.tensor_rank = (mine + i) % parts % groups.tensor_ranks;
+        groups.pipeline_rank = (mine + i) % parts / groups.tensor_ranks;
         DTRAIN__TRY(dtrain__plan_resolve(&a, params, param_count, desc, ranks, &groups, &planned));
         DTRAIN__TRY(dtrain__plan_kind(&a, params, param_count, &planned.desc, ranks, &one));
         const uint64_t host = one.host > memory->host ? one.host : memory->host;
@@ -19593,6 +20005,14 @@ static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
+/* Return the group whose corrections a recorded step has: the first of AdamW. */
+static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
+{
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
+    return &optimizer->groups[0];
+}
+
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -19607,6 +20027,13 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
+    if (dtrain__capturing(optimizer->device) &&
+        (!optimizer->compared ||
+         dtrain__corrected_group(optimizer)->desc.kind == DTRAIN_OPTIMIZER_ADAMW))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_optimizer_step: a captured graph can hold neither the first "
+                           "update nor those of AdamW, whose corrections of bias change from step "
+                           "to step: call it after each launch of the graph");
     DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
@@ -19626,14 +20053,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 }
 
 /* ---- A recorded step --------------------------------------------------------------------------*/
-
-/* Return the group whose corrections a recorded step has: the first of AdamW. */
-static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
-{
-    for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
-    return &optimizer->groups[0];
-}
 
 /* Compute the numbers of the step that comes next, for kernels that read them from device memory:
  * one set for all groups, which multiply the rate by their own lr_scale. */
@@ -19814,13 +20233,16 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
                                        dtrain_optimizer_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!optimizer) return;
-    info->kind = optimizer->groups[0].desc.kind;
-    info->step_count = optimizer->step_count;
-    info->state_bytes = optimizer->state_bytes;
-    info->scratch_bytes = optimizer->scratch_bytes;
+    dtrain_optimizer_info own;
+    memset(&own, 0, sizeof own);
+    if (optimizer) {
+        own.kind = optimizer->groups[0].desc.kind;
+        own.step_count = optimizer->step_count;
+        own.state_bytes = optimizer->state_bytes;
+        own.scratch_bytes = optimizer->scratch_bytes;
+    }
+    dtrain__give(dtrain__abi_of(optimizer ? dtrain__world_of(optimizer->strategy) : NULL),
+                 DTRAIN__ABI_optimizer_info, &own, info);
 }
 
 /* ==== src/optim/groups.c ====================================================================== */
@@ -20016,7 +20438,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns",
                            dtrain__groups_of(strategy).tensor_ranks);
     if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
-    dtrain_strategy_query(strategy, &info);
+    dtrain__strategy_info(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s: parameter %zu (\"%s\") is in group %u, of Muon, which needs whole "
                        "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
@@ -20867,9 +21289,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
                                                     size_t count, const dtrain_strategy_desc *desc,
                                                     dtrain__strategy_plan *plan)
 {
+    dtrain_strategy_desc own;
+    dtrain_compression_desc how;
     uint32_t node_ranks;
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
+    DTRAIN__TRY(dtrain__take_strategy(world, desc, &own, &how));
+    desc = &own;
     plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
     DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =
@@ -21234,6 +21660,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     DTRAIN__GIVEN(call, world);
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
+    DTRAIN__TAKE(dtrain__abi_of(world), state_desc, desc);
     if (!desc->strategy || (desc->item_count && !desc->items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "items, and a count of them" : "strategy");
@@ -21933,10 +22360,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  * directory, which all share, for the files of the others, and the ranks agree at the next call.
  * Rank 0 stops waiting when that agreement reports the failure of a rank. */
 
-#ifdef __x86_64__
-#include <emmintrin.h>
-#endif
-
 #define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
 
@@ -22103,30 +22526,6 @@ static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
     }
     for (int f = 0; f < 2; f++) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
     return DTRAIN_OK;
-}
-
-/* ---- Snapshot ---------------------------------------------------------------------------------*/
-
-/* Copy past the cache: what training works with stays there, and the memory that is written need
- * not be read first. Of GPT-2's state (1.5 GB, Xeon) that takes 0.6 of memcpy's time. `to` is
- * aligned to 16 bytes. */
-static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
-{
-    size_t done = 0;
-#ifdef __x86_64__
-    for (; done + 64 <= bytes; done += 64) {
-        const __m128i *in = (const __m128i *)(const void *)(from + done);
-        __m128i *out = (__m128i *)(void *)(to + done);
-        const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
-        const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
-        _mm_stream_si128(out, a);
-        _mm_stream_si128(out + 1, b);
-        _mm_stream_si128(out + 2, c);
-        _mm_stream_si128(out + 3, d);
-    }
-    _mm_sfence();
-#endif
-    memcpy(to + done, from + done, bytes - done);
 }
 
 /* ---- Write ------------------------------------------------------------------------------------*/
@@ -22504,7 +22903,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
         const char *from = (const char *)held->tensor.memory;
         const size_t bytes = (size_t)dtrain__held_bytes(held);
         if (!bytes) continue;
-        if (device->ops->host_memory) dtrain__copy_past_cache(held->copy_at, from, bytes);
+        if (device->ops->host_memory) dtrain__copy_lines(held->copy_at, from, bytes, true);
         else DTRAIN__TRY(dtrain_device_copy(device, held->copy_at, from, bytes));
     }
     if (c->rank != 0) return DTRAIN_OK;
@@ -22602,9 +23001,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
                                         dtrain_checkpoint_info *info)
 {
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (checkpoint) *info = checkpoint->info;
+    dtrain__give(dtrain__abi_of(checkpoint ? checkpoint->world : NULL), DTRAIN__ABI_checkpoint_info,
+                 checkpoint ? &checkpoint->info : NULL, info);
 }
 
 /* ---- Life -------------------------------------------------------------------------------------*/
@@ -22617,6 +23015,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
     dtrain_checkpoint *c = NULL;
     if (out) *out = NULL;
     DTRAIN__GIVEN(call, desc);
+    DTRAIN__TAKE(dtrain__abi_of(world), checkpoint_desc, desc);
     const char *null = !world ? "world" : !out ? "out" : !desc->state ? "desc->state" : NULL;
     dtrain_result result = null ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, null)
                                 : dtrain__path_check(call, desc->directory);
@@ -23284,15 +23683,16 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info)
 {
-    dtrain_load_info ignored;
+    const dtrain_abi *abi = dtrain__abi_of(state ? state->world : NULL);
+    dtrain_load_info own;
     dtrain__load load;
-    if (!info) info = &ignored;
-    memset(info, 0, sizeof *info);
-    info->step = -1;
+    memset(&own, 0, sizeof own);
+    own.step = -1;
+    dtrain__give(abi, DTRAIN__ABI_load_info, &own, info);
     DTRAIN__GIVEN(dtrain__load_call, state);
     memset(&load, 0, sizeof load);
     load.state = state;
-    if (desc) load.desc = *desc;
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_load_desc, desc, &load.desc));
     load.folder.storage = dtrain__storage_or_files(load.desc.storage);
     load.folder.allocator = &state->allocator;
     load.folder.path = path;
@@ -23303,15 +23703,15 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {
         const dtrain__manifest *m = &load.manifest;
-        *info = load.info;
-        info->step = m->step;
-        info->ranks = (int)m->ranks;
-        snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
-        snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
-                 load.directory.text);
-        info->bytes = load.reader.bytes;
-        memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
-        info->seconds = dtrain_seconds() - start;
+        own = load.info;
+        own.step = m->step;
+        own.ranks = (int)m->ranks;
+        snprintf(own.strategy, sizeof own.strategy, "%s", m->strategy ? m->strategy : "");
+        snprintf(own.path, sizeof own.path, "%.*s", (int)sizeof own.path - 1, load.directory.text);
+        own.bytes = load.reader.bytes;
+        memcpy(&own.metric, &m->metric_bits, sizeof own.metric);
+        own.seconds = dtrain_seconds() - start;
+        dtrain__give(abi, DTRAIN__ABI_load_info, &own, info);
     } else if (!notes->torn) notes->torn = torn;
     dtrain__load_free(&load);
     dtrain__steps_free(&load.steps);
@@ -23544,7 +23944,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     e.path = path;
     e.file = -1;
     e.header.allocator = &dtrain__world_of(strategy)->allocator;
-    if (desc) e.desc = *desc;
+    DTRAIN__TRY(dtrain__take(dtrain__abi_of(dtrain__world_of(strategy)), DTRAIN__ABI_export_desc,
+                             desc, &e.desc));
     e.desc.storage = dtrain__storage_or_files(e.desc.storage);
     dtrain_comm *comm = dtrain__groups_of(strategy).all;
     dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
@@ -23875,13 +24276,14 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
                                                   dtrain_import_info *info)
 {
     dtrain__import im;
-    if (info) memset(info, 0, sizeof *info);
+    const dtrain_abi *abi = dtrain__abi_of(state ? state->world : NULL);
+    dtrain__give(abi, DTRAIN__ABI_import_info, NULL, info);
     DTRAIN__GIVEN(dtrain__import_call, state);
     const double start = dtrain_seconds();
     memset(&im, 0, sizeof im);
     im.state = state;
     im.path = path;
-    if (desc) im.desc = *desc;
+    DTRAIN__TRY(dtrain__take(abi, DTRAIN__ABI_import_desc, desc, &im.desc));
     if (!im.desc.prefix) im.desc.prefix = "";
     im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
@@ -23892,7 +24294,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
     im.info.bytes = im.reader.bytes;
     im.info.seconds = dtrain_seconds() - start;
-    if (result == DTRAIN_OK && info) *info = im.info;
+    if (result == DTRAIN_OK) dtrain__give(abi, DTRAIN__ABI_import_info, &im.info, info);
     dtrain__reader_end(&im.reader, state);
     for (uint32_t i = 0; i < im.file_count; i++) dtrain__safetensors_free(&im.files[i].header);
     dtrain__free(&state->allocator, im.files, im.file_room, sizeof *im.files);
@@ -24173,7 +24575,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     const dtrain_state *state = c->desc.state;
     dtrain_strategy_info info;
     uint64_t bits;
-    dtrain_strategy_query(state->desc.strategy, &info);
+    dtrain__strategy_info(state->desc.strategy, &info);
     dtrain__text_add(
         text,
         "{\"format\": \"dtrain checkpoint\", \"version\": %d, \"library\": \"%s\", \"step\": %lld, "
@@ -26309,6 +26711,9 @@ DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__tape_info(const dtrain_tape *tape, dtrain_tape_info *info);
+DTRAIN__PRIVATE const void *dtrain__tape_take(dtrain_tape *tape, dtrain__abi_entry which,
+                                              const void *given, void *own);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item);
@@ -26961,9 +27366,8 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
                : DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+DTRAIN__PRIVATE void dtrain__tape_info(const dtrain_tape *tape, dtrain_tape_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!tape) return;
     info->node_count = tape->pass.node_count;
@@ -26978,6 +27382,23 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     }
     info->activation_bytes -= info->gradient_bytes;
     info->error = dtrain__tape_error(tape);
+}
+
+DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+{
+    dtrain_tape_info own;
+    dtrain__tape_info(tape, &own);
+    dtrain__give(dtrain__abi_of(tape ? tape->world : NULL), DTRAIN__ABI_tape_info, &own, info);
+}
+
+/* Copy the desc of an operation, see DTRAIN__TAKE; an error sticks to the tape. */
+DTRAIN__PRIVATE const void *dtrain__tape_take(dtrain_tape *tape, dtrain__abi_entry which,
+                                              const void *given, void *own)
+{
+    const dtrain_abi *abi = dtrain__abi_of(tape ? tape->world : NULL);
+    const dtrain_result result = dtrain__take(abi, which, given, own);
+    if (tape && result != DTRAIN_OK) dtrain__tape_stick(tape, result);
+    return given ? own : NULL;
 }
 
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
@@ -28717,7 +29138,10 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
     dtrain__attention args;
     dtrain_tensor *inputs[5] = {q};
     uint32_t count = 1;
+    dtrain_attention_desc own;
     memset(&args, 0, sizeof args);
+    desc = (const dtrain_attention_desc *)dtrain__tape_take(tape, DTRAIN__ABI_attention_desc, desc,
+                                                            &own);
     if (desc) { /* otherwise prepare refuses the number of heads */
         args.args.causal = desc->causal;
         args.args.heads = desc->heads;
@@ -29617,7 +30041,7 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
     dtrain_tensor *inputs[2] = {x, NULL};
     dtrain__batch_norm args;
     memset(&args, 0, sizeof args);
-    if (desc) args.desc = *desc;
+    (void)dtrain__tape_take(tape, DTRAIN__ABI_batch_norm_desc, desc, &args.desc);
     inputs[1] = args.desc.residual;
     params[2] = args.desc.running_mean;
     params[3] = args.desc.running_var;
@@ -29743,8 +30167,10 @@ DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtr
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc)
 {
     dtrain_param *const params[2] = {weight, bias};
+    dtrain_conv2d_desc own;
     dtrain_conv2d_args args;
     memset(&args, 0, sizeof args);
+    desc = (const dtrain_conv2d_desc *)dtrain__tape_take(tape, DTRAIN__ABI_conv2d_desc, desc, &own);
     for (int axis = 0; axis < 2; axis++) {
         args.windows.stride[axis] = desc && desc->stride[axis] ? desc->stride[axis] : 1;
         args.windows.dilation[axis] = desc && desc->dilation[axis] ? desc->dilation[axis] : 1;
@@ -29822,7 +30248,8 @@ DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
 {
     dtrain__pool2d args;
     memset(&args, 0, sizeof args);
-    if (desc) args.desc = *desc; /* otherwise prepare refuses the kind */
+    (void)dtrain__tape_take(tape, DTRAIN__ABI_pool2d_desc, desc,
+                            &args.desc); /* NULL: prepare refuses the kind */
     return dtrain_tape_apply(tape, &dtrain__pool2d_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
@@ -31695,6 +32122,7 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     if (out) *out = NULL;
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
+    DTRAIN__TAKE(dtrain__abi_of(world), dataset_desc, desc);
     const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
     const bool own = !desc->path, idx = desc->format == DTRAIN_DATA_IDX;
     const dtrain__bound bounds[] = {
@@ -32157,9 +32585,8 @@ static void dtrain__loader_resume(dtrain__state_source *source, char *note, size
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
-    if (!info) return;
-    if (loader) *info = loader->info;
-    else memset(info, 0, sizeof *info);
+    dtrain__give(dtrain__abi_of(loader ? loader->world : NULL), DTRAIN__ABI_loader_info,
+                 loader ? &loader->info : NULL, info);
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
@@ -32299,6 +32726,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     DTRAIN__GIVEN(call, desc);
     DTRAIN__GIVEN(call, out);
     *out = NULL;
+    DTRAIN__TAKE(dtrain__abi_of(world), loader_desc, desc);
     DTRAIN__GIVEN(call, desc->dataset);
     const bool tokens = desc->dataset->info.item_bytes == 0;
     const dtrain__bound bounds[] = {
@@ -32895,13 +33323,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const uint32_t micro_batches = trainer->desc.micro_batches;
     dtrain_device *device = dtrain_world_device(trainer->world);
     const char *missing = NULL;
-    dtrain_comm_info comm;
     void *memory;
-    dtrain_comm_query(trainer->groups.all, &comm);
     if (trainer->pipeline)
         missing = "no pipeline: passes of several micro-batches are under way, and a recorded step "
                   "has one; use graph = false";
@@ -32913,16 +33338,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (dtrain__not_recordable(trainer->desc.optimizer))
         missing = dtrain__not_recordable(trainer->desc.optimizer);
-    else if (settings->offload)
-        missing = "everything on the device: an offloaded update runs on the host";
     else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
-    else if (settings->compression)
-        missing = "no compression: its first steps are not like the later ones";
-    else if (settings->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
-        missing =
-            "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
-    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
-        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
+    else missing = dtrain__unrecordable(strategy);
     if (missing)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s",
                            missing);
@@ -33369,7 +33786,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         result = dtrain__pass_run(&rehearsal, &pass, 0, 0, &loss);
         if (result == DTRAIN_OK) result = dtrain__plan_backward(tape, loss);
     }
-    dtrain_tape_query(tape, &info);
+    dtrain__tape_info(tape, &info);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
     DTRAIN__TRY(result);
@@ -33429,11 +33846,9 @@ static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_traine
                                         dtrain_batch_search *search, dtrain__strategy_plan *plan)
 {
     dtrain_device *device = world->device;
-    dtrain_strategy_desc plain;
     int32_t least = 0, good = 0;
-    memset(&plain, 0, sizeof plain);
-    DTRAIN__TRY(dtrain__plan_strategy(world, search->params, search->param_count,
-                                      search->strategy ? search->strategy : &plain, plan));
+    DTRAIN__TRY(
+        dtrain__plan_strategy(world, search->params, search->param_count, search->strategy, plan));
     dtrain_comm *comm = plan->groups.all;
     DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(world, desc, search, plan, &least)));
     DTRAIN__TRY(
@@ -33471,7 +33886,7 @@ static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_traine
 static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
 {
     dtrain_strategy_info strategy;
-    dtrain_strategy_query(desc->strategy, &strategy); /* zeros without one */
+    dtrain__strategy_info(desc->strategy, &strategy); /* zeros without one */
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
     memory->buffers = strategy.buffer_bytes;
@@ -33480,14 +33895,11 @@ static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *
     else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
 }
 
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_batch_search *search, dtrain_memory *memory)
+static dtrain_result dtrain__trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                          dtrain_batch_search *search, dtrain_memory *memory)
 {
     dtrain__strategy_plan found, plan;
     dtrain_result result = DTRAIN_OK;
-    DTRAIN__GIVEN("dtrain_trainer_plan", world);
-    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
-    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
     if (search && (!search->set_batch || !search->params || search->max_batch > INT32_MAX))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: expected a search with set_batch, params and "
@@ -33515,11 +33927,21 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     return DTRAIN_OK;
 }
 
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_batch_search *search, dtrain_memory *memory)
+{
+    DTRAIN__GIVEN("dtrain_trainer_plan", world);
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
+    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
+    return dtrain__trainer_plan(world, desc, search, memory);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_memory(const dtrain_trainer *trainer,
                                                      dtrain_memory *held, dtrain_memory *planned)
 {
     dtrain__memory_held(&trainer->desc, held);
-    return dtrain_trainer_plan(trainer->world, &trainer->desc, NULL, planned);
+    return dtrain__trainer_plan(trainer->world, &trainer->desc, NULL, planned);
 }
 
 /* ---- Costs of units ---------------------------------------------------------------------------*/
@@ -33537,6 +33959,7 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_unit_costs: world, desc, params, costs or unit_count is "
                            "NULL, or there is no parameter");
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
     dtrain__strategy_plan whole;
     memset(&whole, 0, sizeof whole);
     whole.groups = dtrain__mesh_groups(world, NULL, NULL);
@@ -33659,6 +34082,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     DTRAIN__GIVEN("dtrain_trainer_create", desc);
     DTRAIN__GIVEN("dtrain_trainer_create", out);
     *out = NULL;
+    DTRAIN__TAKE(dtrain__abi_of(world), trainer_desc, desc);
     DTRAIN__TRY(dtrain__check_trainer(desc));
     const dtrain_allocator *allocator = &world->allocator;
     dtrain_trainer *trainer =
@@ -33793,7 +34217,7 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
                  {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
     dtrain_strategy_info strategy;
     dtrain_comm_info tensor, line;
-    dtrain_strategy_query(trainer->desc.strategy, &strategy);
+    dtrain__strategy_info(trainer->desc.strategy, &strategy);
     const dtrain_comm_info *const comm = &strategy.traffic;
     dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
     dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
@@ -33822,8 +34246,8 @@ static void dtrain__put_figures(const dtrain_trainer *trainer, const double *bef
     const dtrain_device *device = dtrain_world_device(trainer->world);
     dtrain_world_info world;
     dtrain_tape_info tape;
-    dtrain_world_query(trainer->world, &world);
-    dtrain_tape_query(trainer->tape, &tape);
+    dtrain__world_info(trainer->world, &world);
+    dtrain__tape_info(trainer->tape, &tape);
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) own[word] -= before[word];
     const double exposed = own[DTRAIN_FIGURE_EXPOSED_COMM], bytes = own[DTRAIN_FIGURE_COMM_BYTES];
     const double flight = fmax(own[DTRAIN__WORD_COMM], exposed);
@@ -34153,7 +34577,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     dtrain_world_info world;
     memset(own, 0, DTRAIN__ROUND_BYTES);
-    dtrain_world_query(trainer->world, &world);
+    dtrain__world_info(trainer->world, &world);
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
@@ -34501,6 +34925,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     DTRAIN__GIVEN("dtrain_metrics_create", world);
     DTRAIN__GIVEN("dtrain_metrics_create", desc);
     DTRAIN__GIVEN("dtrain_metrics_create", out);
+    DTRAIN__TAKE(dtrain__abi_of(world), metrics_desc, desc);
     if (desc->sink_count) DTRAIN__GIVEN("dtrain_metrics_create", desc->sinks);
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -34605,9 +35030,8 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 
 /* ---- Queries ----------------------------------------------------------------------------------*/
 
-DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
+static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_info *info)
 {
-    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!metrics) return;
     info->last = metrics->sample;
@@ -34623,6 +35047,14 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
                            : DTRAIN__NAN;
 }
 
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
+{
+    dtrain_metrics_info own;
+    dtrain__metrics_info(metrics, &own);
+    dtrain__give(dtrain__abi_of(metrics ? metrics->world : NULL), DTRAIN__ABI_metrics_info, &own,
+                 info);
+}
+
 /* ---- The end ----------------------------------------------------------------------------------*/
 
 /* End the stream; a second call does nothing. What was lost is an error here, because the training
@@ -34633,7 +35065,7 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     if (metrics && metrics->finished) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
-    dtrain_metrics_query(metrics, &info);
+    dtrain__metrics_info(metrics, &info);
     metrics->sample.summary = &info.summary;
     dtrain__sinks_take(metrics, DTRAIN_METRICS_FINISH);
     metrics->sample.summary = NULL;
@@ -35288,8 +35720,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metric
         dtrain_world_info world;
         char host[65] = "";
         (void)gethostname(host, sizeof host - 1);
-        dtrain_world_query(metrics->world, &world);
-        dtrain_strategy_query(trainer ? trainer->state.strategy : NULL, &how);
+        dtrain__world_info(metrics->world, &world);
+        dtrain__strategy_info(trainer ? trainer->state.strategy : NULL, &how);
         DTRAIN__TRY(dtrain_device_query(dtrain_world_device(metrics->world), &device));
         const char *const texts[][2] = {
             {"dtrain", DTRAIN_VERSION_STRING}, {"run", desc->run_name}, {"host", host},
@@ -36013,7 +36445,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics)
     /* a GPU has an id; where ranks compute on a CPU and NVML was asked for by its path, this rank's
      * is the GPU with its number on this host */
     code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain_world_query(world, &info);
+    dtrain__world_info(world, &info);
     if (gpu && dtrain_device_query(dtrain_world_device(world), &device) == DTRAIN_OK &&
         strlen(device.id) == 36) { /* "GPU-" and 32 digits */
         snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", device.id, device.id + 12,
@@ -36360,6 +36792,11 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
                            (unsigned)ops->abi, (unsigned)DTRAIN_DEVICE_ABI);
+    if (desc->stream && !ops->stream_create)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "a stream is given, and the device \"%s\" has none: set device_ops to "
+                           "dtrain_cuda_device_ops(), or leave stream NULL",
+                           ops->name);
     const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
     dtrain__owned_device *owned =
         (dtrain__owned_device *)dtrain__alloc(&allocator, 1, sizeof *owned, "a device");
@@ -36643,8 +37080,8 @@ typedef struct dtrain__job {
  * ranks (mix) take a fourth less time with it. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
-    L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
+    X(add) X(axpby) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
+    L(dropout) L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
     L(layernorm_params) L(embedding) L(embedding_backward) L(cross_entropy)          \
     L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
     L(softmax_backward) L(rotary) L(permute) L(conv_weight) L(conv_weight_sum)       \
@@ -37414,36 +37851,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                args->count, wide ? DTRAIN_DTYPE_F32 : args->dtype);
 }
 
-/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
- * block of four serves neighbours. */
-DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
-                                        int64_t i, int64_t count, uint32_t *words)
-{
-    uint32_t block[4] = {0};
-    uint64_t drawn = UINT64_MAX;
-    for (const int64_t end = i + count; i < end; i++) {
-        int64_t at = i;
-        if (part->segments) {
-            uint32_t s = 0;
-            int64_t column = i % part->n;
-            while (s + 1 < part->segments && column >= part->segment[s].length)
-                column -= part->segment[s++].length;
-            at = i / part->n * part->whole_n + part->segment[s].column + column;
-        }
-        const uint64_t number = (uint64_t)(part->first + at);
-        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
-        drawn = number / 4;
-        *words++ = block[number % 4];
-    }
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
-                                                  const dtrain_dropout_args *args)
-{
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
-                               args->dtype);
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
@@ -37970,6 +38377,36 @@ dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_bac
     if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
                                args->count, dtype);
+}
+
+/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
+ * block of four serves neighbours. */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words)
+{
+    uint32_t block[4] = {0};
+    uint64_t drawn = UINT64_MAX;
+    for (const int64_t end = i + count; i < end; i++) {
+        int64_t at = i;
+        if (part->segments) {
+            uint32_t s = 0;
+            int64_t column = i % part->n;
+            while (s + 1 < part->segments && column >= part->segment[s].length)
+                column -= part->segment[s++].length;
+            at = i / part->n * part->whole_n + part->segment[s].column + column;
+        }
+        const uint64_t number = (uint64_t)(part->first + at);
+        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
+        drawn = number / 4;
+        *words++ = block[number % 4];
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
+                                                  const dtrain_dropout_args *args)
+{
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
+                               args->dtype);
 }
 
 /* ==== src/device/cpu/launch_batchnorm.c ======================================================= */
@@ -40207,7 +40644,11 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
     const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
     if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
     else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+#if DTRAIN__ISA == 3
+    else dtrain__mix_avx2(job); /* the rest is not worth an instance */
+#else
     else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+#endif
 }
 #if DTRAIN__MODELS
 
@@ -42016,7 +42457,7 @@ DTRAIN__KERNEL_AS(batchnorm_backward)
 
 /* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
 
-/* Elementwise kernels, sums, conversions, dropout
+/* Elementwise kernels, sums, conversions
  *
  * Bandwidth is the limit: 8 to 28 bytes an element. */
 
@@ -42199,100 +42640,6 @@ DTRAIN__KERNEL(convert)
     }
 }
 
-/* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
- *
- * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
- * there. High halves carry rubbish between rounds: the multiplier ignores them. */
-
-typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
-
-DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
-{
-#if DTRAIN__ISA == 2
-    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
-#else
-    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
-#endif
-}
-
-/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
-DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
-{
-#if DTRAIN__ISA == 2
-    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
-    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
-    __m256i *to = (__m256i *)(void *)words;
-    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
-    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
-#else
-    for (int j = 0; j < DTRAIN__H; j++) {
-        const uint64_t pair[2] = {a[j], b[j]};
-        memcpy(words + 4 * j, pair, sizeof pair);
-    }
-#endif
-}
-
-/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
- * neighbouring words, the low half first. */
-DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
-                                       uint32_t *words)
-{
-    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    const uint64_t half = 0xffffffffu;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    DTRAIN__K(vq) c0;
-    memcpy(&c0, lanes, sizeof c0);
-    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
-    c0 += counter;
-    DTRAIN__K(vq) c1 = c0 >> 32;
-    for (int round = 0; round < 10; round++) {
-        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
-        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
-        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
-        c1 = p1;
-        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
-        c3 = p0;
-        k0 += DTRAIN__PHILOX_W0;
-        k1 += DTRAIN__PHILOX_W1;
-    }
-    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
-}
-DTRAIN__KERNEL(dropout)
-{
-    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
-    /* uniform >= probability, asked of the 24-bit integers. */
-    const double least = ceil((double)a->probability * 16777216.0);
-    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
-    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
-    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
-    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
-    uint32_t words[4 * DTRAIN__H];
-    float buffers[2][DTRAIN__KERNEL_BLOCK];
-    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
-        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
-        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
-        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
-        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
-        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
-            if (whole_blocks)
-                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
-            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
-            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
-                const int64_t n = count - j;
-                dtrain__vi u;
-                memcpy(&u, words + (j - i), sizeof u);
-                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
-                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
-                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
-                if (old) sum += dtrain__vload_n(old + j, n);
-                dtrain__vstore_n(y + j, sum, n);
-            }
-        }
-        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
-    }
-}
-
 /* ==== src/device/cpu/kernels/sparse.h ========================================================= */
 
 /* Top-k and orthonormal columns
@@ -42394,6 +42741,102 @@ DTRAIN__KERNEL(topk)
     for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
 }
 #if DTRAIN__MODELS
+
+/* ==== src/device/cpu/kernels/dropout.h ======================================================== */
+
+/* Dropout: ranges are multiples of 16, so that no block of Philox is split
+ *
+ * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
+ * there. High halves carry rubbish between rounds: the multiplier ignores them. */
+
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
+
+DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
+{
+#if DTRAIN__ISA == 2
+    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+#else
+    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
+#endif
+}
+
+/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
+DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
+{
+#if DTRAIN__ISA == 2
+    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
+    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
+    __m256i *to = (__m256i *)(void *)words;
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+    for (int j = 0; j < DTRAIN__H; j++) {
+        const uint64_t pair[2] = {a[j], b[j]};
+        memcpy(words + 4 * j, pair, sizeof pair);
+    }
+#endif
+}
+
+/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
+ * neighbouring words, the low half first. */
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
+{
+    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint64_t half = 0xffffffffu;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    DTRAIN__K(vq) c0;
+    memcpy(&c0, lanes, sizeof c0);
+    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    c0 += counter;
+    DTRAIN__K(vq) c1 = c0 >> 32;
+    for (int round = 0; round < 10; round++) {
+        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
+        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
+        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
+        c1 = p1;
+        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
+        c3 = p0;
+        k0 += DTRAIN__PHILOX_W0;
+        k1 += DTRAIN__PHILOX_W1;
+    }
+    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+}
+DTRAIN__KERNEL(dropout)
+{
+    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
+    /* uniform >= probability, asked of the 24-bit integers. */
+    const double least = ceil((double)a->probability * 16777216.0);
+    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
+    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
+    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
+    const dtrain__vi border = dtrain__viset(threshold), bits = dtrain__viset(0xffffff);
+    uint32_t words[4 * DTRAIN__H];
+    float buffers[2][DTRAIN__KERNEL_BLOCK];
+    for (int64_t at = begin; at < end; at += DTRAIN__KERNEL_BLOCK) {
+        const int64_t count = dtrain__min(end - at, DTRAIN__KERNEL_BLOCK);
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, at, count, buffers[0]), *old = NULL;
+        float *y = DTRAIN__K(written)(a->y, a->dtype, at, buffers[1]);
+        if (a->accumulate) old = DTRAIN__K(widened)(a->y, a->dtype, at, count, y);
+        for (int64_t i = 0; i < count; i += 4 * DTRAIN__H) {
+            if (whole_blocks)
+                DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + at + i) / 4, words);
+            else dtrain__part_words(&a->part, seed, a->stream, at + i, 4 * DTRAIN__H, words);
+            for (int64_t j = i; j < i + 4 * DTRAIN__H && j < count; j += DTRAIN__W) {
+                const int64_t n = count - j;
+                dtrain__vi u;
+                memcpy(&u, words + (j - i), sizeof u);
+                u = (u >> 8) & bits; /* the 24 bits of dtrain_random_uniform */
+                const dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + j, n);
+                dtrain__v sum = dtrain__vkeep(kept, ~dtrain__viless(u, border));
+                if (old) sum += dtrain__vload_n(old + j, n);
+                dtrain__vstore_n(y + j, sum, n);
+            }
+        }
+        DTRAIN__K(rounded)(a->y, a->dtype, at, count, y);
+    }
+}
 
 /* ==== src/device/cpu/kernels/muon.h =========================================================== */
 

@@ -29,6 +29,23 @@
        src/device/cuda/pooling.cuh          Pooling: maximum and average of windows
        src/device/cuda/table.cuh            The table of device operations
 
+   In a program that has CUDA of its own (dtrain_world_join, or dtrain_device_desc) the device is the
+   one that is current on the calling thread, and has to be current in every later call. Kernels and
+   copies are queued on the host's stream, if it hands one in (its default stream: cudaStreamLegacy):
+   they run after what the host has queued there, and before what it queues later. Other streams of
+   dtrain are ordered with it by events. The stream outlives the device. Device, flags and context
+   are never changed or reset. An error that the host has not read by cudaGetLastError can be
+   overwritten by a call of dtrain, which leaves none.
+
+   Graphs. A host can capture its stream around dtrain_strategy_gather, _ready, _release, _finish and
+   dtrain_optimizer_step, after one whole step without a capture. It needs NCCL where there are
+   several ranks, parameters and gradients in device memory, no offload, compression or
+   DTRAIN_MISSING_GRADIENT_ERROR. A rate is recorded as it is; AdamW's update is called after each
+   launch instead, because its corrections of bias change. What cannot be captured is refused with
+   DTRAIN_ERROR_UNSUPPORTED before anything is queued, and the capture continues. Destroy graphs
+   before the strategy. A host that waits by cudaStreamSynchronize for a collective has no deadline:
+   device->ops->synchronize(device) has.
+
    An operation is written in this order: a comment with shapes and bytes moved, the kernel, the
    launcher, and its entry in table.cuh. Results are a function of the inputs alone: no
    floating-point atomics anywhere.
@@ -412,6 +429,9 @@ struct dtrain_cuda_state {
     bool tune;                     /* time GEMM algorithms at their first use */
     int spins;                     /* polls of a stream before the first pause */
     cudaStream_t stream;           /* compute */
+    bool guest;                    /* the device is what was current on the host's thread */
+    bool host_stream;              /* the compute stream is the host's */
+    bool host_graphs;              /* the host has captured kernels that use the scratch */
     dtrain_stream *streams;        /* all others */
     dtrain_cuda_fault *fault;      /* device memory */
     dtrain_cuda_fault *host_fault; /* page-locked copy */
@@ -519,14 +539,40 @@ static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s (%s)", what, name, text);
 }
 
+/* Check that a guest's device is current on this thread: nothing else is in the host's calls. */
+static dtrain_result dtrain_cuda_here(const dtrain_cuda_state *state, const char *what)
+{
+    int index = state->index;
+    if (state->guest) DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaGetDevice(&index), "cudaGetDevice"));
+    if (index == state->index) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: GPU %d is current on this thread, and this rank has GPU %d: call "
+                       "cudaSetDevice(%d) before dtrain",
+                       what, index, state->index, state->index);
+}
+
+static bool dtrain_cuda_capturing(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (state->capturing || !state->host_stream) return state->capturing;
+    const cudaError_t error = cudaStreamIsCapturing(state->stream, &status);
+    if (error != cudaSuccess) cudaGetLastError(); /* the next call on the stream reports it */
+    state->host_graphs = state->host_graphs || status != cudaStreamCaptureStatusNone;
+    return error == cudaSuccess && status != cudaStreamCaptureStatusNone;
+}
+
 /* Refuse a call that waits or allocates while a graph is captured: the driver would invalidate the
  * whole capture. */
 static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char *what)
 {
-    if (!dtrain_cuda_state_of(device)->capturing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
+    DTRAIN_CUDA_TRY(dtrain_cuda_here(dtrain_cuda_state_of(device), what));
+    if (!dtrain_cuda_capturing(device)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s is not possible while a graph is captured: only kernels, zero, "
-                       "copy_async and copies within the device are recorded",
+                       "copy_async and copies within the device are recorded. Run the step once "
+                       "before it is captured, since the first one allocates, and keep what the "
+                       "host reads, writes or waits for outside of the capture",
                        what);
 }
 
@@ -586,11 +632,18 @@ static dtrain_result dtrain_cuda_await_mark(dtrain_device *device, cudaEvent_t m
 }
 
 /* Keep the launch queue short; call it before every launch. False means an error, which is in
- * state->queue_error. Kernels that a graph captures are not queued and do not count. */
+ * state->queue_error. Kernels that a graph captures are not queued and do not count; whether the
+ * host captures is asked when a mark is due. */
 static bool dtrain_cuda_limit_queue(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    state->queue_error = dtrain_cuda_here(state, "a kernel");
+    if (state->queue_error != DTRAIN_OK) return false;
     if (state->capturing || ++state->launches % DTRAIN_CUDA_MARK_EVERY) return true;
+    if (dtrain_cuda_capturing(device)) {
+        state->launches--;
+        return true;
+    }
     cudaEvent_t mark = state->marks[state->launches / DTRAIN_CUDA_MARK_EVERY % 2];
     state->queue_error = dtrain_cuda_await_mark(device, mark);
     return state->queue_error == DTRAIN_OK;
@@ -692,12 +745,14 @@ static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
 /* Decide whether memory can be freed. cudaFree waits for kernels, and a stuck kernel never ends:
  * then its memory is left to the end of the process. A lost device runs nothing, so it may free. A
  * caller that frees in the middle of a capture is cleaning up after an error: the capture ends
- * here, and graph_end reports it. */
+ * here, and graph_end reports it. A capture of the host's continues, and waiting would spoil it:
+ * memory that is freed meanwhile is left to the end of the process too. */
 static bool dtrain_cuda_may_free(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     if (!state->stream) return true;
     dtrain_cuda_abandon_capture(state);
+    if (dtrain_cuda_capturing(device)) return false;
     if (dtrain_cuda_drain(device) == DTRAIN_OK) return true;
     const double deadline = dtrain_seconds() + (state->stuck ? 0 : DTRAIN_CUDA_GRACE_S);
     while (dtrain_cuda_is_running(state)) {
@@ -753,15 +808,17 @@ static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute,
                              "asking for a property of the GPU");
 }
 
-/* Make the rank's GPU the current device of this thread, from here on, and read its properties. */
+/* Make the rank's GPU the current device of this thread, from here on, or take the one that is
+ * current. Read its properties. */
 static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
 {
     int count = 0, shared_limit = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error == cudaSuccess && count == 0) error = cudaErrorNoDevice;
     if (error != cudaSuccess) return dtrain_cuda_explain_opening(error);
-    state->index = (int)(desc->device_index % (uint32_t)count);
-    error = cudaSetDevice(state->index);
+    state->guest = desc->device_index == DTRAIN_DEVICE_CURRENT;
+    state->index = state->guest ? 0 : (int)(desc->device_index % (uint32_t)count);
+    error = state->guest ? cudaGetDevice(&state->index) : cudaSetDevice(state->index);
     if (error != cudaSuccess) return dtrain_cuda_explain_opening(error);
     DTRAIN_CUDA_TRY(dtrain_cuda_attribute(&state->multiprocessors, cudaDevAttrMultiProcessorCount,
                                           state->index));
@@ -785,6 +842,26 @@ static dtrain_result dtrain_cuda_make_stream(bool high_priority, cudaStream_t *o
         "creating a stream");
 }
 
+/* Take the host's stream as the compute stream. An event of the current device can be recorded only
+ * in a stream of that device, in every version of CUDA. */
+static dtrain_result dtrain_cuda_take_stream(cudaStream_t stream, dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    state->stream = stream;
+    state->host_stream = true;
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "joining with a stream"));
+    const cudaError_t error = cudaEventRecord(state->marks[0], stream);
+    if (error == cudaErrorInvalidResourceHandle) {
+        state->stream = NULL;
+        cudaGetLastError();
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "the stream is not one of GPU %d, which is current: call cudaSetDevice "
+                           "first, or give a stream that was made on this GPU and still exists",
+                           state->index);
+    }
+    return dtrain_cuda_check(error, "recording an event in the host's stream");
+}
+
 static dtrain_result dtrain_cuda_open_lt(dtrain_cuda_state *state)
 {
     state->workspace_bytes = state->major >= 9 ? DTRAIN_CUDA_LT_BYTES_SM90 : DTRAIN_CUDA_LT_BYTES;
@@ -805,10 +882,11 @@ static dtrain_result dtrain_cuda_open(const dtrain_device_desc *desc, dtrain_dev
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     DTRAIN_CUDA_TRY(dtrain_cuda_select(desc, state));
-    DTRAIN_CUDA_TRY(dtrain_cuda_make_stream(false, &state->stream));
     for (cudaEvent_t &mark : state->marks)
         DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming),
                                           "creating an event"));
+    DTRAIN_CUDA_TRY(desc->stream ? dtrain_cuda_take_stream((cudaStream_t)desc->stream, device)
+                                 : dtrain_cuda_make_stream(false, &state->stream));
     DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaMalloc((void **)&state->fault, sizeof *state->fault),
                                       "allocating the fault record"));
     DTRAIN_CUDA_TRY(
@@ -835,6 +913,7 @@ static void dtrain_cuda_destroy(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     if (!state) return;
+    const cudaError_t before = cudaPeekAtLastError();
     const bool may_free = dtrain_cuda_may_free(device);
     dtrain_cuda_graphs_drop(device);
     while (state->graphs) {
@@ -859,8 +938,8 @@ static void dtrain_cuda_destroy(dtrain_device *device)
     }
     for (cudaEvent_t mark : state->marks)
         if (mark) cudaEventDestroy(mark);
-    if (state->stream) cudaStreamDestroy(state->stream);
-    cudaGetLastError();
+    if (state->stream && !state->host_stream) cudaStreamDestroy(state->stream);
+    if (cudaPeekAtLastError() != before) cudaGetLastError(); /* else it is the host's to read */
     const dtrain_allocator allocator = state->allocator;
     dtrain_cuda_host_give(&allocator, state, sizeof *state);
     device->state = NULL;
@@ -965,12 +1044,13 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
 }
 
 /* Replace the scratch block by a larger one. A captured graph holds the address of the block it was
- * captured with: while there are graphs, the old block stays and the new one has at least twice its
- * size, so the retired blocks together are smaller than the current one. */
+ * captured with: while there are graphs, and after the host has captured one, the old block stays
+ * and the new one has at least twice its size, so the retired blocks together are smaller than the
+ * current one. */
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    const bool keep = state->graphs && state->scratch;
+    const bool keep = (state->graphs || state->host_graphs) && state->scratch;
     void *grown = NULL;
     if (keep && bytes < 2 * state->scratch_bytes) bytes = 2 * state->scratch_bytes;
     if (!keep) {
@@ -994,10 +1074,11 @@ static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t byte
 static dtrain_result dtrain_cuda_scratch(dtrain_device *device, size_t bytes, void **memory)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    const bool capturing = dtrain_cuda_capturing(device); /* also notes that the host captures */
     *memory = NULL;
     if (bytes > state->scratch_bytes) {
-        if (state->capturing)
-            return dtrain_fail(DTRAIN_ERROR_USAGE,
+        if (capturing)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                "a kernel needs %llu bytes of scratch and has %llu, and a graph is "
                                "being captured: run the step once before it is captured",
                                (unsigned long long)bytes, (unsigned long long)state->scratch_bytes);
@@ -1122,6 +1203,7 @@ static dtrain_result dtrain_cuda_stream_create(dtrain_device *device, bool high_
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     *out = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_here(state, "stream_create"));
     dtrain_stream *stream =
         (dtrain_stream *)dtrain_cuda_host_take(&state->allocator, sizeof(dtrain_stream));
     if (!stream) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a stream");
@@ -1158,8 +1240,8 @@ static void *dtrain_cuda_stream_native(dtrain_device *device, dtrain_stream *str
 static dtrain_result dtrain_cuda_event_create(dtrain_device *device, dtrain_event **out)
 {
     cudaEvent_t event = NULL;
-    (void)device;
     *out = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_here(dtrain_cuda_state_of(device), "event_create"));
     DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
                                       "creating an event"));
     *out = (dtrain_event *)event;
@@ -1189,7 +1271,8 @@ static dtrain_result dtrain_cuda_event_wait(dtrain_device *device, dtrain_event 
 
 static dtrain_result dtrain_cuda_event_query(dtrain_device *device, dtrain_event *event, bool *done)
 {
-    (void)device;
+    *done = false;
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "event_query"));
     const cudaError_t error = cudaEventQuery((cudaEvent_t)event);
     *done = error == cudaSuccess;
     if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "event_query");
@@ -3019,7 +3102,8 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_propose(state, entry, results, &good));
     entry->works = good > 0;
     if (good > 0) entry->algorithm = results[0].algo;
-    if (good > 1 && state->tune && !state->capturing) out = dtrain_cuda_lt_timing_memory(product);
+    if (good > 1 && state->tune && !dtrain_cuda_capturing(device))
+        out = dtrain_cuda_lt_timing_memory(product);
     if (out) result = dtrain_cuda_lt_tune(device, entry, product, out, results, good);
     if (out && out != product->c && dtrain_cuda_may_free(device)) cudaFree(out);
     return result;
@@ -7842,8 +7926,8 @@ static dtrain_result dtrain_cuda_pool2d_backward(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 12,
-              "the table below is that of ABI 12: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 13,
+              "the table below is that of ABI 13: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -7877,6 +7961,7 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_graph_launch,
                                           dtrain_cuda_graph_destroy,
                                           dtrain_cuda_graphs_drop,
+                                          dtrain_cuda_capturing,
                                           dtrain_cuda_may_free,
                                           dtrain_cuda_range_begin,
                                           dtrain_cuda_range_end,

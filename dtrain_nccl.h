@@ -14,6 +14,9 @@
        cc -O2 train.c dtrain_cuda.o -I/usr/local/cuda/include -L/usr/local/cuda/lib64 \
           -lcudart -lcublasLt -lstdc++ -lm -lpthread -ldl
 
+   A program that has joined (dtrain_world_join) sets comm_ops in dtrain_join_desc, and can hand in
+   its own communicator or unique id there as comm_given: see dtrain_nccl_given.
+
    libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
    machines without NCCL too, and reports that NCCL is missing only when it is needed.
 
@@ -43,9 +46,10 @@
        Streams   Operations run in the order of their starts, on one stream. From NCCL 2.26 on the
                  tensor axis of a mesh has a second stream, so that its sums, which the next layer
                  waits for, do not queue after gradients of the data axis. It needs
-                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set:
-                 two communicators at once cannot deadlock where kernels start in the order of the
-                 host's calls. Without it there is one stream.
+                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set; a
+                 host says by dtrain_nccl_given.launch_ordered that it has. Two communicators at
+                 once cannot deadlock where kernels start in the order of the host's calls. Without
+                 it there is one stream.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
                  DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
@@ -64,8 +68,9 @@
    first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
    which ends kernels that spin, and every later call returns the same error. Contents of buffers
    in aborted operations are undefined. Captured graphs end with the first failure, because NCCL
-   waits for those that contain its collectives: launching one is an error then. For the same reason
-   a communicator of dtrain_comm_split is destroyed after the graphs that use it. */
+   waits for those that contain its collectives: launching one is an error then. Graphs that a host
+   has captured itself are destroyed by the host, before it leaves the world. For the same reason a
+   communicator of dtrain_comm_split is destroyed after the graphs that use it. */
 
 #ifndef DTRAIN_NCCL_H
 #define DTRAIN_NCCL_H
@@ -84,8 +89,24 @@
 extern "C" {
 #endif
 
-/* Give the table for dtrain_launch_desc.comm_ops. It is static. A program that has a tensor axis
- * sets NCCL_LAUNCH_ORDER_IMPLICIT=1 in its environment before the launch: see Streams above. */
+/* What a host that has NCCL hands in as dtrain_join_desc.comm_given; NULL there: dtrain makes an id,
+ * as in a launch. dtrain_world_join reads it, and dtrain never destroys, aborts or finalizes what
+ * is the host's.
+ *
+ *     comm   The world's communicator is split from it, which needs NCCL 2.18. The join is then a
+ *            collective of all its ranks. The two share nothing: the end or the failure of one does
+ *            not touch the other.
+ *     id     The world's communicator is made with rank 0's id, which the host must not use for
+ *            another one. The ids of other ranks are not read. */
+typedef struct dtrain_nccl_given {
+    struct ncclComm *comm; /* ncclComm_t of the members, with their ranks and GPUs; or NULL */
+    const void *id;        /* ncclUniqueId; or NULL */
+    bool launch_ordered;   /* the host has set NCCL_LAUNCH_ORDER_IMPLICIT=1: see Streams above */
+} dtrain_nccl_given;
+
+/* Give the table for dtrain_launch_desc.comm_ops and dtrain_join_desc.comm_ops. It is static. A
+ * launched program that has a tensor axis sets NCCL_LAUNCH_ORDER_IMPLICIT=1 in its environment
+ * before the launch: see Streams above. */
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 #ifdef __cplusplus
@@ -168,7 +189,8 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 #endif
 #define DTRAIN_NCCL_LIST(X)                                                                 \
     X(GetVersion) X(GetUniqueId) X(GetErrorString) X(GetLastError)                          \
-    X(CommInitRankConfig) X(CommFinalize) X(CommDestroy) X(CommAbort) X(CommGetAsyncError)  \
+    X(CommCount) X(CommCuDevice) X(CommUserRank) X(CommInitRankConfig) X(CommFinalize)      \
+    X(CommDestroy) X(CommAbort) X(CommGetAsyncError)                                        \
     X(AllReduce) X(Reduce) X(Broadcast) X(ReduceScatter) X(AllGather) X(Send) X(Recv)       \
     X(GroupStart) X(GroupEnd) DTRAIN_NCCL_LIST_SPLIT(X) DTRAIN_NCCL_LIST_MEMORY(X)
 /* clang-format on */
@@ -268,9 +290,10 @@ struct dtrain_nccl__hub {
     dtrain_allocator allocator;
     dtrain_nccl__library nccl;
     uint32_t version;
+    bool guest;                     /* in a host's process */
+    const dtrain_nccl_given *given; /* of the host, while the world is made; or NULL */
     double deadline;
     dtrain_nccl__lane lanes[DTRAIN_NCCL__LANES]; /* of all communicators; of the tensor axis */
-    cudaStream_t compute;
     dtrain_event *ready;
     dtrain_nccl__stream_mark marks[DTRAIN_NCCL__MARKS]; /* compute, lanes */
     dtrain_nccl__comm *comms;
@@ -322,7 +345,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, 
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hub,
                                                             const dtrain_nccl__record *record,
                                                             const char *call);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing);
+DTRAIN_NCCL__PRIVATE bool dtrain_nccl__capturing(dtrain_nccl__hub *hub);
 
 /* comm/nccl/operations.c */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub);
@@ -555,7 +578,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
  * Why graphs are dropped: every recorded collective holds a reference on its communicator until the
  * graph is destroyed, or the recording that it is part of, and ncclCommAbort waits for all of them.
  * It sets the flag that ends running kernels first, so a graph in the middle of a replay ends too.
- */
+ * Graphs of a guest's host are the host's to destroy: they are waited for when the world ends. */
 
 #define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* at most; the world's deadline when that is shorter */
 
@@ -603,13 +626,16 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
         hub->deadline < DTRAIN_NCCL_ABORT_SECONDS ? hub->deadline : DTRAIN_NCCL_ABORT_SECONDS;
     const double begin = dtrain_seconds();
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
+        if (hub->guest && comm->captured && !hub->closing) continue; /* for graphs of the host */
         while (dtrain_nccl__aborting(comm) && dtrain_seconds() - begin < limit)
             dtrain_nccl__sleep(100);
         if (!dtrain_nccl__aborting(comm)) continue;
         hub->stuck = true;
         dtrain_log(hub->world, DTRAIN_LOG_ERROR,
-                   "ncclCommAbort of %s has not returned after %.1f s; it is left behind",
-                   comm->name, limit);
+                   "ncclCommAbort of %s has not returned after %.1f s; it is left behind%s",
+                   comm->name, limit,
+                   comm->captured ? ". It waits until graphs with its operations are destroyed"
+                                  : "");
     }
 }
 
@@ -652,14 +678,11 @@ static const dtrain_nccl__record *dtrain_nccl__oldest(const dtrain_nccl__comm *c
  * is captured no event can: a query would spoil the capture. */
 static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__record *record)
 {
-    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     bool done = false;
     if (!record->launched) return "not launched";
     if (record->captured) return "in a graph";
-    if (cudaStreamIsCapturing(hub->compute, &capture) != cudaSuccess ||
-        capture != cudaStreamCaptureStatusNone)
-        return "unknown";
-    if (hub->device->ops->event_query(hub->device, record->done, &done) != DTRAIN_OK)
+    if (dtrain_nccl__capturing(hub) ||
+        hub->device->ops->event_query(hub->device, record->done, &done) != DTRAIN_OK)
         return "unknown";
     return done ? "finished" : "not finished";
 }
@@ -894,14 +917,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hu
 }
 
 /* Tell whether the program captures a graph. Then no event may be queried. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing)
+DTRAIN_NCCL__PRIVATE bool dtrain_nccl__capturing(dtrain_nccl__hub *hub)
 {
-    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t error = cudaStreamIsCapturing(hub->compute, &status);
-    *capturing = status != cudaStreamCaptureStatusNone;
-    if (error == cudaSuccess) return DTRAIN_OK;
-    return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "cudaStreamIsCapturing failed: %s",
-                             cudaGetErrorString(error));
+    const dtrain_device_ops *ops = hub->device->ops;
+    return ops->capturing && ops->capturing(hub->device);
 }
 
 /* ==== src/comm/nccl/operations.c ============================================================== */
@@ -1068,8 +1087,9 @@ static void dtrain_nccl__give_work(dtrain_nccl__work *work)
 }
 
 static dtrain_result dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
-                                               const dtrain_collective *what, bool captured)
+                                               const dtrain_collective *what)
 {
+    const bool captured = dtrain_nccl__capturing(comm->hub);
     dtrain_nccl__record *record = comm->oldest;
     if (record->waited_for) { /* it becomes the newest */
         comm->newest->next = record;
@@ -1262,7 +1282,7 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
 /* Do the steps of a start; the caller turns the error of a step into the communicator's. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
-                                              dtrain_nccl__work *work, bool capturing)
+                                              dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
@@ -1277,7 +1297,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
         DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, lane->stream));
         comm->lane = lane;
     }
-    DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
+    DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what));
     work->what = *what;
     if (what->count == 0) { /* replace it by an operation on a single integer in host memory */
         work->single = 1;
@@ -1293,10 +1313,6 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
     DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, comm->lane->stream));
     DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
-    if (work->block && capturing)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "a barrier, a count of 0 or a buffer in host memory makes the host wait "
-                           "and cannot be part of a captured graph");
     return dtrain_nccl__launch(comm, work);
 }
 
@@ -1308,7 +1324,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
     dtrain_nccl__hub *hub = comm->hub;
     const char *call = dtrain_nccl__call_name(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    bool capturing;
     *out = NULL;
     if (comm->dead) return dtrain_nccl__comm_error(comm);
     if (unit && what->count && ((uintptr_t)what->send | (uintptr_t)what->recv) % unit)
@@ -1316,11 +1331,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
                                  "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
                                  "these are at %p and %p",
                                  call, unit, what->send, what->recv);
-    DTRAIN_NCCL_TRY(dtrain_nccl__capturing(hub, &capturing));
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, call));
     dtrain_nccl__work *work = dtrain_nccl__take_work(comm);
     const dtrain_result result =
-        work ? dtrain_nccl__start_steps(comm, what, work, capturing) : DTRAIN_ERROR_MEMORY;
+        work ? dtrain_nccl__start_steps(comm, what, work) : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK) {
         *out = &work->base;
         return DTRAIN_OK;
@@ -1636,17 +1650,35 @@ static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind,
 #if DTRAIN_NCCL_HAS_SPLIT
 /* Split by ncclCommSplit. NCCL writes the new communicator once the call on the parent is complete,
  * or the parent is aborted. */
+static dtrain_result dtrain_nccl__split_call(dtrain_nccl__hub *hub, ncclComm_t parent, int color,
+                                             dtrain_nccl__comm *child, ncclConfig_t *config,
+                                             const char *call)
+{
+    ncclComm_t none = NULL;
+    const ncclResult_t result =
+        hub->nccl.CommSplit(parent, child ? color : NCCL_SPLIT_NOCOLOR,
+                            child ? child->base.rank : 0, child ? &child->nccl : &none, config);
+    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, parent, result, call));
+    if (!child) return DTRAIN_OK;
+    return dtrain_nccl__complete(hub, child->nccl, ncclInProgress, call);
+}
+
 static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
                                                dtrain_nccl__comm *child)
 {
-    dtrain_nccl__hub *hub = parent->hub;
-    ncclComm_t none = NULL;
-    const ncclResult_t result =
-        hub->nccl.CommSplit(parent->nccl, child ? color : NCCL_SPLIT_NOCOLOR,
-                            child ? child->base.rank : 0, child ? &child->nccl : &none, NULL);
-    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, parent->nccl, result, "dtrain_comm_split"));
-    if (!child) return DTRAIN_OK;
-    return dtrain_nccl__complete(hub, child->nccl, ncclInProgress, "dtrain_comm_split");
+    return dtrain_nccl__split_call(parent->hub, parent->nccl, color, child, NULL,
+                                   "dtrain_comm_split");
+}
+
+/* Split the world's communicator from the host's. It shares nothing with it, so that it can be
+ * aborted, and does not block, whatever the host's does. */
+static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl__comm *comm)
+{
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    config.splitShare = 0;
+    return dtrain_nccl__split_call(hub, hub->given->comm, 0, comm, &config,
+                                   "ncclCommSplit of the host's communicator");
 }
 #else
 /* Split without ncclCommSplit: the first rank of each color makes an id, and all ids travel over
@@ -1675,6 +1707,14 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
     }
     dtrain_nccl__free(hub, all, bytes);
     return result;
+}
+
+/* Never called: hub_check_given has refused it. */
+static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl__comm *comm)
+{
+    (void)hub;
+    (void)comm;
+    return DTRAIN_ERROR_UNSUPPORTED;
 }
 #endif
 
@@ -1725,12 +1765,13 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
  * has made. All ranks check the same records and so come to the same result. (The world has checked
  * that no two ranks of a node sit on one device: it would not have chosen NCCL.) */
 
-#define DTRAIN_NCCL_HELLO 0x64744e32u /* "dtN2": changes with the struct below */
+#define DTRAIN_NCCL_HELLO 0x64744e33u /* "dtN3": changes with the struct below */
 
 typedef struct dtrain_nccl__hello {
     uint32_t magic;
     int32_t status; /* dtrain_result of this rank's preparations */
     uint32_t version;
+    uint32_t split; /* 1: from a communicator of the host's */
     char error[320];
     ncclUniqueId id; /* the first rank's is used */
 } dtrain_nccl__hello;
@@ -1745,7 +1786,9 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
     const int size = dtrain_world_size(world);
     char first[24], other[24];
     memset(&hello, 0, sizeof hello);
-    if (prepared == DTRAIN_OK && dtrain_world_rank(world) == 0) {
+    const dtrain_nccl_given *given = hub->given;
+    if (given && given->id) memcpy(&hello.id, given->id, sizeof hello.id);
+    else if (prepared == DTRAIN_OK && dtrain_world_rank(world) == 0 && !(given && given->comm)) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&hello.id);
         prepared = dtrain_nccl__code(made);
         if (made != ncclSuccess)
@@ -1757,6 +1800,7 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
     hello.magic = DTRAIN_NCCL_HELLO;
     hello.status = prepared;
     hello.version = hub->version;
+    hello.split = given && given->comm;
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
@@ -1771,6 +1815,12 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
                                (int)sizeof all[i].error, all[i].error);
     }
     for (int i = 1; i < size; i++)
+        if (all[i].split != all[0].split)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "rank %d hands in a communicator of NCCL, and rank %d none: all do, "
+                               "or none does",
+                               all[0].split ? 0 : i, all[0].split ? i : 0);
+    for (int i = 1; i < size; i++)
         if (all[i].version != all[0].version)
             return dtrain_fail(
                 DTRAIN_ERROR_MISMATCH,
@@ -1784,11 +1834,37 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
-/* Do all that can fail on this rank alone. */
+/* Check what the host has handed in. */
+static dtrain_result dtrain_nccl__check_given(dtrain_nccl__hub *hub)
+{
+    const dtrain_nccl_given *given = hub->given;
+    const int size = dtrain_world_size(hub->world), rank = dtrain_world_rank(hub->world);
+    int count = -1, user = -1, device = -1;
+    if (!given || !given->comm) return DTRAIN_OK;
+    if (given->id)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_nccl_given has a communicator and an id: hand in one of them");
+    if (!DTRAIN_NCCL_HAS_SPLIT)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this program was compiled with the header of an NCCL that cannot split "
+                           "a communicator (before 2.18): hand in a unique id");
+    if (hub->nccl.CommCount(given->comm, &count) != ncclSuccess ||
+        hub->nccl.CommUserRank(given->comm, &user) != ncclSuccess ||
+        hub->nccl.CommCuDevice(given->comm, &device) != ncclSuccess)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "the host's communicator cannot be used: %s",
+                           hub->nccl.GetLastError(given->comm));
+    if (count == size && user == rank && device == hub->device_index) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "the host's communicator has rank %d of %d on GPU %d, and joins as rank %d "
+                       "of %d on GPU %d: hand in one of the members, in their order",
+                       user, count, device, rank, size, hub->device_index);
+}
+
+/* Do all that can fail on this rank alone. A guest reads no environment. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
-    const char *order = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    const char *order = hub->guest ? NULL : getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
     if (ops->host_memory || !ops->stream_native)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "NCCL needs ranks on GPUs, and the device is \"%s\"; set device_ops to "
@@ -1799,10 +1875,12 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     if (error != cudaSuccess)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "cudaGetDevice failed: %s",
                            cudaGetErrorString(error));
+    DTRAIN_NCCL_TRY(dtrain_nccl__check_given(hub));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[0].event));
     /* Does NCCL order the kernels of different communicators as the host has launched them? */
-    const bool ordered = hub->version >= 22600 && order && atoi(order) > 0;
+    const bool set = hub->given ? hub->given->launch_ordered : order && atoi(order) > 0;
+    const bool ordered = hub->version >= 22600 && set;
     for (int i = 0; i < (ordered ? DTRAIN_NCCL__LANES : 1); i++) {
         dtrain_nccl__lane *lane = &hub->lanes[i];
         DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &lane->stream));
@@ -1810,7 +1888,6 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
         lane->native = (cudaStream_t)ops->stream_native(hub->device, lane->stream);
         hub->marks[1 + i].stream = lane->stream;
     }
-    hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);
     return DTRAIN_OK;
 }
 
@@ -1822,6 +1899,7 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
     hub->closing = true;
     if (hub->code == DTRAIN_OK) dtrain_nccl__flush(hub);
     dtrain_nccl__drop_graphs(hub);
+    if (!hub->stuck) dtrain_nccl__await_aborts(hub);
     while (hub->comms) dtrain_nccl__comm_close(hub->comms);
     while (hub->memory) {
         dtrain_nccl__memory *memory = hub->memory;
@@ -1856,11 +1934,12 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
  * left. */
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
-    dtrain_world_info info;
+    dtrain_world_info room[2]; /* a program's dtrain.h may be newer, and its info larger */
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
-    dtrain_world_query(world, &info);
+    dtrain_world_query(world, room);
+    const dtrain_world_info info = room[0];
     dtrain_nccl__hub *hub =
         (dtrain_nccl__hub *)info.allocator.alloc(info.allocator.user, sizeof *hub);
     if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the NCCL communicator");
@@ -1869,6 +1948,8 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     hub->device = dtrain_world_device(world);
     hub->allocator = info.allocator;
     hub->deadline = 1e-3 * (double)info.timeout_ms;
+    hub->guest = info.guest;
+    hub->given = (const dtrain_nccl_given *)info.comm_given;
     hub->group_end = &hub->group;
     dtrain_result result = dtrain_nccl__hub_prepare(hub);
     if (result == DTRAIN_OK)
@@ -1881,8 +1962,10 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     if (result == DTRAIN_OK) {
         hub->device->while_waiting = dtrain_nccl__watch;
         hub->device->waiting_user = hub;
-        result = dtrain_nccl__comm_init(comm, &id);
+        result = hub->given && hub->given->comm ? dtrain_nccl__split_host(hub, comm)
+                                                : dtrain_nccl__comm_init(comm, &id);
     }
+    hub->given = NULL;
     if (result != DTRAIN_OK) {
         dtrain_nccl__hub_close(hub);
         return result;

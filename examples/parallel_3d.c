@@ -181,7 +181,7 @@ static int show(const dtrain_mesh *mesh, const dtrain_pipeline_desc *line, int m
     for (int i = 0; i < at.ranks; i++) { /* + between ranks of a tensor axis */
         const int t = i % at.tensor, d = i / at.tensor % at.data, p = i / at.tensor / at.data;
         if (t + d == 0) printf("pipeline %d: ranks", p);
-        printf("%s%d", t ? "+" : " ", dtrain_mesh_rank(mesh, t, d, p));
+        printf("%s%d", t ? "+" : " ", i);
         if (t + 1 == at.tensor && d + 1 == at.data) printf("\n");
     }
     if (at.pipeline == 1) return 0;

@@ -15,6 +15,7 @@
 #include "comm/backend.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
+#include "device/device_internal.h"
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
@@ -141,6 +142,24 @@ static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *ca
     return dtrain__world_check(comm->world, call);
 }
 
+/* Refuse what a captured graph cannot hold: the host would have to wait, or to move data, at each
+ * launch. The communicator is as before, because all ranks capture alike. */
+static dtrain_result dtrain__check_captured(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    dtrain_device *device = comm->world->device;
+    if (!dtrain__capturing(device)) return DTRAIN_OK;
+    const bool host = !what->count || (what->send && dtrain__on_host(device, what->send)) ||
+                      (what->recv && dtrain__on_host(device, what->recv));
+    if (!host && (!comm->ops->transport || comm->size == 1)) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: %s cannot be part of a captured graph; call it outside of the capture%s",
+        dtrain__kind_of(what->kind)->call,
+        host ? "a barrier, a split, a count of 0 or a buffer in host memory"
+             : "a communicator that moves data through host memory",
+        host ? "" : ", or give each rank a GPU and use dtrain_nccl.h");
+}
+
 /* Check, count and start an operation, and wait for it unless `work` is given.
  *
  * A rank that made a mistake in its arguments has missed an operation the others count on. Were it
@@ -153,6 +172,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
+    DTRAIN__TRY(dtrain__check_captured(comm, &what));
     const uint64_t entered = dtrain__enter(comm->world, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
@@ -259,7 +279,10 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
 {
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_split: out is NULL");
     *out = NULL;
+    const dtrain_collective what = {
+        DTRAIN_COLLECTIVE_SPLIT, DTRAIN_DTYPE_I32, 0, -1, 0, NULL, NULL};
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_split"));
+    DTRAIN__TRY(dtrain__check_captured(comm, &what));
     const int64_t number = (comm->number + 1) * 1000 + (int64_t)comm->splits++;
     const dtrain_result result = comm->ops->split(comm, color, key, out);
     if (*out && !(*out)->number) (*out)->number = number; /* of a backend that has none */

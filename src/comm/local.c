@@ -13,11 +13,8 @@
  *     small    the data came with the calls: every rank computes its own result, done
  *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
  *              takes what belongs to its own: stage 2, done. No temporary memory
- *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank
- *              r computes slice r of its own result: stage 2. All-reduce: it takes the other slices
- *              from the ranks that computed them: stage 3, done
- *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
- *              When all have reached it, every rank computes its own result from the buffers
+ *     copied   otherwise: what other ranks need goes through the stage buffers in chunks, see
+ *              dtrain__next_step: one stage a step
  *
  * All paths add in rank order in fp32 and round once, so results have the same bits on each.
  *
@@ -36,9 +33,7 @@
 #include "device/backend.h"
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
-#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10)   /* half a stage: two ranks' stages stay in L2 */
-#define DTRAIN__READ_BYTES ((size_t)128 << 10)    /* buffers from this size on are read ... */
-#define DTRAIN__SCRATCH_BYTES ((size_t)512 << 10) /* ... in blocks of all ranks that fit here */
+#define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -50,7 +45,7 @@ typedef struct dtrain__slot {
     char data[DTRAIN_SMALL_BYTES];
     const char *send;
     char *recv;
-    uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
+    bool direct; /* these buffers allow the direct path */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks. head - tail cells are filled: a message that does not fit
@@ -76,7 +71,7 @@ typedef struct dtrain__channel {
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
     uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
-    char *stage;                 /* buffer of 2 chunks, made when first needed */
+    char *stage;                 /* buffer of the copied path, made when first needed */
     int64_t pid;                 /* of its rank, which has in private memory, */
     const uint64_t *proof;       /* at this address, */
     uint64_t proof_value;        /* this number: others read it to see that they can */
@@ -90,9 +85,9 @@ struct dtrain__part {
 typedef struct dtrain__local_comm {
     dtrain_comm base;
     dtrain__part **parts; /* (size) */
-    char *scratch;        /* made when first needed */
     uint64_t proof;       /* see dtrain__part */
-    bool reads;           /* as in this rank's part */
+    size_t stage_end;     /* copied path: where the last chunk of the last operation ends */
+    uint32_t past;        /* so many places to come are written past the cache */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
@@ -101,8 +96,12 @@ typedef struct dtrain__local_work {
     dtrain_transport_work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
-    int seen;     /* ranks below it have reached `stage` */
-    size_t moved; /* messages: bytes that this side is done with */
+    int seen;                   /* ranks below it have reached `stage` */
+    bool sliced;                /* copied path: ranks add up slices, and take those of others */
+    size_t each, places;        /* elements in a place, places in a chunk */
+    size_t chunk_bytes, chunks; /* their number */
+    size_t first, fit;          /* slot of the first chunk, slots of the buffer */
+    size_t moved;               /* messages: bytes that this side is done with */
     uint64_t end; /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
@@ -178,8 +177,8 @@ static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *t
 
 /* ---- Showing a call ---------------------------------------------------------------------------*/
 
-/* Show a call, and which paths this rank's buffers allow. On the direct path other ranks read
- * `send`; they write `recv` where slices of a result are computed by different ranks. */
+/* Show a call, and whether this rank's buffers allow the direct path: other ranks read `send`; they
+ * write `recv` where slices of a result are computed by different ranks. */
 static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -188,18 +187,13 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     (void)dtrain__write_shown(work, &slot->shown);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
-    slot->paths = 0;
+    slot->direct = false;
     if (!work->small) {
         const size_t send_bytes = dtrain__send_bytes(what, comm->size);
         const size_t recv_bytes = dtrain__recv_bytes(what, comm->size);
         const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->rank);
-        const bool direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
-                            (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
-        const bool read = ((const dtrain__local_comm *)comm)->reads &&
-                          send_bytes >= DTRAIN__READ_BYTES &&
-                          (direct || (dtrain__is_readable(what->send, send_bytes) &&
-                                      dtrain__is_readable(what->recv, recv_bytes)));
-        slot->paths = (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
+        slot->direct = dtrain__is_shared(comm->world, what->send, send_bytes) &&
+                       (!written || dtrain__is_shared(comm->world, what->recv, recv_bytes));
     }
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
@@ -218,132 +212,164 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
- * every rank's result, on the read path in its own, where the root of a reduce computes everything.
- * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
- * that no other rank reads. */
-static bool dtrain__compute_slice(dtrain_comm *comm, const dtrain__local_work *work)
-{
-    dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const dtrain_collective *what = &work->base.what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const bool direct = work->path == DTRAIN__DIRECT;
-    const int size = comm->size, rank = comm->rank;
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const char *in[DTRAIN_MAX_RANKS];
-    char *out[DTRAIN_MAX_RANKS];
-    size_t first, length, block, count;
-    int outs = 0;
-    dtrain__slice(what, size, rank, &first, &length);
-    if (kind->rooted && !direct) {
-        first = 0;
-        length = what->root == rank ? what->count : 0;
-    }
-    if (!length) return true; /* and recv may be NULL */
-    if (!direct && !local->scratch) {
-        local->scratch = (char *)dtrain__alloc(&comm->world->allocator, DTRAIN__SCRATCH_BYTES, 1,
-                                               "blocks of other ranks");
-        if (!local->scratch) return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
-    }
-    block = direct ? length
-                   : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
-                         DTRAIN__CACHE_LINE / unit;
-    for (int i = 0; i < size; i++)
-        if (direct && !kind->cuts ? dtrain__gets(what, i) : i == rank)
-            out[outs++] = dtrain__slot_of(comm, i, work->base.sequence)->recv +
-                          (kind->cuts ? 0 : first * unit);
-    for (size_t at = 0; at < length; at += count) {
-        count = length - at < block ? length - at : block;
-        for (int i = 0; i < size; i++) {
-            in[i] = dtrain__slot_of(comm, i, work->base.sequence)->send + (first + at) * unit;
-            if (direct || i == rank) continue;
-            char *copy = local->scratch + (size_t)i * block * unit;
-            if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
-            in[i] = copy;
-        }
-        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
-                        outs, count);
-        for (int i = 0; i < outs; i++) out[i] += count * unit;
-    }
-    return true;
-}
-
-/* Take from each rank what belongs into this rank's result as it is, the next rank's first, so that
- * not all read the same rank. */
-static bool dtrain__take_pieces(dtrain_comm *comm, const dtrain__local_work *work)
+/* The direct path. Of a sum or a broadcast compute this rank's slice in every rank's result; in
+ * place, an all-reduce overwrites a slice that no other rank reads. Otherwise take from each rank
+ * what belongs into this rank's result as it is, the next rank's first, so that not all read the
+ * same rank. */
+static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const int size = comm->size, own = comm->rank;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const char *in[DTRAIN_MAX_RANKS];
+    char *out[DTRAIN_MAX_RANKS];
+    size_t first, length;
+    int outs = 0;
+    dtrain__slice(what, size, own, &first, &length);
     for (int turn = 1; turn <= size; turn++) {
         const int i = (own + turn) % size;
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
         dtrain__transfer piece;
-        if (!dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
-        if (kind->rooted) { /* a broadcast is read from the root alone */
-            if (i != what->root) continue;
-            piece.source = piece.target = 0;
-            piece.bytes = dtrain__send_bytes(what, size);
-        }
-        const char *from = (kind->reduces ? slot->recv : slot->send) + piece.source;
+        in[i] = slot->send + first * unit;
+        if (!kind->joins && (kind->cuts ? i == own : dtrain__gets(what, i)))
+            out[outs++] = slot->recv + (kind->cuts ? 0 : first * unit);
+        if (!kind->joins || !dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
+        const char *from = slot->send + piece.source;
         char *to = (char *)what->recv + piece.target;
-        if (i != own && work->path == DTRAIN__READ) {
-            if (!dtrain__fetch(comm, i, from, to, piece.bytes)) return false;
-        } else if (from != to) {
-            memcpy(to, from, piece.bytes);
-        }
+        if (from != to) dtrain__copy_lines(to, from, piece.bytes, false);
     }
-    return true;
+    if (length && outs)
+        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
+                        outs, length);
 }
 
-/* The copied path:
+/* The copied path goes through the stage buffers in chunks. One step of it is one stage:
  *
- *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
+ *     step s    chunk s        copy in what other ranks need of this rank's input
+ *               chunk s - 1    add up this rank's slice, or take what others have copied in
+ *               chunk s - 2    all-reduce and reduce: take the slices that others have added up
  *
- * Chunk c + 1 goes into the half that held chunk c - 1, which all ranks have pulled: they did so
- * before they reached stage c + 2. After the last stage, chunks + 2, all have pulled everything and
- * the next operation may use the buffers; so only the oldest one in flight uses them. */
+ * A chunk is one place, or one for each rank's slice. A rank does not copy its own slice in: of an
+ * all-reduce or reduce the sum goes there. In step s others may still read chunks s - 1 and s - 2,
+ * and no older one: all have ended step s - 1. At the end of an operation nobody waits: some rank
+ * may still read the last chunk when another one fills the first of the next operation, which
+ * therefore lies elsewhere. The second is filled when all have taken the next operation's step 0,
+ * and only the oldest operation in flight takes steps. */
 
-static size_t dtrain__chunk_count(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->size : 1;
-    return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
-}
-
-/* Go to the next stage of the copied path: compute the chunk of this rank's result whose inputs all
- * ranks have copied (ranks that give nothing may have no buffer), and copy the next chunk of its
- * own input into its buffer: one piece, or one for each rank's slice. */
-static bool dtrain__next_chunk(dtrain_comm *comm, const dtrain__local_work *work)
+/* Cut an operation into chunks that are as equal as they can be. They lie one after the other
+ * around the buffer, which has room for four of the largest: the first one, in the next slot after
+ * all that the last operation used or in slot 0, does not meet the chunk before it. */
+static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
-    const bool cuts = dtrain__kind_of(what->kind)->cuts;
-    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t slice = cuts ? (size_t)comm->rank * chunk : 0,
-                 pieces = cuts ? (size_t)comm->size : 1;
-    dtrain__part *part = dtrain__part_at(comm, comm->rank);
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t size = (size_t)comm->base.size, unit = dtrain_dtype_bytes(what->dtype);
+    work->sliced = kind->reduces && !kind->cuts;
+    work->places = kind->reduces || kind->cuts ? size : 1;
+    const size_t most =
+        DTRAIN__STAGE_BYTES / 4 / work->places / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+    const size_t bytes = what->count * unit / (work->sliced ? size : 1) + DTRAIN__CACHE_LINE;
+    const size_t place = dtrain__round_up(bytes / (bytes / most + 1), DTRAIN__CACHE_LINE);
+    work->each = place / unit;
+    work->chunk_bytes = place * work->places;
+    work->chunks = (what->count - 1) / (work->each * (work->sliced ? size : 1)) + 1;
+    work->fit = DTRAIN__STAGE_BYTES / work->chunk_bytes;
+    work->first = (comm->stage_end + work->chunk_bytes - 1) / work->chunk_bytes % work->fit;
+    comm->stage_end = ((work->first + work->chunks - 1) % work->fit + 1) * work->chunk_bytes;
+    work->final = (uint32_t)work->chunks + (work->sliced ? 3 : 2);
+}
+
+/* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
+static char *dtrain__place(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
+                           size_t c, int j)
+{
+    char *stage = dtrain__part_at(comm, rank)->stage;
+    const size_t place = work->places > 1 ? (size_t)j : 0;
+    return stage ? stage + (work->first + c) % work->fit * work->chunk_bytes +
+                       place * (work->chunk_bytes / work->places)
+                 : NULL;
+}
+
+/* Find the elements of slice j that are in chunk c; return how many. */
+static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_work *work, size_t c,
+                                  int j, size_t *first)
+{
+    const size_t count = work->base.what.count;
+    const size_t at = (work->sliced ? c * (size_t)comm->size + (size_t)j : c) * work->each;
+    *first = at < count ? at : count;
+    return count - *first < work->each ? count - *first : work->each;
+}
+
+/* Copy into a place. Its lines are in the cache of the core that has read them: where that is far
+ * away, writing past the cache is ten times as fast (Zen 4: 2.3 GB/s and 30), where it is near,
+ * reading what was written so takes twice as long. Find out from time to time how far it is. */
+static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
+{
+    dtrain__local_comm *local = (dtrain__local_comm *)comm;
+    const uint64_t begin = dtrain__now_ns();
+    dtrain__copy_lines(place, from, bytes, local->past > 0);
+    if (local->past > 0) local->past--;
+    else if (bytes >= 16384 && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+}
+
+/* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
+static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work, size_t c)
+{
+    const dtrain_collective *what = &work->base.what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool gets = dtrain__gets(what, comm->rank);
+    const size_t unit = dtrain_dtype_bytes(what->dtype), joined = kind->joins ? what->count : 0;
+    const int own = comm->rank;
     const char *in[DTRAIN_MAX_RANKS];
-    void *stage;
-    if (work->stage > 1) {
-        const size_t c = work->stage - 2, rest = what->count - c * chunk;
-        for (int i = 0; i < comm->size; i++) {
-            in[i] = dtrain__part_at(comm, i)->stage;
-            if (in[i]) in[i] += c % 2 * DTRAIN__CHUNK_BYTES + slice * unit;
-        }
-        dtrain__pull(comm, what, in, c * chunk, rest < chunk ? rest : chunk);
+    size_t at;
+    const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at) * unit;
+    for (int i = 0; i < comm->size; i++) {
+        in[i] = dtrain__place(comm, work, i, c, own);
+        if (i == own)
+            in[i] =
+                (const char *)what->send + (at + (kind->cuts ? (size_t)i * what->count : 0)) * unit;
+        if (kind->reduces || !gets || (kind->rooted && i != what->root)) continue;
+        char *to = (char *)what->recv + (at + (size_t)i * joined) * unit;
+        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, false);
     }
-    if (work->stage + 1 >= work->final || !dtrain__gives(what, comm->rank)) return true;
-    if (!part->stage) {
-        if (dtrain__shared_alloc(comm->world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
+    if (!kind->reduces || !bytes) return;
+    char *place = dtrain__place(comm, work, own, c, own);
+    char *sum = gets ? (char *)what->recv + at * unit : place;
+    dtrain__combine(what, in, comm->size, &sum, 1, bytes / unit);
+    if (gets && work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
+}
+
+/* Take the next step of the copied path. */
+static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->base.what;
+    const bool cuts = dtrain__kind_of(what->kind)->cuts, gives = dtrain__gives(what, comm->rank);
+    const size_t unit = dtrain_dtype_bytes(what->dtype), step = work->stage - 1;
+    const int own = comm->rank;
+    dtrain__part *part = dtrain__part_at(comm, own);
+    size_t at, bytes;
+    void *stage;
+    if (gives && !part->stage) {
+        if (dtrain__shared_alloc(comm->world, DTRAIN__STAGE_BYTES, &stage) != DTRAIN_OK)
             return dtrain__engine_ok(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
-    const size_t c = work->stage - 1, rest = what->count - c * chunk;
-    const size_t length = rest < chunk ? rest : chunk;
-    char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
-    for (size_t i = 0; i < pieces; i++)
-        memcpy(half + i * chunk * unit,
-               (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
-    comm->info.staged_bytes += pieces * length * unit;
+    for (int j = 0; gives && step < work->chunks && j < (int)work->places; j++) {
+        if (work->places > 1 && j == own) continue;
+        bytes = dtrain__chunk_slice(comm, work, step, j, &at) * unit;
+        dtrain__fill_place(
+            comm, dtrain__place(comm, work, own, step, j),
+            (const char *)what->send + (at + (cuts ? (size_t)j * what->count : 0)) * unit, bytes);
+        comm->info.staged_bytes += bytes;
+    }
+    if (step >= 1 && step <= work->chunks) dtrain__use_chunk(comm, work, step - 1);
+    for (int i = 0; step >= 2 && work->sliced && dtrain__gets(what, own) && i < comm->size; i++) {
+        bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at) * unit;
+        if (i != own)
+            dtrain__copy_lines((char *)what->recv + at * unit,
+                               dtrain__place(comm, work, i, step - 2, i), bytes, false);
+    }
     return true;
 }
 
@@ -407,7 +433,8 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         if (sends && !cell->lies && length)
             memcpy(cell->data, (const char *)what->send + work->moved, length);
         if (!sends && cell->path != DTRAIN__READ && length)
-            memcpy((char *)what->recv + work->moved, cell->lies ? cell->lies : cell->data, length);
+            dtrain__copy_lines((char *)what->recv + work->moved,
+                               cell->lies ? cell->lies : cell->data, length, false);
         if (!sends && cell->path == DTRAIN__READ &&
             !dtrain__fetch(comm, what->root, cell->lies, (char *)what->recv, length))
             return false;
@@ -424,23 +451,15 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
-    const dtrain_collective *what = &base->what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     if (!base->sequence) return dtrain__local_message(comm, work);
     if (base->small) return true;
     if (!work->final) { /* choose the path from what all ranks have shown; all are at stage 1 */
-        uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
-        for (int i = 0; i < comm->size; i++)
-            paths &= dtrain__slot_of(comm, i, base->sequence)->paths;
         work->seen = comm->size;
-        work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT
-                     : paths                ? DTRAIN__READ
-                                            : DTRAIN__COPIED;
-        work->final =
-            work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
-        const size_t chunk = dtrain__chunk_count(comm, what);
-        if (work->path == DTRAIN__COPIED)
-            work->final += (uint32_t)((what->count + chunk - 1) / chunk);
+        work->path = DTRAIN__DIRECT;
+        work->final = 2;
+        for (int i = 0; i < comm->size; i++)
+            if (!dtrain__slot_of(comm, i, base->sequence)->direct) work->path = DTRAIN__COPIED;
+        if (work->path == DTRAIN__COPIED) dtrain__cut_chunks((dtrain__local_comm *)comm, work);
     }
     for (;;) {
         while (work->seen < comm->size &&
@@ -448,14 +467,10 @@ static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
             work->seen++;
         if (work->seen < comm->size) return false;
         if (work->stage >= work->final) return true;
-        const bool computes =
-            work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins));
-        const bool moved = work->path == DTRAIN__COPIED
-                               ? base->oldest && dtrain__next_chunk(comm, work)
-                           : computes ? dtrain__compute_slice(comm, work)
-                                      : dtrain__take_pieces(comm, work);
-        if (!moved) return false;
+        if (work->path == DTRAIN__DIRECT) dtrain__make_direct(comm, work);
+        else if (!base->oldest || !dtrain__next_step(comm, work)) return false;
         dtrain__reach(comm, work, work->stage + 1);
+        if (work->path == DTRAIN__COPIED && work->stage == work->final) return true;
     }
 }
 
@@ -531,15 +546,14 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
 static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    comm->reads = true;
+    bool reads = true;
     for (int i = 0; i < base->size; i++) {
         const dtrain__part *part = comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
         uint64_t value = 0;
-        comm->reads = comm->reads &&
-                      dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
-                      value == part->proof_value;
+        reads = reads && dtrain__read_memory(part->pid, part->proof, &value, sizeof value) &&
+                value == part->proof_value;
     }
-    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)comm->reads);
+    dtrain__store(&comm->parts[base->rank]->reads, (uint32_t)reads);
     return &comm->parts[0]->report;
 }
 
@@ -559,7 +573,6 @@ static void dtrain__local_release(dtrain_comm *base, bool joined)
     } else {
         dtrain__shared_free(world, part);
     }
-    dtrain__free(&world->allocator, comm->scratch, DTRAIN__SCRATCH_BYTES, 1);
     dtrain__free(&world->allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
 }
 

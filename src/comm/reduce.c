@@ -77,7 +77,8 @@ DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *
         return;
     }
     for (int i = 0; i < out_count; i++)
-        if (out[i] != in[0]) memcpy(out[i], in[0], count * dtrain_dtype_bytes(what->dtype));
+        if (out[i] != in[0])
+            dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
 }
 
 /* Compute elements [first, first + count) of this rank's own result from everybody's input,

@@ -22,7 +22,7 @@
 /* clang-format off */
 #define DTRAIN_ABI_LIST(GROWS, FIXED) \
     GROWS(launch_desc, abi, 200) GROWS(join_desc, abi, 200) GROWS(launch_info, restart_count, 28) \
-    GROWS(launch_place, restart_count, 20) GROWS(world_info, stop_requested, 61) \
+    GROWS(launch_place, restart_count, 20) GROWS(world_info, comm_given, 72) \
     GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
     GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
     GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
@@ -34,7 +34,7 @@
     GROWS(batch_norm_desc, comm, 48) GROWS(attention_desc, mask, 56) \
     GROWS(conv2d_desc, groups, 56) GROWS(pool2d_desc, padding, 56) GROWS(trainer_desc, mesh, 224) \
     GROWS(metrics_desc, sink_count, 128) GROWS(metrics_info, no_plan, 256) FIXED(allocator, 24) \
-    FIXED(trace_desc, 40) FIXED(device_desc, 48) FIXED(device_info, 224) FIXED(cut, 48) \
+    FIXED(trace_desc, 40) FIXED(device_desc, 56) FIXED(device_info, 224) FIXED(cut, 48) \
     FIXED(param, 208) FIXED(shard, 56) FIXED(memory, 72) FIXED(comm_info, 160) \
     FIXED(loss_scaler, 24) FIXED(schedule, 104) FIXED(optimizer_desc, 64) \
     FIXED(pipeline_desc, 16) FIXED(pipeline_action, 24) FIXED(pipeline_schedule, 48) \

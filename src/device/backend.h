@@ -548,7 +548,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 12u
+#define DTRAIN_DEVICE_ABI 13u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -604,6 +604,9 @@ struct dtrain_device_ops {
     /* End a recording under way, and all graphs: launching one is an error from here on, destroying
      * it is not. A communicator that ends calls it, because graphs keep its collectives. */
     void (*graphs_drop)(dtrain_device *device);
+    /* Tell whether work on the compute stream is recorded: between graph_begin and graph_end, or by
+     * the host whose stream it is. */
+    bool (*capturing)(dtrain_device *device);
     /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
      * back by other means. False: a kernel does not end, and memory stays for good. */
     bool (*may_free)(dtrain_device *device);

@@ -28,6 +28,11 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
                            (unsigned)ops->abi, (unsigned)DTRAIN_DEVICE_ABI);
+    if (desc->stream && !ops->stream_create)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "a stream is given, and the device \"%s\" has none: set device_ops to "
+                           "dtrain_cuda_device_ops(), or leave stream NULL",
+                           ops->name);
     const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
     dtrain__owned_device *owned =
         (dtrain__owned_device *)dtrain__alloc(&allocator, 1, sizeof *owned, "a device");

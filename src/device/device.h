@@ -40,15 +40,20 @@ typedef enum dtrain_math {
     DTRAIN_MATH_BF16 = 3  /* tensor cores with 7 bits of mantissa; CPU: an error */
 } dtrain_math;
 
+/* dtrain_device_desc.device_index: the GPU that is current on the calling thread. */
+#define DTRAIN_DEVICE_CURRENT UINT32_MAX
+
 typedef struct dtrain_device_desc {
     uint32_t thread_count; /* CPU: compute threads of this rank; 0 = 1 */
-    uint32_t device_index; /* GPU: which one, modulo how many there are */
+    uint32_t device_index; /* GPU: which one, modulo how many there are; or DTRAIN_DEVICE_CURRENT */
     uint32_t math;         /* dtrain_math */
     bool oversubscribed;   /* more threads than cores here: waiting threads must not spin */
     bool tune;             /* GPU: time the algorithms of a GEMM at its first use. Some per cent
                               faster; the bits may then differ from run to run */
     uint64_t memory_limit; /* bytes; what would go beyond is DTRAIN_ERROR_MEMORY. 0 = none */
     dtrain_allocator allocator;
+    void *stream; /* GPU: the host's cudaStream_t, on which kernels are queued; it must outlive the
+                     device. NULL = a new one; a device without streams refuses another value */
 } dtrain_device_desc;
 
 typedef struct dtrain_device_info {

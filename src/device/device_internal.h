@@ -12,13 +12,19 @@ DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
+/* Tell whether the device's work is recorded in a graph. */
+static inline bool dtrain__capturing(dtrain_device *device)
+{
+    return device->ops->capturing && device->ops->capturing(device);
+}
+
 /* The kernels in the order of dtrain_device_ops. L: of layers and Muon, of ring 3, models. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
     L(gemm) L(activation_backward) L(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
     L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
     L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) L(dropout) X(sum)    \
     X(clip) X(convert) X(adamw) X(sgd) X(lion) L(muon) X(topk) X(scatter_add)                \
     L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm) L(batchnorm_sums)              \
     L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
@@ -27,7 +33,7 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 /* The entries of a device that has finished its work when a call returns: from stream_create to
  * event_query, from graph_begin to range_end, and with is_device_memory between them. */
 #define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 #define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */

@@ -135,7 +135,8 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
 {
     dtrain_launch_desc *desc = &launch->desc;
     DTRAIN__TRY(dtrain__abi_check("dtrain_world_join", given->abi, &launch->abi));
-    DTRAIN__TAKE(&launch->abi, join_desc, given);
+    DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_join_desc, given, &launch->join));
+    given = &launch->join;
     desc->threads_per_rank = given->threads ? given->threads : 1;
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
     desc->log_level = given->log_level;
@@ -187,6 +188,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     dtrain_world *world = NULL;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: out is NULL");
     *out = NULL;
+    memset(&launch, 0, sizeof launch);
     if (!desc || !desc->all_gather || desc->size < 1 || desc->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_world_join: size is %d, expected 1 to %d, and all_gather is %s",
@@ -204,9 +206,7 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     guest->size = desc->size;
     guest->bytes = bytes;
     guest->all = (dtrain__guest_record *)(void *)(guest + 1);
-    memset(&launch, 0, sizeof launch);
     launch.guest = guest;
-    launch.join = desc;
     dtrain__set_thread_rank(desc->rank);
     dtrain_result result = dtrain__guest_resolve(desc, &launch);
     if (result == DTRAIN_OK) result = dtrain__world_create(&launch, desc->rank, &world);

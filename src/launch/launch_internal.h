@@ -34,8 +34,8 @@ typedef struct dtrain__launch {
     bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
     bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
     dtrain_result joined;    /* with is_rank: the result of making its world */
-    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's, and ... */
-    const dtrain_join_desc *join; /* ... its desc; or NULL */
+    dtrain__guest *guest;    /* of dtrain_world_join, whose ranks are the host's; or NULL ... */
+    dtrain_join_desc join;   /* ... its desc */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;               /* see dtrain_world */

@@ -69,8 +69,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->guest = launch->guest;
-    if (launch->join) world->page = launch->region;
-    if (launch->join) world->comm_given = launch->join->comm_given;
+    if (launch->guest) world->page = launch->region;
+    world->comm_given = launch->join.comm_given;
     world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
@@ -110,7 +110,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
     memset(&device, 0, sizeof device);
     device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->local_rank;
+    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
+    device.stream = launch->join.stream;
     device.oversubscribed = world->oversubscribed;
     device.math = desc->math;
     device.tune = desc->tune;

@@ -246,6 +246,14 @@ static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
+/* Return the group whose corrections a recorded step has: the first of AdamW. */
+static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
+{
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
+    return &optimizer->groups[0];
+}
+
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -260,6 +268,13 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
+    if (dtrain__capturing(optimizer->device) &&
+        (!optimizer->compared ||
+         dtrain__corrected_group(optimizer)->desc.kind == DTRAIN_OPTIMIZER_ADAMW))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_optimizer_step: a captured graph can hold neither the first "
+                           "update nor those of AdamW, whose corrections of bias change from step "
+                           "to step: call it after each launch of the graph");
     DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
@@ -279,14 +294,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 }
 
 /* ---- A recorded step --------------------------------------------------------------------------*/
-
-/* Return the group whose corrections a recorded step has: the first of AdamW. */
-static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
-{
-    for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
-    return &optimizer->groups[0];
-}
 
 /* Compute the numbers of the step that comes next, for kernels that read them from device memory:
  * one set for all groups, which multiply the rate by their own lr_scale. */

@@ -68,9 +68,10 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     if (mesh->comms[axes]) return DTRAIN_OK;
     if (axes == dtrain__mesh_axes(at, DTRAIN_AXIS_ALL)) mesh->comms[axes] = mesh->all;
     else {
-        const int fixed = dtrain_mesh_rank(mesh, axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank,
-                                           axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
-                                           axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
+        const int tensor = axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank;
+        const int data = axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank;
+        const int pipeline = axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank;
+        const int fixed = tensor + at->tensor * (data + at->data * pipeline);
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
     }
     mesh->comms[axes]->axis = names[axes];
@@ -90,8 +91,9 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     static const uint32_t used[] = {DTRAIN_AXIS_ALL, DTRAIN_AXIS_TENSOR, DTRAIN_AXIS_DATA,
                                     DTRAIN_AXIS_PIPELINE,
                                     DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE};
-    DTRAIN__TAKE(dtrain__abi_of(world), mesh_desc, desc);
-    desc = &own_mesh_desc;
+    dtrain_mesh_desc own;
+    DTRAIN__TRY(dtrain__take(dtrain__abi_of(world), DTRAIN__ABI_mesh_desc, desc, &own));
+    desc = &own;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
@@ -175,15 +177,6 @@ DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
     axes = dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL);
     (void)dtrain__mesh_split((dtrain_mesh *)mesh, axes); /* it stays NULL after an error */
     return mesh->comms[axes];
-}
-
-DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline)
-{
-    const dtrain_mesh_info *at = mesh ? &mesh->info : NULL;
-    if (!at || tensor < 0 || tensor >= at->tensor || data < 0 || data >= at->data || pipeline < 0 ||
-        pipeline >= at->pipeline)
-        return -1;
-    return tensor + at->tensor * (data + at->data * pipeline);
 }
 
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,

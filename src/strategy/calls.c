@@ -2,6 +2,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "device/device_internal.h"
 
 /* ---- Calls ------------------------------------------------------------------------------------*/
 
@@ -41,13 +42,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
 
 /* ---- When a call is allowed -------------------------------------------------------------------*/
 
+DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    const dtrain_comm *all = strategy->groups.all;
+    if (desc->offload) return "everything on the device: an offloaded update runs on the host";
+    if (desc->compression) return "no compression: its first steps are not like the later ones";
+    if (desc->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        return "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every "
+               "step";
+    if (all->size > 1 && strcmp(all->ops->name, "nccl") != 0)
+        return "collectives on the device (dtrain_nccl.h): those here go through the host";
+    return NULL;
+}
+
+/* Refuse a call in a graph that the host captures, where the step cannot be a part of it: nothing
+ * has been started yet, and the strategy stays usable. */
+static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, const char *call)
+{
+    dtrain_device *device = strategy->device;
+    if (strategy->notes.device_weight || !dtrain__capturing(device)) return DTRAIN_OK;
+    const char *missing = dtrain__unrecordable(strategy);
+    if (!strategy->notes.sync_count) missing = "a whole step before it, which allocates memory";
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const void *value = dtrain__host_value(p), *grad = dtrain__host_grad(p);
+        if ((value && dtrain__on_host(device, value)) || (grad && dtrain__on_host(device, grad)))
+            missing = "parameters and gradients in device memory";
+    }
+    if (!missing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: a captured graph needs %s", call, missing);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call)
 {
     if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->notes.torn) return DTRAIN_OK;
+    if (!strategy->notes.torn) return dtrain__check_capture(strategy, call);
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: %s failed after it had replaced a part of the values; load a whole "
                        "checkpoint, or end",

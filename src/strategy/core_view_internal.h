@@ -88,6 +88,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, con
 /* Keep an error for all later calls, and fail the communicators, so that no other rank waits. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
+/* Say what a step would need to be recorded in a graph; NULL: nothing. */
+DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy);
 /* Forget the micro-batches of a step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 

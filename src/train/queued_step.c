@@ -137,13 +137,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
-    const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const uint32_t micro_batches = trainer->desc.micro_batches;
     dtrain_device *device = dtrain_world_device(trainer->world);
     const char *missing = NULL;
-    dtrain_comm_info comm;
     void *memory;
-    dtrain_comm_query(trainer->groups.all, &comm);
     if (trainer->pipeline)
         missing = "no pipeline: passes of several micro-batches are under way, and a recorded step "
                   "has one; use graph = false";
@@ -155,16 +152,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (dtrain__not_recordable(trainer->desc.optimizer))
         missing = dtrain__not_recordable(trainer->desc.optimizer);
-    else if (settings->offload)
-        missing = "everything on the device: an offloaded update runs on the host";
     else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
-    else if (settings->compression)
-        missing = "no compression: its first steps are not like the later ones";
-    else if (settings->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
-        missing =
-            "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
-    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
-        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
+    else missing = dtrain__unrecordable(strategy);
     if (missing)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s",
                            missing);

@@ -12,6 +12,7 @@
 #include "world/world_internal.h"
 #include "sizes.h"
 
+#ifdef DTRAIN_SHARED
 /* A struct of the list, by its name; frozen ones have a size, others that of the first version. */
 #define DTRAIN__ABI_GROWS_ROW(name, last, first) {#name, first, false},
 #define DTRAIN__ABI_FIXED_ROW(name, bytes) {#name, bytes, true},
@@ -20,6 +21,7 @@ static const struct {
     uint32_t bytes;
     bool fixed;
 } dtrain__abi_rows[] = {DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS_ROW, DTRAIN__ABI_FIXED_ROW)};
+#endif
 
 /* An array of a negative size: a struct of the list was changed in a way that core/abi.h forbids. */
 #define DTRAIN__ABI_GROWN(name, last, first) \
@@ -45,8 +47,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_a
                            "%s: abi of the desc is NULL, and this library (%s) was compiled apart "
                            "from the program: set it to &dtrain_header_abi",
                            call, DTRAIN_VERSION_STRING);
-#endif
-    for (uint32_t i = 0; abi && i < abi->count && i < DTRAIN__ABI_COUNT; i++) {
+    for (uint32_t i = 0; i < abi->count && i < DTRAIN__ABI_COUNT; i++) {
         own->bytes[own->count++] = abi->bytes[i];
         if (dtrain__abi_rows[i].fixed ? abi->bytes[i] != dtrain__abi_rows[i].bytes
                                       : abi->bytes[i] < dtrain__abi_rows[i].bytes)
@@ -56,6 +57,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_a
                                call, dtrain__abi_rows[i].name, abi->bytes[i],
                                dtrain__abi_rows[i].bytes, DTRAIN_VERSION_STRING);
     }
+#else
+    if (abi && memcmp(abi, &dtrain_header_abi, sizeof *abi) != 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: the program has another dtrain.h", call);
+#endif
     return DTRAIN_OK;
 }
 
@@ -78,6 +83,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_en
     memset(own, 0, ours);
     if (!given) return DTRAIN_OK;
     memcpy(own, given, theirs < ours ? theirs : ours);
+#ifdef DTRAIN_SHARED
     for (size_t i = ours; i < theirs; i++)
         if (((const char *)given)[i])
             return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -85,6 +91,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_en
                                "older than the program and knows %zu bytes: leave the field at 0, "
                                "or use the library that came with the program's dtrain.h",
                                dtrain__abi_rows[which].name, i, DTRAIN_VERSION_STRING, ours);
+#endif
     return DTRAIN_OK;
 }
 

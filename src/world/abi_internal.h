@@ -12,11 +12,16 @@ typedef enum dtrain__abi_entry {
     DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS, DTRAIN__ABI_FIXED) DTRAIN__ABI_COUNT
 } dtrain__abi_entry;
 
-/* Replace a desc of the program's, which may be NULL, by a copy as this library knows it. */
+/* Replace a desc of the program's, which may be NULL, by a copy as this library knows it. A program
+ * that is compiled together with the library has no other structs. */
+#ifdef DTRAIN_SHARED
 #define DTRAIN__TAKE(abi, name, desc)                                          \
     dtrain_##name own_##name;                                                  \
     DTRAIN__TRY(dtrain__take((abi), DTRAIN__ABI_##name, (desc), &own_##name)); \
     if (desc) (desc) = &own_##name
+#else
+#define DTRAIN__TAKE(abi, name, desc) (void)(abi)
+#endif
 
 /* world/abi.c */
 DTRAIN__PRIVATE const dtrain_abi *dtrain__abi_of(const dtrain_world *world);

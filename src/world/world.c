@@ -57,6 +57,8 @@ DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
+    info->guest = world->guest != NULL;
+    info->comm_given = world->comm_given;
     /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
      * launcher has not seen a signal that was sent to only one rank */
     const int signal = world->catches ? dtrain__signal_caught() : 0;

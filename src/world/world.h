@@ -53,6 +53,8 @@ typedef struct dtrain_world_info {
                                is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
     bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
                                launch/launch.h */
+    bool guest;             /* dtrain_world_join made this world */
+    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
 } dtrain_world_info;
 
 /* Fill info with this rank's place and settings; with zeros when world is NULL. Local and cheap

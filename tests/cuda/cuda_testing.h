@@ -12,7 +12,7 @@
 
 static dtrain_device *gpu;
 
-static void gpu_open(void)
+static inline void gpu_open(void)
 {
     dtrain_device_desc desc;
     memset(&desc, 0, sizeof desc);

@@ -9,10 +9,13 @@
 #define DTRAIN_NCCL_IMPLEMENTATION
 #include "dtrain_nccl.h"
 
+#include "host.h"
 #include "ranks.h"
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/late_device.h"
 #include "line.h"
+
+#include <sched.h>
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/lsan_interface.h>
@@ -29,6 +32,7 @@ static const dtrain_reduce_op ops[] = {DTRAIN_REDUCE_SUM, DTRAIN_REDUCE_MEAN, DT
 
 /* What the device's end finds is checked when everything of the rank is gone. */
 static bool expect_leftovers;
+static int host_comms; /* the host's own communicators */
 static void checked_destroy(dtrain_device *device)
 {
     CHECK(!device->while_waiting && !device->waiting_user);
@@ -36,7 +40,8 @@ static void checked_destroy(dtrain_device *device)
     if (expect_leftovers) return;
     CHECK_MSG(late_count.misuses == 0, "the device was misused %d times", late_count.misuses);
     CHECK_MSG(nccl_mock_count.misuses == 0, "NCCL was misused %d times", nccl_mock_count.misuses);
-    CHECK_MSG(nccl_mock_count.comms == 0, "%d NCCL communicators are left", nccl_mock_count.comms);
+    CHECK_MSG(nccl_mock_count.comms == host_comms, "%d NCCL communicators are left",
+              nccl_mock_count.comms);
     CHECK_MSG(nccl_mock_count.registrations == 0, "%d registrations are left",
               nccl_mock_count.registrations);
     CHECK_MSG(nccl_mock_count.allocations == 0, "%d allocations of NCCL are left",
@@ -51,7 +56,8 @@ static void checked_destroy(dtrain_device *device)
 static nccl_mock_controls rank_controls[MOST];
 static dtrain_result checked_create(const dtrain_device_desc *desc, dtrain_device *device)
 {
-    nccl_mock = rank_controls[desc->device_index % MOST];
+    if (desc->device_index != DTRAIN_DEVICE_CURRENT)
+        nccl_mock = rank_controls[desc->device_index % MOST];
     return late_create(desc, device);
 }
 
@@ -918,6 +924,7 @@ static int rank_graph(dtrain_world *world, void *user)
     buffer d = buffer_make(comm, IN_COMM, 400);
     dtrain_graph *graph;
     dtrain_work *work, *sent, *got;
+    dtrain_comm *split;
     float host[100], expected = 0;
     bool done;
     (void)user;
@@ -959,11 +966,14 @@ static int rank_graph(dtrain_world *world, void *user)
     buffer_free(&c);
     buffer_free(&d);
     RANKS_TRY(device->ops->graph_begin(device)); /* what makes the host wait is refused */
-    CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) !=
-          DTRAIN_OK); /* or a peer's was */
+    CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) ==
+          DTRAIN_ERROR_UNSUPPORTED);
     CHECK_MSG(strstr(dtrain_last_error(), "captured graph") != NULL, "%s", dtrain_last_error());
-    CHECK(device->ops->graph_end(device, &graph) != DTRAIN_OK &&
-          !graph); /* it ended with the failure */
+    CHECK(dtrain_barrier(comm) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(dtrain_comm_split(comm, 0, 0, &split) == DTRAIN_ERROR_UNSUPPORTED && !split);
+    RANKS_TRY(device->ops->graph_end(device, &graph)); /* and nothing has failed */
+    device->ops->graph_destroy(device, graph);
+    RANKS_TRY(dtrain_barrier(comm));
     return 0;
 }
 static void test_graph(void)
@@ -1286,6 +1296,215 @@ static void test_stuck_ends(void)
     }
 }
 
+/* ---- guests ---- */
+
+/* What the host hands in, and what is wrong with it. */
+typedef enum {
+    GIVEN_NOTHING,
+    GIVEN_ID,
+    GIVEN_COMM,
+    GIVEN_BOTH,
+    GIVEN_BY_SOME,        /* rank 1 has no communicator */
+    GIVEN_IN_OTHER_ORDER, /* ranks 0 and 1 are members 1 and 0 */
+    GIVEN_ELSEWHERE,      /* rank 1 made it on another GPU */
+    GIVEN_COUNT
+} given_kind;
+
+typedef struct guest_run {
+    given_kind kind;
+    bool ordered;
+    host_group *group;
+} guest_run;
+
+static dtrain_result guest_join(const guest_run *run, int rank, const dtrain_nccl_given *given,
+                                dtrain_world **world)
+{
+    host_member member = host_member_of(run->group, rank);
+    dtrain_join_desc desc = host_desc(&member);
+    if (run->kind == GIVEN_IN_OTHER_ORDER && rank < 2) member.rank = desc.rank = 1 - rank;
+    desc.device_ops = test_ops();
+    desc.comm_ops = dtrain_nccl_comm_ops();
+    desc.comm_given = given;
+    return dtrain_world_join(&desc, world);
+}
+
+static int guest_sum(dtrain_world *world)
+{
+    const int size = dtrain_world_size(world);
+    dtrain_comm *comm = dtrain_world_comm(world), *half;
+    buffer b = buffer_make(comm, IN_COMM, 400);
+    float host[100];
+    for (int i = 0; i < 100; i++) host[i] = (float)(dtrain_world_rank(world) + i);
+    buffer_write(&b, host, sizeof host);
+    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                NULL));
+    RANKS_TRY(dtrain_comm_split(comm, 0, 0, &half));
+    RANKS_TRY(dtrain_all_reduce(half, b.memory, b.memory, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX,
+                                NULL));
+    buffer_read(&b, host, sizeof host);
+    for (int i = 0; i < 100; i++) CHECK(host[i] == (float)(size * (size - 1) / 2 + size * i));
+    dtrain_comm_destroy(half);
+    buffer_free(&b);
+    return 0;
+}
+
+static int count_lanes(dtrain_world *world)
+{
+    int count = 0;
+    for (late_stream *s = late_get(dtrain_world_device(world))->compute.next; s; s = s->next)
+        count++;
+    return count;
+}
+
+/* Join twice, the second time to fail. The host's communicator is none the wiser. */
+static int guest_rank(int rank, void *user)
+{
+    const guest_run *run = (const guest_run *)user;
+    const int size = run->group->size;
+    host_member member = host_member_of(run->group, rank);
+    const bool split = NCCL_MOCK_VERSION >= 21801;
+    dtrain_nccl_given given = {NULL, NULL, run->ordered};
+    ncclUniqueId id, ids[HOST_MOST];
+    ncclComm_t comm = NULL;
+    dtrain_world *world = NULL;
+    cudaSetDevice(run->kind == GIVEN_ELSEWHERE && rank == 1 ? 5 : rank);
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1); /* which a guest does not read */
+    if (run->kind >= GIVEN_COMM) {
+        memset(&id, 0, sizeof id);
+        if (rank == 0) CHECK(ncclGetUniqueId(&id) == ncclSuccess);
+        CHECK(host_all_gather(&member, &id, ids, sizeof id) == 0);
+        CHECK(ncclCommInitRank(&comm, size, ids[0], rank) == ncclSuccess);
+        if (run->kind != GIVEN_BY_SOME || rank != 1) given.comm = comm;
+        host_comms = 1;
+    }
+    cudaSetDevice(rank);
+    for (int round = 0; round < 2; round++) {
+        if (run->kind == GIVEN_ID || run->kind == GIVEN_BOTH) {
+            if (rank == 0) CHECK(ncclGetUniqueId(&id) == ncclSuccess);
+            if (rank == 0) given.id = &id;
+            nccl_mock.no_id = true;
+        }
+        const int splits = nccl_mock_count.native_splits;
+        const dtrain_result joined =
+            guest_join(run, rank, run->kind == GIVEN_NOTHING ? NULL : &given, &world);
+        nccl_mock.no_id = false;
+        if (run->kind > GIVEN_COMM || (run->kind == GIVEN_COMM && !split)) {
+            const char *words = !split && run->kind != GIVEN_BOTH ? "hand in a unique id"
+                                : run->kind == GIVEN_BOTH         ? "hand in one of them"
+                                : run->kind == GIVEN_BY_SOME
+                                    ? "rank 0 hands in a communicator of NCCL, and rank 1 none"
+                                : run->kind == GIVEN_ELSEWHERE ? "rank 1 of 3 on GPU 5, and joins "
+                                                                 "as rank 1 of 3 on GPU 1"
+                                                               : "rank 1 of 3 on GPU 1, and joins "
+                                                                 "as rank 0 of 3";
+            CHECK_MSG(joined != DTRAIN_OK && !world && strstr(dtrain_last_error(), words),
+                      "kind %d: %s: %s", (int)run->kind, dtrain_result_text(joined),
+                      dtrain_last_error());
+            break;
+        }
+        RANKS_TRY(joined);
+        CHECK(nccl_mock_count.native_splits == splits + (run->kind == GIVEN_COMM));
+        CHECK(count_lanes(world) == 1 + (run->ordered && NCCL_MOCK_VERSION >= 22600));
+        if (guest_sum(world)) return 1;
+        if (round) {
+            float unaligned[4];
+            CHECK(dtrain_all_reduce(dtrain_world_comm(world), (char *)unaligned + 1, unaligned, 2,
+                                    DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) != DTRAIN_OK);
+        }
+        CHECK((dtrain_world_leave(world) == DTRAIN_OK) == !round);
+        world = NULL;
+    }
+    if (comm) {
+        ncclResult_t asynchronous = ncclInternalError;
+        cudaSetDevice(run->kind == GIVEN_ELSEWHERE && rank == 1 ? 5 : rank);
+        CHECK(ncclCommGetAsyncError(comm, &asynchronous) == ncclSuccess && !asynchronous);
+        CHECK(ncclCommDestroy(comm) == ncclSuccess);
+    }
+    CHECK(nccl_mock_count.comms == 0 && nccl_mock_count.misuses == 0);
+    return 0;
+}
+
+/* Guests on several hosts, which only NCCL connects: the world's own all-gather goes over it. */
+typedef struct apart_run {
+    host_group *group;
+    int end;
+} apart_run;
+
+enum { ALL_LEAVE, ONE_DIES, ONE_FAILS }; /* rank 2 */
+
+static int apart_rank(int rank, void *user)
+{
+    const apart_run *run = (const apart_run *)user;
+    const int size = run->group->size;
+    static const size_t sizes[] = {0, 1, 5, 4, DTRAIN_WORLD_ALL_GATHER_BYTES};
+    static char mine[DTRAIN_WORLD_ALL_GATHER_BYTES], all[8][DTRAIN_WORLD_ALL_GATHER_BYTES];
+    char name[32];
+    host_member member = host_member_of(run->group, rank);
+    dtrain_join_desc desc = host_desc(&member);
+    dtrain_world *world;
+    dtrain_world_info info;
+    snprintf(name, sizeof name, "dtrain-test-%d", rank);
+    if (unshare(CLONE_NEWUTS) != 0 || sethostname(name, strlen(name)) != 0) return 77;
+    cudaSetDevice(rank);
+    desc.timeout_ms = run->end == ALL_LEAVE ? desc.timeout_ms : RANKS_SHORT_MS;
+    desc.device_ops = test_ops();
+    desc.comm_ops = dtrain_nccl_comm_ops();
+    RANKS_TRY(dtrain_world_join(&desc, &world));
+    dtrain_world_query(world, &info);
+    CHECK_MSG(info.node_count == size && info.node == rank && info.local_size == 1, "%d hosts",
+              info.node_count);
+    if (guest_sum(world)) return 1;
+    for (int round = 0; round < 3; round++)
+        for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
+            const size_t bytes = sizes[s];
+            memset(mine, 1 + rank + round, sizeof mine);
+            memset(all, 99, sizeof all);
+            RANKS_TRY(dtrain_world_all_gather(world, mine, bytes, all));
+            const char *got = &all[0][0];
+            size_t wrong = got[(size_t)size * bytes] != 99;
+            for (size_t i = 0; i < (size_t)size * bytes; i++)
+                wrong += got[i] != 1 + (int)(i / bytes) + round;
+            CHECK_MSG(wrong == 0, "%zu of %zu bytes are wrong", wrong, (size_t)size * bytes);
+        }
+    if (run->end == ONE_DIES && rank == 2) _exit(0);
+    if (run->end == ONE_FAILS && rank == 2) dtrain_world_abort(world, DTRAIN_ERROR_DATA, "the end");
+    const double begin = dtrain_seconds();
+    const dtrain_result gathered = dtrain_world_all_gather(world, mine, 8, all);
+    CHECK_MSG((gathered == DTRAIN_OK) == (run->end == ALL_LEAVE), "%s", dtrain_last_error());
+    CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "it took %.1f s", dtrain_seconds() - begin);
+    CHECK((dtrain_world_leave(world) == DTRAIN_OK) == (run->end == ALL_LEAVE));
+    CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "it took %.1f s", dtrain_seconds() - begin);
+    CHECK(nccl_mock_count.comms == 0 && nccl_mock_count.misuses == 0);
+    return 0;
+}
+
+static void test_guests_apart(void)
+{
+    for (int end = ALL_LEAVE; end <= ONE_FAILS; end++) {
+        apart_run run;
+        int status[3];
+        run.group = host_group_new(3);
+        run.end = end;
+        host_run(3, false, apart_rank, &run, status);
+        if (status[0] == 77 && !end)
+            SKIP(test_guests_apart, "needs root, to give each rank a host name");
+        for (int r = 0; r < 3; r++)
+            CHECK_MSG(status[r] == 0 || status[r] == 77, "end %d: rank %d: %d", end, r, status[r]);
+    }
+}
+
+static void test_guests(void)
+{
+    for (int kind = 0; kind < GIVEN_COUNT; kind++) {
+        const guest_run run = {(given_kind)kind, kind == GIVEN_ID || kind == GIVEN_COMM,
+                               host_group_new(3)};
+        int status[3];
+        host_run(3, false, guest_rank, (void *)(uintptr_t)&run, status);
+        for (int r = 0; r < 3; r++)
+            CHECK_MSG(status[r] == 0, "kind %d: rank %d: %d", kind, r, status[r]);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -1313,5 +1532,7 @@ int main(int argc, char **argv)
     RUN_BESIDE(test_death);
     RUN_BESIDE(test_bad_arguments);
     RUN_BESIDE(test_stuck_ends);
+    RUN(test_guests);
+    RUN_BESIDE(test_guests_apart);
     return test_summary();
 }

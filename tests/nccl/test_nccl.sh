@@ -63,12 +63,6 @@ cat >"$out/stubs.c" <<'END'
 #include <cuda_runtime_api.h>
 cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
 cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
-{
-    (void)stream;
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
 const char *cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "an error"; }
 END
 try "a program, no library" $cc -std=c99 $mock "$missing" "$out/ask.c" "$out/stubs.c" "$library" -o "$out/ask" -lm -lpthread -ldl

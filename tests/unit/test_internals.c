@@ -12,6 +12,25 @@
 #include "ranks.h"
 #include "names.h"
 
+/* ---- copies ---- */
+
+/* Of every length around some lines, from and to every alignment, past the cache or not; what lies beside stays. */
+static void test_copy_lines(void)
+{
+    static char from[400], to[400], wanted[400];
+    for (int i = 0; i < 400; i++) from[i] = (char)(i * 7 + 1);
+    for (int shift = 0; shift < 32; shift++)
+        for (size_t bytes = 0; bytes < 300; bytes += bytes < 140 ? 1 : 37)
+            for (int past = 0; past < 2; past++) {
+                memset(to, -1, sizeof to);
+                memset(wanted, -1, sizeof wanted);
+                memcpy(wanted + shift, from + shift * 5 % 32, bytes);
+                dtrain__copy_lines(to + shift, from + shift * 5 % 32, bytes, past);
+                CHECK_MSG(memcmp(to, wanted, sizeof to) == 0, "%zu bytes, %d, past %d", bytes,
+                          shift, past);
+            }
+}
+
 /* ---- buckets ---- */
 
 /* DDP's buckets: one after the other, last parameter first, each gradient on a cache line. */
@@ -416,6 +435,7 @@ static void test_names_are_cut(void)
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
+    RUN(test_copy_lines);
     RUN(test_bucket_plan);
     RUN(test_reports_together);
     RUN(test_units);

@@ -114,17 +114,35 @@ static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind,
 #if DTRAIN_NCCL_HAS_SPLIT
 /* Split by ncclCommSplit. NCCL writes the new communicator once the call on the parent is complete,
  * or the parent is aborted. */
+static dtrain_result dtrain_nccl__split_call(dtrain_nccl__hub *hub, ncclComm_t parent, int color,
+                                             dtrain_nccl__comm *child, ncclConfig_t *config,
+                                             const char *call)
+{
+    ncclComm_t none = NULL;
+    const ncclResult_t result =
+        hub->nccl.CommSplit(parent, child ? color : NCCL_SPLIT_NOCOLOR,
+                            child ? child->base.rank : 0, child ? &child->nccl : &none, config);
+    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, parent, result, call));
+    if (!child) return DTRAIN_OK;
+    return dtrain_nccl__complete(hub, child->nccl, ncclInProgress, call);
+}
+
 static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
                                                dtrain_nccl__comm *child)
 {
-    dtrain_nccl__hub *hub = parent->hub;
-    ncclComm_t none = NULL;
-    const ncclResult_t result =
-        hub->nccl.CommSplit(parent->nccl, child ? color : NCCL_SPLIT_NOCOLOR,
-                            child ? child->base.rank : 0, child ? &child->nccl : &none, NULL);
-    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, parent->nccl, result, "dtrain_comm_split"));
-    if (!child) return DTRAIN_OK;
-    return dtrain_nccl__complete(hub, child->nccl, ncclInProgress, "dtrain_comm_split");
+    return dtrain_nccl__split_call(parent->hub, parent->nccl, color, child, NULL,
+                                   "dtrain_comm_split");
+}
+
+/* Split the world's communicator from the host's. It shares nothing with it, so that it can be
+ * aborted, and does not block, whatever the host's does. */
+static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl__comm *comm)
+{
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    config.splitShare = 0;
+    return dtrain_nccl__split_call(hub, hub->given->comm, 0, comm, &config,
+                                   "ncclCommSplit of the host's communicator");
 }
 #else
 /* Split without ncclCommSplit: the first rank of each color makes an id, and all ids travel over
@@ -153,6 +171,14 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
     }
     dtrain_nccl__free(hub, all, bytes);
     return result;
+}
+
+/* Never called: hub_check_given has refused it. */
+static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl__comm *comm)
+{
+    (void)hub;
+    (void)comm;
+    return DTRAIN_ERROR_UNSUPPORTED;
 }
 #endif
 
@@ -203,12 +229,13 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
  * has made. All ranks check the same records and so come to the same result. (The world has checked
  * that no two ranks of a node sit on one device: it would not have chosen NCCL.) */
 
-#define DTRAIN_NCCL_HELLO 0x64744e32u /* "dtN2": changes with the struct below */
+#define DTRAIN_NCCL_HELLO 0x64744e33u /* "dtN3": changes with the struct below */
 
 typedef struct dtrain_nccl__hello {
     uint32_t magic;
     int32_t status; /* dtrain_result of this rank's preparations */
     uint32_t version;
+    uint32_t split; /* 1: from a communicator of the host's */
     char error[320];
     ncclUniqueId id; /* the first rank's is used */
 } dtrain_nccl__hello;
@@ -223,7 +250,9 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
     const int size = dtrain_world_size(world);
     char first[24], other[24];
     memset(&hello, 0, sizeof hello);
-    if (prepared == DTRAIN_OK && dtrain_world_rank(world) == 0) {
+    const dtrain_nccl_given *given = hub->given;
+    if (given && given->id) memcpy(&hello.id, given->id, sizeof hello.id);
+    else if (prepared == DTRAIN_OK && dtrain_world_rank(world) == 0 && !(given && given->comm)) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&hello.id);
         prepared = dtrain_nccl__code(made);
         if (made != ncclSuccess)
@@ -235,6 +264,7 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
     hello.magic = DTRAIN_NCCL_HELLO;
     hello.status = prepared;
     hello.version = hub->version;
+    hello.split = given && given->comm;
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
@@ -249,6 +279,12 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
                                (int)sizeof all[i].error, all[i].error);
     }
     for (int i = 1; i < size; i++)
+        if (all[i].split != all[0].split)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "rank %d hands in a communicator of NCCL, and rank %d none: all do, "
+                               "or none does",
+                               all[0].split ? 0 : i, all[0].split ? i : 0);
+    for (int i = 1; i < size; i++)
         if (all[i].version != all[0].version)
             return dtrain_fail(
                 DTRAIN_ERROR_MISMATCH,
@@ -262,11 +298,37 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
-/* Do all that can fail on this rank alone. */
+/* Check what the host has handed in. */
+static dtrain_result dtrain_nccl__check_given(dtrain_nccl__hub *hub)
+{
+    const dtrain_nccl_given *given = hub->given;
+    const int size = dtrain_world_size(hub->world), rank = dtrain_world_rank(hub->world);
+    int count = -1, user = -1, device = -1;
+    if (!given || !given->comm) return DTRAIN_OK;
+    if (given->id)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_nccl_given has a communicator and an id: hand in one of them");
+    if (!DTRAIN_NCCL_HAS_SPLIT)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this program was compiled with the header of an NCCL that cannot split "
+                           "a communicator (before 2.18): hand in a unique id");
+    if (hub->nccl.CommCount(given->comm, &count) != ncclSuccess ||
+        hub->nccl.CommUserRank(given->comm, &user) != ncclSuccess ||
+        hub->nccl.CommCuDevice(given->comm, &device) != ncclSuccess)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "the host's communicator cannot be used: %s",
+                           hub->nccl.GetLastError(given->comm));
+    if (count == size && user == rank && device == hub->device_index) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "the host's communicator has rank %d of %d on GPU %d, and joins as rank %d "
+                       "of %d on GPU %d: hand in one of the members, in their order",
+                       user, count, device, rank, size, hub->device_index);
+}
+
+/* Do all that can fail on this rank alone. A guest reads no environment. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
-    const char *order = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    const char *order = hub->guest ? NULL : getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
     if (ops->host_memory || !ops->stream_native)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "NCCL needs ranks on GPUs, and the device is \"%s\"; set device_ops to "
@@ -277,10 +339,12 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     if (error != cudaSuccess)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "cudaGetDevice failed: %s",
                            cudaGetErrorString(error));
+    DTRAIN_NCCL_TRY(dtrain_nccl__check_given(hub));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[0].event));
     /* Does NCCL order the kernels of different communicators as the host has launched them? */
-    const bool ordered = hub->version >= 22600 && order && atoi(order) > 0;
+    const bool set = hub->given ? hub->given->launch_ordered : order && atoi(order) > 0;
+    const bool ordered = hub->version >= 22600 && set;
     for (int i = 0; i < (ordered ? DTRAIN_NCCL__LANES : 1); i++) {
         dtrain_nccl__lane *lane = &hub->lanes[i];
         DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &lane->stream));
@@ -288,7 +352,6 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
         lane->native = (cudaStream_t)ops->stream_native(hub->device, lane->stream);
         hub->marks[1 + i].stream = lane->stream;
     }
-    hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);
     return DTRAIN_OK;
 }
 
@@ -300,6 +363,7 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
     hub->closing = true;
     if (hub->code == DTRAIN_OK) dtrain_nccl__flush(hub);
     dtrain_nccl__drop_graphs(hub);
+    if (!hub->stuck) dtrain_nccl__await_aborts(hub);
     while (hub->comms) dtrain_nccl__comm_close(hub->comms);
     while (hub->memory) {
         dtrain_nccl__memory *memory = hub->memory;
@@ -348,6 +412,8 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     hub->device = dtrain_world_device(world);
     hub->allocator = info.allocator;
     hub->deadline = 1e-3 * (double)info.timeout_ms;
+    hub->guest = info.guest;
+    hub->given = (const dtrain_nccl_given *)info.comm_given;
     hub->group_end = &hub->group;
     dtrain_result result = dtrain_nccl__hub_prepare(hub);
     if (result == DTRAIN_OK)
@@ -360,8 +426,10 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     if (result == DTRAIN_OK) {
         hub->device->while_waiting = dtrain_nccl__watch;
         hub->device->waiting_user = hub;
-        result = dtrain_nccl__comm_init(comm, &id);
+        result = hub->given && hub->given->comm ? dtrain_nccl__split_host(hub, comm)
+                                                : dtrain_nccl__comm_init(comm, &id);
     }
+    hub->given = NULL;
     if (result != DTRAIN_OK) {
         dtrain_nccl__hub_close(hub);
         return result;

@@ -16,7 +16,7 @@
  * Why graphs are dropped: every recorded collective holds a reference on its communicator until the
  * graph is destroyed, or the recording that it is part of, and ncclCommAbort waits for all of them.
  * It sets the flag that ends running kernels first, so a graph in the middle of a replay ends too.
- */
+ * Graphs of a guest's host are the host's to destroy: they are waited for when the world ends. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -66,13 +66,16 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
         hub->deadline < DTRAIN_NCCL_ABORT_SECONDS ? hub->deadline : DTRAIN_NCCL_ABORT_SECONDS;
     const double begin = dtrain_seconds();
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
+        if (hub->guest && comm->captured && !hub->closing) continue; /* for graphs of the host */
         while (dtrain_nccl__aborting(comm) && dtrain_seconds() - begin < limit)
             dtrain_nccl__sleep(100);
         if (!dtrain_nccl__aborting(comm)) continue;
         hub->stuck = true;
         dtrain_log(hub->world, DTRAIN_LOG_ERROR,
-                   "ncclCommAbort of %s has not returned after %.1f s; it is left behind",
-                   comm->name, limit);
+                   "ncclCommAbort of %s has not returned after %.1f s; it is left behind%s",
+                   comm->name, limit,
+                   comm->captured ? ". It waits until graphs with its operations are destroyed"
+                                  : "");
     }
 }
 
@@ -115,14 +118,11 @@ static const dtrain_nccl__record *dtrain_nccl__oldest(const dtrain_nccl__comm *c
  * is captured no event can: a query would spoil the capture. */
 static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__record *record)
 {
-    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     bool done = false;
     if (!record->launched) return "not launched";
     if (record->captured) return "in a graph";
-    if (cudaStreamIsCapturing(hub->compute, &capture) != cudaSuccess ||
-        capture != cudaStreamCaptureStatusNone)
-        return "unknown";
-    if (hub->device->ops->event_query(hub->device, record->done, &done) != DTRAIN_OK)
+    if (dtrain_nccl__capturing(hub) ||
+        hub->device->ops->event_query(hub->device, record->done, &done) != DTRAIN_OK)
         return "unknown";
     return done ? "finished" : "not finished";
 }

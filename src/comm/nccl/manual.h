@@ -14,6 +14,9 @@
        cc -O2 train.c dtrain_cuda.o -I/usr/local/cuda/include -L/usr/local/cuda/lib64 \
           -lcudart -lcublasLt -lstdc++ -lm -lpthread -ldl
 
+   A program that has joined (dtrain_world_join) sets comm_ops in dtrain_join_desc, and can hand in
+   its own communicator or unique id there as comm_given: see dtrain_nccl_given.
+
    libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
    machines without NCCL too, and reports that NCCL is missing only when it is needed.
 
@@ -36,9 +39,10 @@
        Streams   Operations run in the order of their starts, on one stream. From NCCL 2.26 on the
                  tensor axis of a mesh has a second stream, so that its sums, which the next layer
                  waits for, do not queue after gradients of the data axis. It needs
-                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set:
-                 two communicators at once cannot deadlock where kernels start in the order of the
-                 host's calls. Without it there is one stream.
+                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set; a
+                 host says by dtrain_nccl_given.launch_ordered that it has. Two communicators at
+                 once cannot deadlock where kernels start in the order of the host's calls. Without
+                 it there is one stream.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
                  DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
@@ -57,5 +61,6 @@
    first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
    which ends kernels that spin, and every later call returns the same error. Contents of buffers
    in aborted operations are undefined. Captured graphs end with the first failure, because NCCL
-   waits for those that contain its collectives: launching one is an error then. For the same reason
-   a communicator of dtrain_comm_split is destroyed after the graphs that use it. */
+   waits for those that contain its collectives: launching one is an error then. Graphs that a host
+   has captured itself are destroyed by the host, before it leaves the world. For the same reason a
+   communicator of dtrain_comm_split is destroyed after the graphs that use it. */

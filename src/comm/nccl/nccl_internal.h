@@ -61,7 +61,8 @@
 #endif
 #define DTRAIN_NCCL_LIST(X)                                                                 \
     X(GetVersion) X(GetUniqueId) X(GetErrorString) X(GetLastError)                          \
-    X(CommInitRankConfig) X(CommFinalize) X(CommDestroy) X(CommAbort) X(CommGetAsyncError)  \
+    X(CommCount) X(CommCuDevice) X(CommUserRank) X(CommInitRankConfig) X(CommFinalize)      \
+    X(CommDestroy) X(CommAbort) X(CommGetAsyncError)                                        \
     X(AllReduce) X(Reduce) X(Broadcast) X(ReduceScatter) X(AllGather) X(Send) X(Recv)       \
     X(GroupStart) X(GroupEnd) DTRAIN_NCCL_LIST_SPLIT(X) DTRAIN_NCCL_LIST_MEMORY(X)
 /* clang-format on */
@@ -161,9 +162,10 @@ struct dtrain_nccl__hub {
     dtrain_allocator allocator;
     dtrain_nccl__library nccl;
     uint32_t version;
+    bool guest;                     /* in a host's process */
+    const dtrain_nccl_given *given; /* of the host, while the world is made; or NULL */
     double deadline;
     dtrain_nccl__lane lanes[DTRAIN_NCCL__LANES]; /* of all communicators; of the tensor axis */
-    cudaStream_t compute;
     dtrain_event *ready;
     dtrain_nccl__stream_mark marks[DTRAIN_NCCL__MARKS]; /* compute, lanes */
     dtrain_nccl__comm *comms;
@@ -215,7 +217,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, 
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hub,
                                                             const dtrain_nccl__record *record,
                                                             const char *call);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing);
+DTRAIN_NCCL__PRIVATE bool dtrain_nccl__capturing(dtrain_nccl__hub *hub);
 
 /* comm/nccl/operations.c */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub);

@@ -162,8 +162,9 @@ static void dtrain_nccl__give_work(dtrain_nccl__work *work)
 }
 
 static dtrain_result dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
-                                               const dtrain_collective *what, bool captured)
+                                               const dtrain_collective *what)
 {
+    const bool captured = dtrain_nccl__capturing(comm->hub);
     dtrain_nccl__record *record = comm->oldest;
     if (record->waited_for) { /* it becomes the newest */
         comm->newest->next = record;
@@ -356,7 +357,7 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
 /* Do the steps of a start; the caller turns the error of a step into the communicator's. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
-                                              dtrain_nccl__work *work, bool capturing)
+                                              dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
@@ -371,7 +372,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
         DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, lane->stream));
         comm->lane = lane;
     }
-    DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
+    DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what));
     work->what = *what;
     if (what->count == 0) { /* replace it by an operation on a single integer in host memory */
         work->single = 1;
@@ -387,10 +388,6 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
     DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, comm->lane->stream));
     DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
-    if (work->block && capturing)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "a barrier, a count of 0 or a buffer in host memory makes the host wait "
-                           "and cannot be part of a captured graph");
     return dtrain_nccl__launch(comm, work);
 }
 
@@ -402,7 +399,6 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
     dtrain_nccl__hub *hub = comm->hub;
     const char *call = dtrain_nccl__call_name(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    bool capturing;
     *out = NULL;
     if (comm->dead) return dtrain_nccl__comm_error(comm);
     if (unit && what->count && ((uintptr_t)what->send | (uintptr_t)what->recv) % unit)
@@ -410,11 +406,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
                                  "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
                                  "these are at %p and %p",
                                  call, unit, what->send, what->recv);
-    DTRAIN_NCCL_TRY(dtrain_nccl__capturing(hub, &capturing));
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, call));
     dtrain_nccl__work *work = dtrain_nccl__take_work(comm);
     const dtrain_result result =
-        work ? dtrain_nccl__start_steps(comm, what, work, capturing) : DTRAIN_ERROR_MEMORY;
+        work ? dtrain_nccl__start_steps(comm, what, work) : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK) {
         *out = &work->base;
         return DTRAIN_OK;

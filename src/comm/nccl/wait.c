@@ -127,12 +127,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hu
 }
 
 /* Tell whether the program captures a graph. Then no event may be queried. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing)
+DTRAIN_NCCL__PRIVATE bool dtrain_nccl__capturing(dtrain_nccl__hub *hub)
 {
-    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t error = cudaStreamIsCapturing(hub->compute, &status);
-    *capturing = status != cudaStreamCaptureStatusNone;
-    if (error == cudaSuccess) return DTRAIN_OK;
-    return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "cudaStreamIsCapturing failed: %s",
-                             cudaGetErrorString(error));
+    const dtrain_device_ops *ops = hub->device->ops;
+    return ops->capturing && ops->capturing(hub->device);
 }

@@ -33,8 +33,8 @@ typedef struct dtrain__job {
  * ranks (mix) take a fourth less time with it. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
-    L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
+    X(add) X(axpby) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
+    L(dropout) L(muon) L(activate) L(activation_backward) L(layernorm) L(layernorm_backward)    \
     L(layernorm_params) L(embedding) L(embedding_backward) L(cross_entropy)          \
     L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
     L(softmax_backward) L(rotary) L(permute) L(conv_weight) L(conv_weight_sum)       \

@@ -291,3 +291,33 @@ dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_bac
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
                                args->count, dtype);
 }
+
+/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
+ * block of four serves neighbours. */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words)
+{
+    uint32_t block[4] = {0};
+    uint64_t drawn = UINT64_MAX;
+    for (const int64_t end = i + count; i < end; i++) {
+        int64_t at = i;
+        if (part->segments) {
+            uint32_t s = 0;
+            int64_t column = i % part->n;
+            while (s + 1 < part->segments && column >= part->segment[s].length)
+                column -= part->segment[s++].length;
+            at = i / part->n * part->whole_n + part->segment[s].column + column;
+        }
+        const uint64_t number = (uint64_t)(part->first + at);
+        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
+        drawn = number / 4;
+        *words++ = block[number % 4];
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
+                                                  const dtrain_dropout_args *args)
+{
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
+                               args->dtype);
+}

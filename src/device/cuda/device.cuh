@@ -68,6 +68,9 @@ struct dtrain_cuda_state {
     bool tune;                     /* time GEMM algorithms at their first use */
     int spins;                     /* polls of a stream before the first pause */
     cudaStream_t stream;           /* compute */
+    bool guest;                    /* the device is what was current on the host's thread */
+    bool host_stream;              /* the compute stream is the host's */
+    bool host_graphs;              /* the host has captured kernels that use the scratch */
     dtrain_stream *streams;        /* all others */
     dtrain_cuda_fault *fault;      /* device memory */
     dtrain_cuda_fault *host_fault; /* page-locked copy */
@@ -175,14 +178,40 @@ static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s (%s)", what, name, text);
 }
 
+/* Check that a guest's device is current on this thread: nothing else is in the host's calls. */
+static dtrain_result dtrain_cuda_here(const dtrain_cuda_state *state, const char *what)
+{
+    int index = state->index;
+    if (state->guest) DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaGetDevice(&index), "cudaGetDevice"));
+    if (index == state->index) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: GPU %d is current on this thread, and this rank has GPU %d: call "
+                       "cudaSetDevice(%d) before dtrain",
+                       what, index, state->index, state->index);
+}
+
+static bool dtrain_cuda_capturing(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (state->capturing || !state->host_stream) return state->capturing;
+    const cudaError_t error = cudaStreamIsCapturing(state->stream, &status);
+    if (error != cudaSuccess) cudaGetLastError(); /* the next call on the stream reports it */
+    state->host_graphs = state->host_graphs || status != cudaStreamCaptureStatusNone;
+    return error == cudaSuccess && status != cudaStreamCaptureStatusNone;
+}
+
 /* Refuse a call that waits or allocates while a graph is captured: the driver would invalidate the
  * whole capture. */
 static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char *what)
 {
-    if (!dtrain_cuda_state_of(device)->capturing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
+    DTRAIN_CUDA_TRY(dtrain_cuda_here(dtrain_cuda_state_of(device), what));
+    if (!dtrain_cuda_capturing(device)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s is not possible while a graph is captured: only kernels, zero, "
-                       "copy_async and copies within the device are recorded",
+                       "copy_async and copies within the device are recorded. Run the step once "
+                       "before it is captured, since the first one allocates, and keep what the "
+                       "host reads, writes or waits for outside of the capture",
                        what);
 }
 
@@ -242,11 +271,18 @@ static dtrain_result dtrain_cuda_await_mark(dtrain_device *device, cudaEvent_t m
 }
 
 /* Keep the launch queue short; call it before every launch. False means an error, which is in
- * state->queue_error. Kernels that a graph captures are not queued and do not count. */
+ * state->queue_error. Kernels that a graph captures are not queued and do not count; whether the
+ * host captures is asked when a mark is due. */
 static bool dtrain_cuda_limit_queue(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    state->queue_error = dtrain_cuda_here(state, "a kernel");
+    if (state->queue_error != DTRAIN_OK) return false;
     if (state->capturing || ++state->launches % DTRAIN_CUDA_MARK_EVERY) return true;
+    if (dtrain_cuda_capturing(device)) {
+        state->launches--;
+        return true;
+    }
     cudaEvent_t mark = state->marks[state->launches / DTRAIN_CUDA_MARK_EVERY % 2];
     state->queue_error = dtrain_cuda_await_mark(device, mark);
     return state->queue_error == DTRAIN_OK;
@@ -348,12 +384,14 @@ static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
 /* Decide whether memory can be freed. cudaFree waits for kernels, and a stuck kernel never ends:
  * then its memory is left to the end of the process. A lost device runs nothing, so it may free. A
  * caller that frees in the middle of a capture is cleaning up after an error: the capture ends
- * here, and graph_end reports it. */
+ * here, and graph_end reports it. A capture of the host's continues, and waiting would spoil it:
+ * memory that is freed meanwhile is left to the end of the process too. */
 static bool dtrain_cuda_may_free(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     if (!state->stream) return true;
     dtrain_cuda_abandon_capture(state);
+    if (dtrain_cuda_capturing(device)) return false;
     if (dtrain_cuda_drain(device) == DTRAIN_OK) return true;
     const double deadline = dtrain_seconds() + (state->stuck ? 0 : DTRAIN_CUDA_GRACE_S);
     while (dtrain_cuda_is_running(state)) {
@@ -409,15 +447,17 @@ static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute,
                              "asking for a property of the GPU");
 }
 
-/* Make the rank's GPU the current device of this thread, from here on, and read its properties. */
+/* Make the rank's GPU the current device of this thread, from here on, or take the one that is
+ * current. Read its properties. */
 static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
 {
     int count = 0, shared_limit = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error == cudaSuccess && count == 0) error = cudaErrorNoDevice;
     if (error != cudaSuccess) return dtrain_cuda_explain_opening(error);
-    state->index = (int)(desc->device_index % (uint32_t)count);
-    error = cudaSetDevice(state->index);
+    state->guest = desc->device_index == DTRAIN_DEVICE_CURRENT;
+    state->index = state->guest ? 0 : (int)(desc->device_index % (uint32_t)count);
+    error = state->guest ? cudaGetDevice(&state->index) : cudaSetDevice(state->index);
     if (error != cudaSuccess) return dtrain_cuda_explain_opening(error);
     DTRAIN_CUDA_TRY(dtrain_cuda_attribute(&state->multiprocessors, cudaDevAttrMultiProcessorCount,
                                           state->index));
@@ -441,6 +481,26 @@ static dtrain_result dtrain_cuda_make_stream(bool high_priority, cudaStream_t *o
         "creating a stream");
 }
 
+/* Take the host's stream as the compute stream. An event of the current device can be recorded only
+ * in a stream of that device, in every version of CUDA. */
+static dtrain_result dtrain_cuda_take_stream(cudaStream_t stream, dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    state->stream = stream;
+    state->host_stream = true;
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "joining with a stream"));
+    const cudaError_t error = cudaEventRecord(state->marks[0], stream);
+    if (error == cudaErrorInvalidResourceHandle) {
+        state->stream = NULL;
+        cudaGetLastError();
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "the stream is not one of GPU %d, which is current: call cudaSetDevice "
+                           "first, or give a stream that was made on this GPU and still exists",
+                           state->index);
+    }
+    return dtrain_cuda_check(error, "recording an event in the host's stream");
+}
+
 static dtrain_result dtrain_cuda_open_lt(dtrain_cuda_state *state)
 {
     state->workspace_bytes = state->major >= 9 ? DTRAIN_CUDA_LT_BYTES_SM90 : DTRAIN_CUDA_LT_BYTES;
@@ -461,10 +521,11 @@ static dtrain_result dtrain_cuda_open(const dtrain_device_desc *desc, dtrain_dev
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     DTRAIN_CUDA_TRY(dtrain_cuda_select(desc, state));
-    DTRAIN_CUDA_TRY(dtrain_cuda_make_stream(false, &state->stream));
     for (cudaEvent_t &mark : state->marks)
         DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming),
                                           "creating an event"));
+    DTRAIN_CUDA_TRY(desc->stream ? dtrain_cuda_take_stream((cudaStream_t)desc->stream, device)
+                                 : dtrain_cuda_make_stream(false, &state->stream));
     DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaMalloc((void **)&state->fault, sizeof *state->fault),
                                       "allocating the fault record"));
     DTRAIN_CUDA_TRY(
@@ -491,6 +552,7 @@ static void dtrain_cuda_destroy(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     if (!state) return;
+    const cudaError_t before = cudaPeekAtLastError();
     const bool may_free = dtrain_cuda_may_free(device);
     dtrain_cuda_graphs_drop(device);
     while (state->graphs) {
@@ -515,8 +577,8 @@ static void dtrain_cuda_destroy(dtrain_device *device)
     }
     for (cudaEvent_t mark : state->marks)
         if (mark) cudaEventDestroy(mark);
-    if (state->stream) cudaStreamDestroy(state->stream);
-    cudaGetLastError();
+    if (state->stream && !state->host_stream) cudaStreamDestroy(state->stream);
+    if (cudaPeekAtLastError() != before) cudaGetLastError(); /* else it is the host's to read */
     const dtrain_allocator allocator = state->allocator;
     dtrain_cuda_host_give(&allocator, state, sizeof *state);
     device->state = NULL;

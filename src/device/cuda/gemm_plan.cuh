@@ -395,7 +395,8 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_propose(state, entry, results, &good));
     entry->works = good > 0;
     if (good > 0) entry->algorithm = results[0].algo;
-    if (good > 1 && state->tune && !state->capturing) out = dtrain_cuda_lt_timing_memory(product);
+    if (good > 1 && state->tune && !dtrain_cuda_capturing(device))
+        out = dtrain_cuda_lt_timing_memory(product);
     if (out) result = dtrain_cuda_lt_tune(device, entry, product, out, results, good);
     if (out && out != product->c && dtrain_cuda_may_free(device)) cudaFree(out);
     return result;

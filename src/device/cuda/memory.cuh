@@ -52,12 +52,13 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
 }
 
 /* Replace the scratch block by a larger one. A captured graph holds the address of the block it was
- * captured with: while there are graphs, the old block stays and the new one has at least twice its
- * size, so the retired blocks together are smaller than the current one. */
+ * captured with: while there are graphs, and after the host has captured one, the old block stays
+ * and the new one has at least twice its size, so the retired blocks together are smaller than the
+ * current one. */
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    const bool keep = state->graphs && state->scratch;
+    const bool keep = (state->graphs || state->host_graphs) && state->scratch;
     void *grown = NULL;
     if (keep && bytes < 2 * state->scratch_bytes) bytes = 2 * state->scratch_bytes;
     if (!keep) {
@@ -81,10 +82,11 @@ static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t byte
 static dtrain_result dtrain_cuda_scratch(dtrain_device *device, size_t bytes, void **memory)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    const bool capturing = dtrain_cuda_capturing(device); /* also notes that the host captures */
     *memory = NULL;
     if (bytes > state->scratch_bytes) {
-        if (state->capturing)
-            return dtrain_fail(DTRAIN_ERROR_USAGE,
+        if (capturing)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                "a kernel needs %llu bytes of scratch and has %llu, and a graph is "
                                "being captured: run the step once before it is captured",
                                (unsigned long long)bytes, (unsigned long long)state->scratch_bytes);
@@ -209,6 +211,7 @@ static dtrain_result dtrain_cuda_stream_create(dtrain_device *device, bool high_
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     *out = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_here(state, "stream_create"));
     dtrain_stream *stream =
         (dtrain_stream *)dtrain_cuda_host_take(&state->allocator, sizeof(dtrain_stream));
     if (!stream) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a stream");
@@ -245,8 +248,8 @@ static void *dtrain_cuda_stream_native(dtrain_device *device, dtrain_stream *str
 static dtrain_result dtrain_cuda_event_create(dtrain_device *device, dtrain_event **out)
 {
     cudaEvent_t event = NULL;
-    (void)device;
     *out = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_here(dtrain_cuda_state_of(device), "event_create"));
     DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
                                       "creating an event"));
     *out = (dtrain_event *)event;
@@ -276,7 +279,8 @@ static dtrain_result dtrain_cuda_event_wait(dtrain_device *device, dtrain_event 
 
 static dtrain_result dtrain_cuda_event_query(dtrain_device *device, dtrain_event *event, bool *done)
 {
-    (void)device;
+    *done = false;
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "event_query"));
     const cudaError_t error = cudaEventQuery((cudaEvent_t)event);
     *done = error == cudaSuccess;
     if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "event_query");

@@ -18,8 +18,8 @@
 #include "device/cuda/convolution.cuh"
 #include "device/cuda/pooling.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 12,
-              "the table below is that of ABI 12: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 13,
+              "the table below is that of ABI 13: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -53,6 +53,7 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_graph_launch,
                                           dtrain_cuda_graph_destroy,
                                           dtrain_cuda_graphs_drop,
+                                          dtrain_cuda_capturing,
                                           dtrain_cuda_may_free,
                                           dtrain_cuda_range_begin,
                                           dtrain_cuda_range_end,

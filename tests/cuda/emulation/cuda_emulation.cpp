@@ -984,6 +984,7 @@ struct CUstream_st {
     std::vector<size_t> frontier; /* capturing: the nodes that the next node depends on */
 };
 struct CUevent_st {
+    int device = 0;
     bool timed = true;
     point recorded;
     std::shared_ptr<double> milliseconds; /* written when the record runs */
@@ -1680,7 +1681,8 @@ cudaError_t create_stream(cudaStream_t *stream, unsigned int flags, int priority
 cudaError_t record_event(cudaEvent_t event, cudaStream_t handle)
 {
     CUstream_st *stream = find_stream(handle);
-    if (!stream || !machine().events.count(event)) return cudaErrorInvalidResourceHandle;
+    if (!stream || !machine().events.count(event) || event->device != stream->device)
+        return cudaErrorInvalidResourceHandle;
     event->captured = stream->capturing;
     event->frontier = stream->frontier;
     event->polls = 0;
@@ -1863,6 +1865,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned int flags)
         if (flags & ~unsigned(cudaEventBlockingSync | cudaEventDisableTiming))
             return cudaErrorInvalidValue;
         *event = new CUevent_st;
+        (*event)->device = current_device;
         (*event)->timed = !(flags & cudaEventDisableTiming);
         machine().events.insert(*event);
         machine().counters.events_alive++;

@@ -484,6 +484,8 @@ static dtrain_result late_graph_begin(dtrain_device *device)
     return DTRAIN_OK;
 }
 
+static bool late_capturing(dtrain_device *device) { return late_get(device)->compute.captured; }
+
 /* True if every stream of the capture has been joined to the compute stream. */
 static inline bool late_end_capture(late_state *late)
 {
@@ -561,8 +563,8 @@ static dtrain_result late_create(const dtrain_device_desc *desc, dtrain_device *
     late_state *late = (late_state *)calloc(1, sizeof *late);
     if (!late) return DTRAIN_ERROR_MEMORY;
     late->compute.queue.tail = &late->compute.queue.head;
-    late->index = desc->device_index;
-    late_current = (int)late->index;
+    if (desc->device_index != DTRAIN_DEVICE_CURRENT) late_current = (int)desc->device_index;
+    late->index = (uint32_t)late_current;
     device->state = late;
     late_now = device;
     return DTRAIN_OK;
@@ -629,6 +631,7 @@ static inline const dtrain_device_ops *late_device_ops(void)
     ops.graph_launch = late_graph_launch;
     ops.graph_destroy = late_graph_destroy;
     ops.graphs_drop = late_graphs_drop;
+    ops.capturing = late_capturing;
     ops.may_free = late_may_free;
     ops.axpby = late_axpby;
     return &ops;
@@ -691,13 +694,6 @@ cudaError_t cudaGetDevice(int *device)
 cudaError_t cudaSetDevice(int device)
 {
     late_current = device;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamIsCapturing(cudaStream_t native, enum cudaStreamCaptureStatus *status)
-{
-    const late_stream *stream = (const late_stream *)(const void *)native;
-    *status = stream->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 

@@ -111,7 +111,7 @@ struct ncclComm {
     int references;   /* atomic: recorded launches that graphs hold */
     uint64_t recorded;
     ncclResult_t async; /* ncclSuccess, or the error */
-    bool finalized;
+    bool finalized, blocking;
     int registered;
     uint64_t collectives, sent[REGION_RANKS], received[REGION_RANKS], splits;
     group pending; /* LAUNCHING */
@@ -468,7 +468,7 @@ static ncclResult_t check(ncclComm_t comm, const char *call)
 
 static ncclResult_t submit(ncclComm_t comm, const group *all)
 {
-    if (!nccl_mock.progress_polls) {
+    if (!nccl_mock.progress_polls || comm->blocking) {
         launch(all);
         return ncclSuccess;
     }
@@ -632,13 +632,51 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int nranks, ncclUniqueId id
     return ncclInProgress;
 }
 
+/* A communicator as most hosts make theirs: calls on it return when they have taken effect. */
+static ncclResult_t block(ncclComm_t comm, ncclResult_t result)
+{
+    const struct timespec moment = {0, 100000};
+    while (result == ncclInProgress) {
+        const ncclResult_t asked = ncclCommGetAsyncError(comm, &result);
+        if (asked != ncclSuccess) return asked;
+        if (result == ncclInProgress) nanosleep(&moment, NULL);
+    }
+    return result;
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank)
+{
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    const ncclResult_t made = ncclCommInitRankConfig(comm, nranks, id, rank, &config);
+    if (*comm) (*comm)->blocking = true;
+    return block(*comm, made);
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int *size)
+{
+    *size = comm->ranks;
+    return comm->magic == ALIVE ? ncclSuccess : misuse("ncclCommCount: no such communicator");
+}
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device)
+{
+    *device = comm->device;
+    return comm->magic == ALIVE ? ncclSuccess : misuse("ncclCommCuDevice: no such communicator");
+}
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank)
+{
+    *rank = comm->rank;
+    return comm->magic == ALIVE ? ncclSuccess : misuse("ncclCommUserRank: no such communicator");
+}
+
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 18, 1)
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *newcomm,
                            ncclConfig_t *config)
 {
     const ncclResult_t usable = check(comm, "ncclCommSplit");
     if (usable != ncclSuccess) return usable;
-    if (config) return misuse("ncclCommSplit: the mock only lets children inherit");
+    if (config ? config->blocking != 0 || config->splitShare != 0 : comm->blocking)
+        return misuse("ncclCommSplit: a child that blocks, or shares with its parent");
     if (color < 0 && color != NCCL_SPLIT_NOCOLOR) return ncclInvalidArgument;
     count(&nccl_mock_count.native_splits, 1);
     comm->busy = SPLITTING;
@@ -648,7 +686,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *newc
     comm->split_key = key;
     comm->split_out = newcomm;
     comm->splits++;
-    return ncclInProgress;
+    return comm->blocking ? block(comm, ncclInProgress) : ncclInProgress;
 }
 
 /* Two stages: all post color and key; the first rank of a color posts an id. *newcomm is written at the very
@@ -760,7 +798,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
     if (!comm || comm->magic != ALIVE) return misuse("ncclCommDestroy: no such communicator");
     check_device(comm, "ncclCommDestroy");
-    if (!comm->finalized) return misuse("ncclCommDestroy before ncclCommFinalize has settled");
+    if (!comm->finalized && !comm->blocking)
+        return misuse("ncclCommDestroy before ncclCommFinalize has settled");
     if (comm->registered) misuse("ncclCommDestroy with registered memory");
     munmap(comm->shared, sizeof(region));
     bury(comm);

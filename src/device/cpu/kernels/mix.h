@@ -60,5 +60,9 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
     const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
     if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
     else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+#if DTRAIN__ISA == 3
+    else dtrain__mix_avx2(job); /* the rest is not worth an instance */
+#else
     else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+#endif
 }

@@ -15,6 +15,7 @@
 #include "device/cpu/kernels/elementwise.h"
 #include "device/cpu/kernels/sparse.h"
 #if DTRAIN__MODELS
+#include "device/cpu/kernels/dropout.h"
 #include "device/cpu/kernels/muon.h"
 #include "device/cpu/kernels/layernorm.h"
 #include "device/cpu/kernels/pointwise.h"
