@@ -381,8 +381,8 @@ $(BUILD)/libdtrain.so: $(BUILD)/libdtrain.$(SO)
 # The device and, with NCCL's headers, its communicator. The CUDA runtime is shared with the program.
 lib-cuda: lib $(BUILD)/libdtrain_cuda.so
 $(BUILD)/lib/dtrain_nccl.o: dtrain_nccl.h dtrain.h $(BUILD)/flags
-	$(call quiet,NVCC,$<)printf '\#define DTRAIN_NCCL_IMPLEMENTATION\n\#include "dtrain_nccl.h"\n' >$(@:.o=.cu) && \
-	  $(NVCC) -O3 -std=c++17 $(NVCCFLAGS) $(NCCL) -DDTRAIN_SHARED -Xcompiler -fPIC -I. -c $(@:.o=.cu) -o $@
+	$(call quiet,NVCC,$<)printf '#define DTRAIN_NCCL_IMPLEMENTATION\n#include "dtrain_nccl.h"\n' >$(@:.o=.cu) && \
+	  $(NVCC) -O3 -std=c++17 $(NVCCFLAGS) -DDTRAIN_SHARED -Xcompiler -fPIC -I. -c $(@:.o=.cu) -o $@
 $(BUILD)/lib/dtrain_cuda.o: dtrain_cuda.cu dtrain.h $(BUILD)/cuda/flags
 	$(call quiet,NVCC,$<)$(NVCC) -O3 -std=c++17 $(ARCH) $(NVCCFLAGS) -Xcompiler -fPIC -I. -c $< -o $@
 $(BUILD)/libdtrain_cuda.$(SO): $(BUILD)/lib/dtrain_cuda.o $(if $(NCCL),$(BUILD)/lib/dtrain_nccl.o) $(BUILD)/libdtrain.so
