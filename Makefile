@@ -33,6 +33,7 @@ UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard t
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
+HOSTS     := $(addprefix $(BUILD)/,flat_array flat_array_dtrain host fit.so fit_dtrain.so plugin_footprint)
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
 examples: $(EXAMPLES)
@@ -43,6 +44,7 @@ help:
 	@echo "make run        the main job: $(BUILD)/train_gpt (ARGS=\"--help\" shows its flags)"
 	@echo "make cuda       the examples for NVIDIA GPUs, in $(BUILD)/cuda/ (nvcc)"
 	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
+	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
 	@echo "make lib        $(BUILD)/libdtrain.so and .a, for programs that do not compile dtrain.h; make lib-cuda: libdtrain_cuda.so too"
 	@echo "make install    header and library to PREFIX=$(PREFIX), with files for pkg-config; also install-headers, uninstall"
 	@echo "make bindings   modules for Fortran and Python, in $(BUILD)/: dtrain.f90, dtrain.py"
@@ -84,6 +86,7 @@ endif
 ifneq ($(shell command -v $(CXX)),)
 EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs \
              $(BUILD)/emu/test_tensor_programs $(BUILD)/emu/test_pipeline
+HOSTS     += $(BUILD)/emu/flat_array_dtrain
 EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp gpu_nccl)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
@@ -96,7 +99,7 @@ LONGEST := $(patsubst %.sh,tests/cli/test_%.sh,$(patsubst unit-%,$(BUILD)/tests/
              unit-strategies unit-nccl unit-programs launchers.sh unit-comm config.sh unit-restart tensor.sh pipeline.sh unit-flight \
              unit-compression unit-launches emu-programs unit-calls emu-cuda_compression switches.sh)))
 LONG    := tests/cuda/cuda_build.sh tests/cli/test_mpi.sh tests/scripts/test_compile.sh tests/cli/test_documents.sh tests/scripts/mutants_pipeline.sh \
-           $(addprefix tests/cli/test_,first_run.sh readme.sh models.sh) tests/nccl/test_nccl.sh $(addprefix tests/cli/test_,slurm.sh deploy.sh bench.sh weights.sh) \
+           $(addprefix tests/cli/test_,first_run.sh readme.sh models.sh) tests/nccl/test_nccl.sh $(addprefix tests/cli/test_,host_solver.sh host_libtorch.sh slurm.sh deploy.sh bench.sh weights.sh) \
            tests/scripts/mutants_tensor.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,monitor.sh trace.sh simulator.sh)
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 # Without DTRAIN_TEST_FULL these wait, so that make test ends in four minutes on two cores: whole suites over again on
@@ -109,12 +112,14 @@ MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
-programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
+# What several scripts need is built before them: they run in parallel, and each would build it.
+SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS))
+programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs
 	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
@@ -203,12 +208,12 @@ mpi: $(EXAMPLES:$(BUILD)/%=$(BUILD)/mpi/%)
 	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/mpi/. Try: mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 # What the tests start under each MPI that is installed, in a folder of its own.
 openmpi mpich:
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt)
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt solver solver_dtrain)
 
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
 # flags of its compiler (flags): when one of them changes it is built again.
-vpath %.c   examples $(sort $(dir $(filter tools/%,$(PROGRAMS)))) tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
+vpath %.c   examples $(wildcard examples/hosts/*) $(sort $(dir $(filter tools/%,$(PROGRAMS)))) tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
 vpath %.cpp tests/cuda tests/cuda/emulation
 STRICT_CXX := -std=c++17 -Wall -Wextra -Werror
 OPTIONS = $(CFLAGS) $(DEFINES) -I. -MMD -MP -MF $@.d -MT $@
@@ -255,6 +260,11 @@ $(BUILD)/dtrain.a: $(if $(filter src,$(FROM)),$(PARTS),$(BUILD)/dtrain.o)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+# A plugin and the program that opens it (examples/hosts/plugin), which is not linked with the library.
+$(BUILD)/host $(BUILD)/plugin_footprint: $(BUILD)/%: %.c $(BUILD)/flags
+	$(PROGRAM) $(TEST_INCLUDES) $< -o $@ -lm -lpthread -ldl
+$(BUILD)/fit.so $(BUILD)/fit_dtrain.so: $(BUILD)/%.so: %.c $(BUILD)/flags
+	$(PROGRAM) -fPIC -fvisibility=hidden -shared $< -o $@ $(LIBS)
 READING = flight trace report
 $(READING:%=$(BUILD)/%): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c))
 	$(PROGRAM) $(INTERNAL) $< $(filter %.o,$^) -o $@ $(LIBS)
@@ -276,13 +286,13 @@ $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 $(BUILD)/tests/test_system_calls $(BUILD)/tests/test_restart: private WRAPPED = \
     ${shell sed -n 's/^WRAP([^,]*, \([a-z_]*\),.*/\1/p; \
         s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
-# A library that stands for NVIDIA's, today's and an older one, which test_figures loads.
+# A library that stands for NVIDIA's, today's and an older one, which test_nvml loads.
 $(BUILD)/tests/nvml_stub.so: OLD :=
 $(BUILD)/tests/nvml_old.so: OLD := -DNVML_OLD
 $(BUILD)/tests/nvml_%.so: tests/support/nvml_stub.c
 	@mkdir -p $(@D)
 	$(call quiet,LD,$@)$(CC) -std=c99 -O1 -Wall -Wextra -Wconversion -Werror -shared -fPIC $(OLD) $< -o $@
-$(BUILD)/tests/test_figures: $(BUILD)/tests/nvml_stub.so $(BUILD)/tests/nvml_old.so
+$(BUILD)/tests/test_nvml: $(BUILD)/tests/nvml_stub.so $(BUILD)/tests/nvml_old.so
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(filter %.o,$^) $(BUILD)/sources.a -o $@ $(LIBS)
@@ -397,17 +407,16 @@ LIBDIR  = $(PREFIX)/lib
 INCLUDE = $(DESTDIR)$(PREFIX)/include
 PC      = $(DESTDIR)$(PREFIX)/share/pkgconfig
 TO      = $(DESTDIR)$(LIBDIR)
-MODULES = $(wildcard $(BUILD)/dtrain.f90 $(BUILD)/dtrain.py)
 PYTHONS = $(PREFIX)/share/dtrain
 pc = printf '%s\n' 'Name: $(1)' 'Description: distributed deep-learning training for C' 'Version: $(VERSION)' 'Cflags: -I$(PREFIX)/include' $(2) >$(PC)/$(1).pc
-install: install-headers lib
+install: install-headers lib bindings
 	mkdir -p $(TO)
 	for file in $(BUILD)/libdtrain*.$(SO); do name=$$(basename $$file .$(SO)); install -m 755 $$file $(TO)/$$name.so.$(VERSION) && \
 	  ln -sf $$name.so.$(VERSION) $(TO)/$$name.$(SO) && ln -sf $$name.$(SO) $(TO)/$$name.so || exit 1; done
 	install -m 644 $(BUILD)/libdtrain.a $(TO)
 	$(call pc,libdtrain,'Libs: -L$(LIBDIR) -ldtrain' 'Libs.private: $(LIBS)')
-	$(if $(filter %.f90,$(MODULES)),install -m 644 $(filter %.f90,$(MODULES)) $(INCLUDE))
-	$(if $(filter %.py,$(MODULES)),install -D -m 644 $(filter %.py,$(MODULES)) $(DESTDIR)$(PYTHONS)/dtrain.py)
+	install -m 644 $(BUILD)/dtrain.f90 $(INCLUDE)
+	install -D -m 644 $(BUILD)/dtrain.py $(DESTDIR)$(PYTHONS)/dtrain.py
 install-headers: dtrain.h dtrain_cuda.cu dtrain_nccl.h
 	mkdir -p $(INCLUDE) $(PC)
 	install -m 644 $^ $(INCLUDE)

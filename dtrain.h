@@ -35,7 +35,7 @@
        src/core/abi.h                       Sizes of structs, for a library that was compiled apart from its program
        src/core/api.h                       Version and linkage
        src/core/result.h                    Results and error sentences
-       src/core/log.h                       Log, allocator, clock, memory of the process
+       src/core/log.h                       Log, allocator, clock
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
        src/world/world.h                    World: which rank this is, of how many, and what ranks tell each other
@@ -97,14 +97,10 @@
        src/comm/same_internal.h             Do all ranks have the same settings? A collective create lists its settings in a table of fields,
        src/comm/flight.c                    Dumps: the flight record of a rank
        src/comm/engine_internal.h           The progress engine
-       src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
+       src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/comm/local.c                     The local transport: shared memory
-       src/comm/circle.c                    Circles: ranks that wait for each other
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
-       src/comm/mpi.c                       The MPI transport
-       src/comm/mpi_internal.h              Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI
-       src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
        src/launch/launch.c                  dtrain_launch
        src/launch/launch_internal.h         A launch: what the files of this room share
@@ -218,14 +214,15 @@
        src/monitor/metrics.c                The stream of metrics
        src/monitor/monitor_internal.h       The stream of metrics and its writers
        src/monitor/table.c                  The metrics of a step
-       src/monitor/file.c                   Numbers, and files that cannot stop a training
+       src/monitor/file.c                   Files that cannot stop a training
        src/monitor/console.c                Progress for people
        src/monitor/lines.c                  A JSON line a step: monitor/metrics.h has its keys
-       src/monitor/prometheus.c             A text file for Prometheus
        src/monitor/tensorboard.c            Event files for TensorBoard
        src/monitor/histogram.c              Histograms of weights and gradients
-       src/monitor/nvml.c                   GPUs, by NVML
        src/monitor/trace.c                  Traces: what a rank did when, for Perfetto
+       src/comm/mpi.c                       The MPI transport
+       src/comm/mpi_internal.h              Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI
+       src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/device/device.c                  Devices: creation, copies, tables by name
        src/device/plan.c                    The plan device
        src/device/cpu/cpu_internal.h        The CPU device's state, and the functions that its launchers use
@@ -408,7 +405,7 @@
        2 state     what must survive a run, checkpoints, import and export
        3 models    tape, operations and their CPU kernels (products of matrices among them), Muon,
                    pipelines' runner, data, trainer
-       4 monitor   metrics for terminal, JSON, TensorBoard, Prometheus; traces
+       4 monitor   metrics for terminal, JSON, TensorBoard, sinks as tools/prometheus.h; traces
    A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So do an optimizer with
    Muon without ring 3, and a rank without ring 4 whose launch asks for a trace.
 
@@ -582,14 +579,14 @@ extern "C" {
     GROWS(loader_info, batch_samples, 20) GROWS(tape_info, error, 60) \
     GROWS(batch_norm_desc, comm, 48) GROWS(attention_desc, mask, 56) \
     GROWS(conv2d_desc, groups, 56) GROWS(pool2d_desc, padding, 56) GROWS(trainer_desc, mesh, 224) \
-    GROWS(metrics_desc, sink_count, 128) GROWS(metrics_info, no_plan, 256) FIXED(allocator, 24) \
+    GROWS(metrics_desc, sink_count, 120) GROWS(metrics_info, no_plan, 248) FIXED(allocator, 24) \
     FIXED(trace_desc, 40) FIXED(device_desc, 56) FIXED(device_info, 224) FIXED(cut, 48) \
     FIXED(param, 208) FIXED(shard, 56) FIXED(memory, 72) FIXED(comm_info, 160) \
     FIXED(loss_scaler, 24) FIXED(schedule, 104) FIXED(optimizer_desc, 64) \
     FIXED(pipeline_desc, 16) FIXED(pipeline_action, 24) FIXED(pipeline_schedule, 48) \
     FIXED(pipeline_costs, 32) FIXED(pipeline_part, 24) FIXED(pipeline_work, 24) FIXED(piece, 80) \
     FIXED(state_tensor, 160) FIXED(state_item, 152) FIXED(storage, 88) FIXED(export_name, 24) \
-    FIXED(dataset_info, 72) FIXED(sample, 32) FIXED(tensor, 96) FIXED(step_record, 1672) \
+    FIXED(dataset_info, 72) FIXED(sample, 32) FIXED(tensor, 96) FIXED(step_record, 1520) \
     FIXED(batch_search, 48) FIXED(summary, 136) FIXED(metric, 56) FIXED(histogram, 96) \
     FIXED(metrics_sample, 88) FIXED(metrics_sink, 32) FIXED(metrics_sink_info, 32) \
     FIXED(hook_tensor, 56) FIXED(hook_bucket, 96) FIXED(comm_hook_desc, 56) FIXED(op, 608) \
@@ -654,7 +651,7 @@ dtrain_fail(dtrain_result code, const char *format, ...);
 
 /* ==== src/core/log.h ========================================================================== */
 
-/* Log, allocator, clock, memory of the process. */
+/* Log, allocator, clock. */
 
 typedef enum dtrain_log_level {
     DTRAIN_LOG_DEFAULT = 0, /* = DTRAIN_LOG_INFO */
@@ -681,10 +678,6 @@ typedef struct dtrain_allocator {
 
 /* Return the seconds of the monotonic clock that all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);
-
-/* Ask the operating system for the memory of this process: the proportional set size now, and the
- * high-water mark of the resident set size. 0 where it is unknown. */
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* ==== src/core/dtype.h ======================================================================== */
 
@@ -3213,14 +3206,6 @@ typedef enum dtrain_figure {
     /* Of the bytes, over the pipeline axis; NaN without one. */
     DTRAIN_FIGURE_PIPELINE_BYTES,
     DTRAIN_FIGURE_BUBBLE, /* of exposed_comm, seconds in which the rank waited for other stages */
-    /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
-    DTRAIN_FIGURE_GPU_UTILIZATION, /* 0 to 1 */
-    DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
-    DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
-    DTRAIN_FIGURE_GPU_POWER,       /* W */
-    DTRAIN_FIGURE_GPU_TEMPERATURE, /* degrees Celsius */
-    DTRAIN_FIGURE_GPU_THROTTLE,    /* NVML's bits of why clocks are low */
-    DTRAIN_FIGURE_GPU_ECC,         /* uncorrected errors since the driver was loaded */
     DTRAIN_FIGURE_COUNT
 } dtrain_figure;
 
@@ -3241,7 +3226,7 @@ typedef struct dtrain_added_figure {
     double value;
 } dtrain_added_figure;
 
-#define DTRAIN_ADDED_FIGURES 8
+#define DTRAIN_ADDED_FIGURES 16
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
@@ -3383,13 +3368,14 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  *
  * One stream of metrics, several writers. Call dtrain_metrics_step with each record of the trainer,
  * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines,
- * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
+ * TensorBoard event files, and sinks of the host's own. tools/prometheus.h is such a sink, and
+ * tools/nvml.h adds figures of GPUs.
  *
  * A step becomes one list of metrics, which all writers walk; a figure that a program adds to a
- * record (dtrain_added_figure) is one more of them. The name is the JSON key, and Prometheus has
- * dtrain_ and the name in base units. TensorBoard's tag is group/name: it opens the first two
- * groups in the order of their names, and the loss has the first. A metric that was not measured is
- * not in the list. One that was measured and is not finite is null in JSON, nan or inf elsewhere.
+ * record (dtrain_added_figure) is one more of them. The name is the JSON key. TensorBoard's tag is
+ * group/name: it opens the first two groups in the order of their names, and the loss has the
+ * first. A metric that was not measured is not in the list. One that was measured and is not finite
+ * is null in JSON, nan or inf elsewhere.
  *
  * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
  * unless desc has one), ranks, nodes, threads, and of desc.trainer, else 0 or "": shard_ranks,
@@ -3425,11 +3411,6 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  *     memory_bytes, memory_peak_bytes, memory_activation_bytes
  *                      of the device, as the library allocates: now, the most so far, and the
  *                      tape's largest pass; of the rank that holds most
- *     gpu_utilization, gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
- *                      by NVML, as the rows below: 0 to 1; means over ranks' GPUs, most memory
- *     gpu_temperature_celsius        the hottest
- *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
- *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, the fields
  * of dtrain_summary but bubble_ms, and of desc.trainer what a rank holds and what
@@ -3457,7 +3438,7 @@ typedef struct dtrain_summary {
 } dtrain_summary;
 
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
-#define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
+#define DTRAIN_METRIC_COUNTER 2u /* never falls: a counter of Prometheus */
 #define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
 
 /* A number that was measured in a step. */
@@ -3534,22 +3515,18 @@ typedef struct dtrain_metrics_desc {
                                 terminal NO_COLOR is respected, and TERM=dumb gets the table */
     const char *jsonl_path;      /* a file of one JSON object a step; NULL = none */
     bool append;                 /* to what is in the files, as a run that was resumed does */
-    const char *prometheus_path; /* NAME.prom in the directory of node_exporter's textfile
-                                     collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
                                      TensorBoard and sinks with `histograms`; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
-    uint32_t gpu_every_ms;   /* between two questions to NVML, libnvidia-ml.so.1 or DTRAIN_NVML of
-                                    the environment; 0 = 5000 */
-    const char *run_name;    /* a label; NULL = "dtrain" */
-    const char *config;      /* text for TensorBoard and the first JSON line, such as the
+    const char *run_name;        /* a label; NULL = "dtrain" */
+    const char *config;          /* text for TensorBoard and the first JSON line, such as the
                                     configuration file; NULL = none */
-    const char *hparams;     /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;      /* of a resumed run: TensorBoard drops what the earlier run
+    const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
+    int64_t first_step;          /* of a resumed run: TensorBoard drops what the earlier run
                                      wrote for this step and later ones; 0 = all */
-    double peak_flops;       /* FLOP/s that one rank's device can do at most; 0 = unknown */
+    double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned
                                 once, as by dtrain_trainer_plan. NULL = records alone */
@@ -3580,7 +3557,6 @@ typedef struct dtrain_metrics_info {
     dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED */
     size_t sink_count;
     const dtrain_metrics_sink_info *sinks; /* (sink_count) */
-    const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
 /* Tell what the run has come to so far, on any rank; zeros for NULL. */
@@ -4956,6 +4932,7 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void);
 DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache);
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
@@ -5165,12 +5142,11 @@ DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
     return rest < bytes ? rest : bytes;
 }
 
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+/* Return the proportional set size of this process in bytes; 0 where it is unknown. */
+DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void)
 {
-    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
-    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
-    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
-    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
+    const uint64_t kib = dtrain__read_number("/proc/self/smaps_rollup", "Pss:");
+    return kib == UINT64_MAX ? 0 : kib * 1024;
 }
 
 /* Copy what another core has written: memcpy's `rep movsb` takes twice as long for it (Zen 4). Or
@@ -5976,16 +5952,6 @@ typedef struct dtrain__pulse {
     uint64_t line;
 } dtrain__pulse;
 
-/* The operation that a rank has been waiting for, as comm/circle.c shows it. The fields between
- * `number` and `text` are atomic by themselves, and those of this wait or of a later one. */
-typedef struct dtrain__long_wait {
-    uint64_t number;   /* atomic, stored last: of the wait, from 1, below 2^31; 0: none */
-    int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
-    uint64_t sequence; /* of the collective; messages: 0 */
-    uint32_t kind;     /* dtrain_collective_kind */
-    char text[176];    /* the call, for error sentences */
-} dtrain__long_wait;
-
 /* The control page, at the start of the shared region. Where ranks share no memory, each has its
  * own copy, which the link updates. */
 typedef struct dtrain__control {
@@ -6002,8 +5968,6 @@ typedef struct dtrain__control {
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     uint64_t waits[DTRAIN_MAX_RANKS]; /* atomic: for whom each rank waits, see control.c */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
-    dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
-    uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
     uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use the mapping of a process,
                                            which its first rank has made, see page.c */
 } dtrain__control;
@@ -6028,12 +5992,6 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part;   /* of a communicator, see comm/ */
 typedef struct dtrain__guest dtrain__guest; /* see launch/join.c */
-struct dtrain__engine;
-struct dtrain__work;
-struct dtrain__wait;
-typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__engine *comm,
-                                         const struct dtrain__work *work,
-                                         struct dtrain__wait *wait);
 
 struct dtrain_world {
     int rank, size;
@@ -6079,12 +6037,9 @@ struct dtrain_world {
     uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    uint64_t long_wait_ns;        /* a wait that lasts longer gets a number, see comm/circle.c */
-    uint64_t long_wait_count;     /* of these numbers, so far ... */
-    dtrain__look_fn look_for_circle; /* ... of which control.c knows nothing; or NULL */
-    int64_t comm_count;              /* every communicator made so far has a smaller number */
-    dtrain__timeline timeline;       /* its spans, collectives and signs of life */
-    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
+    int64_t comm_count;           /* every communicator made so far has a smaller number */
+    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
+    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
 };
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
@@ -6098,8 +6053,6 @@ typedef struct dtrain__wait {
     bool polled;            /* the last turn polled: the caller may make its own rarer checks */
     uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
     uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
-    uint64_t number, looked_ns;  /* of a long wait, see comm/circle.c; when it last looked */
-    uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
 /* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last
@@ -6842,7 +6795,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
 {
     static const char *const said[] = {
         "is running",
-        "left (returned 0)",
+        "left",
         "returned",
         "was killed by signal",
         "could not start",
@@ -7146,7 +7099,7 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
     for (int i = 0; i < ended; i++)
         if (dtrain__left_for(world, i, 2000000000u))
-            return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", i);
+            return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left", i);
     return DTRAIN_OK;
 }
 
@@ -7203,12 +7156,8 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
             if (left)
                 return dtrain__abort_with(
                     world, DTRAIN_ERROR_PEER,
-                    "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather",
-                    rank, world->rank);
-            if (world->look_for_circle &&
-                world->look_for_circle(world, NULL, NULL, &wait) != DTRAIN_OK)
-                return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
-                                          dtrain__bare(dtrain_last_error()));
+                    "rank %d left while rank %d waits in dtrain_world_all_gather", rank,
+                    world->rank);
             if (turn != DTRAIN_ERROR_TIMEOUT) continue;
             const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
             return dtrain__abort_with(
@@ -7223,7 +7172,6 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                 (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
     }
     dtrain__set_waits(world, -1);
-    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
 }
 
@@ -8570,8 +8518,6 @@ DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank);
 DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank);
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count);
-DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
-                                  const char *const *in, size_t first, size_t count);
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
 DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
@@ -9355,7 +9301,6 @@ struct dtrain__engine {
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
 DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result);
@@ -9372,12 +9317,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int colo
                                                    dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
-
-/* comm/circle.c */
-DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
-                                       int rank);
-DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain__wait *wait);
 
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
@@ -9494,148 +9433,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the flight record %s cannot be written: %s: %s", path,
                        failed, strerror(out.error));
 }
-DTRAIN__HOT
-
-/* ==== src/comm/reduce.c ======================================================================= */
-
-/* What collectives do: who sends what to whom, and the results on one rank
- *
- * Large collectives have one or two phases, in which a rank owns slice `rank`:
- *
- *                         parts of slice j         results of slice j
- *                         to rank j from           from rank j to       slices
- *         all-reduce      all                      all                  cut
- *         reduce          all                      root                 cut
- *         reduce-scatter  all                                           count elements each
- *         broadcast       root                     all but root         cut
- *         all-gather                               all                  count elements each
- *         all-to-all      all, not added                                count elements each
- *
- * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
-
-static const dtrain__kind dtrain__kinds[] = {
-    /*                                           reduces rooted cuts joins */
-    {"?", "?", false, false, false, false},
-    {"dtrain_all_reduce", "all-reduce", true, false, false, false},
-    {"dtrain_reduce_scatter", "reduce-scatter", true, false, true, false},
-    {"dtrain_all_gather", "all-gather", false, false, false, true},
-    {"dtrain_broadcast", "broadcast", false, true, false, false},
-    {"dtrain_reduce", "reduce", true, true, false, false},
-    {"dtrain_barrier", "barrier", false, false, false, false},
-    {"dtrain_send", "send", false, true, false, false},
-    {"dtrain_recv", "recv", false, true, false, false},
-    {"dtrain_comm_split", "split", false, false, false, true},
-    {"dtrain_all_to_all", "all-to-all", false, false, true, true},
-};
-/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
-DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
-{
-    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
-}
-
-/* Return the bytes of the send buffer, and below of the receive buffer. */
-DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
-{
-    return what->count * dtrain_dtype_bytes(what->dtype) *
-           (dtrain__kind_of(what->kind)->cuts ? (size_t)size : 1);
-}
-DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size)
-{
-    return what->count * dtrain_dtype_bytes(what->dtype) *
-           (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
-}
-
-/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
-DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
-{
-    return what->kind != DTRAIN_COLLECTIVE_RECV &&
-           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == rank);
-}
-DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
-{
-    return what->kind != DTRAIN_COLLECTIVE_SEND &&
-           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root != rank) &&
-           (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
-}
-
-/* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
- * an output may be one of the inputs. One input is a copy: exact for every dtype. */
-DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
-                                     int in_count, char *const *out, int out_count, size_t count)
-{
-    const dtrain__mix_job job = {in, out, in_count, out_count, count, what->dtype, what->op};
-    if (in_count > 1) {
-        dtrain__mix(&job);
-        return;
-    }
-    for (int i = 0; i < out_count; i++)
-        if (out[i] != in[0])
-            dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
-}
-
-/* Compute elements [first, first + count) of this rank's own result from everybody's input,
- * in (size). A barrier has no buffers; a reduction has no recv but at the root. */
-DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
-                                  const char *const *in, size_t first, size_t count)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    if (!count || !dtrain__gets(what, comm->rank)) return;
-    char *out = (char *)what->recv + first * unit;
-    if (kind->reduces) dtrain__combine(what, in, comm->size, &out, 1, count);
-    else if (!kind->joins) dtrain__combine(what, in + what->root, 1, &out, 1, count);
-    for (int i = 0; kind->joins && i < comm->size; i++, out += what->count * unit)
-        dtrain__combine(what, in + i, 1, &out, 1, count);
-}
-
-DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
-                                         const void *const *in)
-{
-    const char *from[DTRAIN_MAX_RANKS];
-    const size_t cut = dtrain__kind_of(what->kind)->cuts
-                           ? (size_t)comm->rank * what->count * dtrain_dtype_bytes(what->dtype)
-                           : 0;
-    if (!what->count) return;
-    for (int i = 0; i < comm->size; i++) from[i] = in[i] ? (const char *)in[i] + cut : NULL;
-    dtrain__pull(comm, what, from, 0, what->count);
-}
-
-/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
- * is cut at multiples of 64 bytes so that no two ranks write one line. */
-DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
-                                   size_t *length)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t count = what->count, r = (size_t)rank;
-    *first = r * count;
-    *length = count;
-    if (kind->cuts || kind->joins) return;
-    const size_t step = DTRAIN__CACHE_LINE / dtrain_dtype_bytes(what->dtype);
-    const size_t steps = count / step + (count % step != 0);
-    const size_t each = steps / (size_t)size, more = steps % (size_t)size;
-    const size_t begin = (each * r + (r < more ? r : more)) * step;
-    const size_t end = begin + (each + (r < more)) * step;
-    *first = begin < count ? begin : count;
-    *length = (end < count ? end : count) - *first;
-}
-
-/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
- * second, results. Return false if that is nothing. A part that is added has no target. */
-DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
-                                         int from, int to, dtrain__transfer *transfer)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    size_t first, length;
-    if (results ? kind->cuts || !dtrain__gets(what, to)
-                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
-        return false;
-    dtrain__slice(what, size, results ? from : to, &first, &length);
-    transfer->bytes = length * unit;
-    transfer->source = kind->joins && !kind->cuts ? 0 : first * unit;
-    transfer->target = (kind->joins ? (size_t)from * length : first) * unit;
-    return true;
-}
 
 /* ==== src/comm/engine.c ======================================================================= */
 
@@ -9651,15 +9448,6 @@ static dtrain__engine *dtrain__engine_of(const dtrain_comm *comm)
 static dtrain__work *dtrain__work_of(const dtrain_work *work)
 {
     return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
-}
-
-/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at)
-{
-    const size_t bytes = work->small ? work->send_bytes : 0;
-    *at = work->call;
-    if (bytes) memcpy(at + 1, work->what.send, bytes);
-    return sizeof *at + bytes;
 }
 
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
@@ -9891,6 +9679,16 @@ DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
 
+/* Say whether an operation waits for another rank's side, as far as this rank can see. */
+static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
+{
+    const bool message = !work->op.sequence;
+    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
+    return message || work->state == DTRAIN__MOVING
+               ? comm->transport->lags(&comm->base, &work->op, rank)
+               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
+}
+
 /* Find the sequence number of a rank's latest collective, for error sentences. All ranks have shown
  * what this one has finished, and no rank is more than a window ahead of another. */
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
@@ -9915,8 +9713,7 @@ static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dt
 }
 
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
- * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
- * nothing at a deadline: messages of these ranks can be under way on a slow network. */
+ * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". */
 static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
@@ -10051,12 +9848,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
- * returned `turn`, and fail the communicator if they say so: is there a circle, has another rank
- * failed the communicator, called something else, left? Before that, advance once more: what other
- * ranks did until they failed or left may be all that was needed. */
+/* Make the rarer checks of a wait or a test, after dtrain__wait_poll
+ * returned `turn`, and fail the communicator if they say so: has another rank failed the
+ * communicator, called something else, left? Before that, advance once more: what other ranks did
+ * until they failed or left may be all that was needed. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
-                                 dtrain__wait *wait, dtrain_result turn)
+                                 dtrain_result turn)
 {
     dtrain_world *world = comm->base.world;
     const int *ranks = comm->base.world_ranks, rank = comm->base.rank;
@@ -10066,10 +9863,6 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
     if (waited->done || comm->failed) return;
 
-    if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
-    if (wait)
-        (void)dtrain__engine_ok(&comm->base, dtrain__look_for_circle(world, comm, waited, wait));
-    if (waited->done || comm->failed) return;
     if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
 
@@ -10088,8 +9881,8 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
         dtrain__describe(&work->op.call, work->op.sequence, name, sizeof name);
         (void)dtrain__engine_failf(
             &comm->base, DTRAIN_ERROR_PEER,
-            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
-            ranks[i], (unsigned long long)dtrain__last_sequence(comm, i), ranks[rank], name);
+            "rank %d left after its collective #%llu while rank %d waits in %s", ranks[i],
+            (unsigned long long)dtrain__last_sequence(comm, i), ranks[rank], name);
     }
     if (comm->failed) return;
     dtrain__set_waits(world, waits);
@@ -10106,7 +9899,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         dtrain__engine_advance_all(comm);
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
     }
     bool ok = work->done;
     if (ok && comm->staged) /* what the compute stream gets from now on comes after it */
@@ -10115,7 +9908,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     const dtrain_result result = ok ? DTRAIN_OK : dtrain__engine_standing(comm);
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
-    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -10126,7 +9918,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_check(comm, work, NULL, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -10252,7 +10044,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_
 {
     int members[DTRAIN_MAX_RANKS];
     for (int i = 0; i < world->size; i++) members[i] = i;
-    world->look_for_circle = dtrain__look_for_circle;
     return dtrain__engine_form(world, NULL, members, world->size, world->rank, out);
 }
 
@@ -10277,6 +10068,138 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     while (members[rank] != base->rank) rank++;
     if (color < 0) world->comm_count++;
     return dtrain__engine_form(world, base, members, color < 0 ? 0 : size, rank, out);
+}
+DTRAIN__HOT
+
+/* ==== src/comm/reduce.c ======================================================================= */
+
+/* What collectives do: who sends what to whom, and the results on one rank
+ *
+ * Large collectives have one or two phases, in which a rank owns slice `rank`:
+ *
+ *                         parts of slice j         results of slice j
+ *                         to rank j from           from rank j to       slices
+ *         all-reduce      all                      all                  cut
+ *         reduce          all                      root                 cut
+ *         reduce-scatter  all                                           count elements each
+ *         broadcast       root                     all but root         cut
+ *         all-gather                               all                  count elements each
+ *         all-to-all      all, not added                                count elements each
+ *
+ * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
+
+static const dtrain__kind dtrain__kinds[] = {
+    /*                                           reduces rooted cuts joins */
+    {"?", "?", false, false, false, false},
+    {"dtrain_all_reduce", "all-reduce", true, false, false, false},
+    {"dtrain_reduce_scatter", "reduce-scatter", true, false, true, false},
+    {"dtrain_all_gather", "all-gather", false, false, false, true},
+    {"dtrain_broadcast", "broadcast", false, true, false, false},
+    {"dtrain_reduce", "reduce", true, true, false, false},
+    {"dtrain_barrier", "barrier", false, false, false, false},
+    {"dtrain_send", "send", false, true, false, false},
+    {"dtrain_recv", "recv", false, true, false, false},
+    {"dtrain_comm_split", "split", false, false, false, true},
+    {"dtrain_all_to_all", "all-to-all", false, false, true, true},
+};
+/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
+{
+    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
+}
+
+/* Return the bytes of the send buffer, and below of the receive buffer. */
+DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->cuts ? (size_t)size : 1);
+}
+DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
+}
+
+/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
+DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_RECV &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == rank);
+}
+DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_SEND &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root != rank) &&
+           (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
+}
+
+/* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
+ * an output may be one of the inputs. One input is a copy: exact for every dtype. */
+DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
+                                     int in_count, char *const *out, int out_count, size_t count)
+{
+    const dtrain__mix_job job = {in, out, in_count, out_count, count, what->dtype, what->op};
+    if (in_count > 1) {
+        dtrain__mix(&job);
+        return;
+    }
+    for (int i = 0; i < out_count; i++)
+        if (out[i] != in[0])
+            dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
+}
+
+DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
+                                         const void *const *in)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const char *from[DTRAIN_MAX_RANKS];
+    char *out = (char *)what->recv;
+    if (!bytes || !dtrain__gets(what, comm->rank)) return;
+    for (int i = 0; i < comm->size; i++)
+        from[i] =
+            in[i] ? (const char *)in[i] + (kind->cuts ? (size_t)comm->rank * bytes : 0) : NULL;
+    if (kind->reduces) dtrain__combine(what, from, comm->size, &out, 1, what->count);
+    else if (!kind->joins) dtrain__combine(what, from + what->root, 1, &out, 1, what->count);
+    for (int i = 0; kind->joins && i < comm->size; i++, out += bytes)
+        dtrain__combine(what, from + i, 1, &out, 1, what->count);
+}
+
+/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
+ * is cut at multiples of 64 bytes so that no two ranks write one line. */
+DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
+                                   size_t *length)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t count = what->count, r = (size_t)rank;
+    *first = r * count;
+    *length = count;
+    if (kind->cuts || kind->joins) return;
+    const size_t step = DTRAIN__CACHE_LINE / dtrain_dtype_bytes(what->dtype);
+    const size_t steps = count / step + (count % step != 0);
+    const size_t each = steps / (size_t)size, more = steps % (size_t)size;
+    const size_t begin = (each * r + (r < more ? r : more)) * step;
+    const size_t end = begin + (each + (r < more)) * step;
+    *first = begin < count ? begin : count;
+    *length = (end < count ? end : count) - *first;
+}
+
+/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
+ * second, results. Return false if that is nothing. A part that is added has no target. */
+DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
+                                         int from, int to, dtrain__transfer *transfer)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    size_t first, length;
+    if (results ? kind->cuts || !dtrain__gets(what, to)
+                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
+        return false;
+    dtrain__slice(what, size, results ? from : to, &first, &length);
+    transfer->bytes = length * unit;
+    transfer->source = kind->joins && !kind->cuts ? 0 : first * unit;
+    transfer->target = (kind->joins ? (size_t)from * length : first) * unit;
+    return true;
 }
 
 /* ==== src/comm/local.c ======================================================================== */
@@ -10305,6 +10228,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
 #define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
+#define DTRAIN__FAR_BYTES ((size_t)4 << 20)   /* slices from this size on do not stay in caches */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -10367,13 +10291,14 @@ typedef struct dtrain__local_work {
     dtrain_transport_work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
-    int seen;                   /* ranks below it have reached `stage` */
-    bool sliced;                /* copied path: ranks add up slices, and take those of others */
-    size_t each, places;        /* elements in a place, places in a chunk */
-    size_t chunk_bytes, chunks; /* their number */
-    size_t first, fit;          /* slot of the first chunk, slots of the buffer */
-    size_t moved;               /* messages: bytes that this side is done with */
-    uint64_t end; /* a send that waits for the receiver: its cells are before this one */
+    int seen;             /* ranks below it have reached `stage` */
+    bool sliced;          /* copied path: ranks add up slices, and take those of others */
+    size_t bytes;         /* of a rank's slice where the call says what it is, else of the buffer */
+    size_t place, places; /* bytes of a place, places of a chunk */
+    size_t chunks, first; /* how many, and how many before the first in the stage buffer */
+    size_t fit;           /* chunks that the stage buffer has room for */
+    size_t moved;         /* messages: bytes that this side is done with */
+    uint64_t end;         /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
 static dtrain__part *dtrain__part_at(const dtrain_comm *comm, int rank)
@@ -10455,7 +10380,10 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
-    (void)dtrain__write_shown(work, &slot->shown);
+    slot->shown = work->call;
+    if (work->small && work->send_bytes)
+        dtrain__copy_lines(slot->data, (const char *)what->send, work->send_bytes,
+                           work->send_bytes > 2048 && ((const dtrain__local_comm *)comm)->past > 0);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
     slot->direct = false;
@@ -10528,60 +10456,58 @@ static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_wor
  * therefore lies elsewhere. The second is filled when all have taken the next operation's step 0,
  * and only the oldest operation in flight takes steps. */
 
-/* Cut an operation into chunks that are as equal as they can be. They lie one after the other
- * around the buffer, which has room for four of the largest: the first one, in the next slot after
- * all that the last operation used or in slot 0, does not meet the chunk before it. */
+/* Cut an operation into chunks that are as equal as they can be. They follow each other around the
+ * buffer, which has room for four of the largest. The first one lies after all that the last
+ * operation used or at the beginning, and so not on that operation's last chunk. */
 static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t size = (size_t)comm->base.size, unit = dtrain_dtype_bytes(what->dtype);
+    const size_t size = (size_t)comm->base.size, line = DTRAIN__CACHE_LINE;
     work->sliced = kind->reduces && !kind->cuts;
     work->places = kind->reduces || kind->cuts ? size : 1;
-    const size_t most =
-        DTRAIN__STAGE_BYTES / 4 / work->places / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
-    const size_t bytes = what->count * unit / (work->sliced ? size : 1) + DTRAIN__CACHE_LINE;
-    const size_t place = dtrain__round_up(bytes / (bytes / most + 1), DTRAIN__CACHE_LINE);
-    work->each = place / unit;
-    work->chunk_bytes = place * work->places;
-    work->chunks = (what->count - 1) / (work->each * (work->sliced ? size : 1)) + 1;
-    work->fit = DTRAIN__STAGE_BYTES / work->chunk_bytes;
-    work->first = (comm->stage_end + work->chunk_bytes - 1) / work->chunk_bytes % work->fit;
-    comm->stage_end = ((work->first + work->chunks - 1) % work->fit + 1) * work->chunk_bytes;
+    work->bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const size_t most = DTRAIN__STAGE_BYTES / 4 / work->places / line * line;
+    const size_t part = work->bytes / (work->sliced ? size : 1) + line;
+    work->place = dtrain__round_up(part / (part / most + 1), line);
+    work->chunks = (work->bytes - 1) / (work->place * (work->sliced ? size : 1)) + 1;
+    const size_t chunk = work->place * work->places;
+    work->fit = DTRAIN__STAGE_BYTES / chunk;
+    work->first = (comm->stage_end + chunk - 1) / chunk % work->fit;
+    comm->stage_end = ((work->first + work->chunks - 1) % work->fit + 1) * chunk;
     work->final = (uint32_t)work->chunks + (work->sliced ? 3 : 2);
 }
 
 /* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
-static char *dtrain__place(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
-                           size_t c, int j)
+static char *dtrain__place_of(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
+                              size_t c, int j)
 {
     char *stage = dtrain__part_at(comm, rank)->stage;
-    const size_t place = work->places > 1 ? (size_t)j : 0;
-    return stage ? stage + (work->first + c) % work->fit * work->chunk_bytes +
-                       place * (work->chunk_bytes / work->places)
-                 : NULL;
+    const size_t place = (work->first + c) % work->fit * work->places;
+    return stage ? stage + (place + (work->places > 1 ? (size_t)j : 0)) * work->place : NULL;
 }
 
-/* Find the elements of slice j that are in chunk c; return how many. */
+/* Find where slice j of chunk c lies in a buffer; return its bytes. */
 static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_work *work, size_t c,
-                                  int j, size_t *first)
+                                  int j, size_t *at)
 {
-    const size_t count = work->base.what.count;
-    const size_t at = (work->sliced ? c * (size_t)comm->size + (size_t)j : c) * work->each;
-    *first = at < count ? at : count;
-    return count - *first < work->each ? count - *first : work->each;
+    *at = (work->sliced ? c * (size_t)comm->size + (size_t)j : c) * work->place;
+    if (*at > work->bytes) *at = work->bytes;
+    return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place. Its lines are in the cache of the core that has read them: where that is far
- * away, writing past the cache is ten times as fast (Zen 4: 2.3 GB/s and 30), where it is near,
- * reading what was written so takes twice as long. Find out from time to time how far it is. */
+/* Copy into a place. The rank that reads it has its lines in a cache: of a core far away it takes
+ * ten times as long to get them back as to write past the cache (Zen 4: 2.3 GB/s and 30), of a core
+ * nearby it takes half as long to read what was not written past it. Find out from time to time,
+ * with what takes long enough for that, how far away it is. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
+    const bool past = local->past > 0 || bytes < 16384;
     const uint64_t begin = dtrain__now_ns();
-    dtrain__copy_lines(place, from, bytes, local->past > 0);
+    dtrain__copy_lines(place, from, bytes, past);
     if (local->past > 0) local->past--;
-    else if (bytes >= 16384 && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+    else if (!past && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
 }
 
 /* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
@@ -10590,25 +10516,23 @@ static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work,
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const bool gets = dtrain__gets(what, comm->rank);
-    const size_t unit = dtrain_dtype_bytes(what->dtype), joined = kind->joins ? what->count : 0;
     const int own = comm->rank;
     const char *in[DTRAIN_MAX_RANKS];
     size_t at;
-    const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at) * unit;
+    const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at);
     for (int i = 0; i < comm->size; i++) {
-        in[i] = dtrain__place(comm, work, i, c, own);
-        if (i == own)
-            in[i] =
-                (const char *)what->send + (at + (kind->cuts ? (size_t)i * what->count : 0)) * unit;
+        const size_t slice = (size_t)i * work->bytes;
+        in[i] = i == own ? (const char *)what->send + at + (kind->cuts ? slice : 0)
+                         : dtrain__place_of(comm, work, i, c, own);
         if (kind->reduces || !gets || (kind->rooted && i != what->root)) continue;
-        char *to = (char *)what->recv + (at + (size_t)i * joined) * unit;
-        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, false);
+        char *to = (char *)what->recv + at + (kind->joins ? slice : 0);
+        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, work->bytes >= DTRAIN__FAR_BYTES);
     }
     if (!kind->reduces || !bytes) return;
-    char *place = dtrain__place(comm, work, own, c, own);
-    char *sum = gets ? (char *)what->recv + at * unit : place;
-    dtrain__combine(what, in, comm->size, &sum, 1, bytes / unit);
-    if (gets && work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
+    char *place = dtrain__place_of(comm, work, own, c, own);
+    char *sum = gets ? (char *)what->recv + at : place;
+    dtrain__combine(what, in, comm->size, &sum, 1, bytes / dtrain_dtype_bytes(what->dtype));
+    if (work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
 }
 
 /* Take the next step of the copied path. */
@@ -10616,7 +10540,7 @@ static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const bool cuts = dtrain__kind_of(what->kind)->cuts, gives = dtrain__gives(what, comm->rank);
-    const size_t unit = dtrain_dtype_bytes(what->dtype), step = work->stage - 1;
+    const size_t step = work->stage - 1;
     const int own = comm->rank;
     dtrain__part *part = dtrain__part_at(comm, own);
     size_t at, bytes;
@@ -10628,18 +10552,18 @@ static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
     }
     for (int j = 0; gives && step < work->chunks && j < (int)work->places; j++) {
         if (work->places > 1 && j == own) continue;
-        bytes = dtrain__chunk_slice(comm, work, step, j, &at) * unit;
-        dtrain__fill_place(
-            comm, dtrain__place(comm, work, own, step, j),
-            (const char *)what->send + (at + (cuts ? (size_t)j * what->count : 0)) * unit, bytes);
+        bytes = dtrain__chunk_slice(comm, work, step, j, &at);
+        dtrain__fill_place(comm, dtrain__place_of(comm, work, own, step, j),
+                           (const char *)what->send + at + (cuts ? (size_t)j * work->bytes : 0),
+                           bytes);
         comm->info.staged_bytes += bytes;
     }
     if (step >= 1 && step <= work->chunks) dtrain__use_chunk(comm, work, step - 1);
     for (int i = 0; step >= 2 && work->sliced && dtrain__gets(what, own) && i < comm->size; i++) {
-        bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at) * unit;
+        bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at);
         if (i != own)
-            dtrain__copy_lines((char *)what->recv + at * unit,
-                               dtrain__place(comm, work, i, step - 2, i), bytes, false);
+            dtrain__copy_lines((char *)what->recv + at,
+                               dtrain__place_of(comm, work, i, step - 2, i), bytes, false);
     }
     return true;
 }
@@ -10869,178 +10793,6 @@ DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged)
 }
 DTRAIN__COLD
 
-/* ==== src/comm/circle.c ======================================================================= */
-
-/* Circles: ranks that wait for each other
- *
- * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
- * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A
- * wait that has lasted a while gets a number, and its rank shows on the control page which
- * operation it is for. Two waits become a fact in three steps, at polls:
- *
- *     waiter     shows its wait n and the operation
- *     awaited    finds during its own wait m that it has not started its side: writes (n, m)
- *     waiter     reads (n, m), moves all that can be moved, still waits: confirms it
- *
- * A fact says that n cannot end well before m has ended. For the operation ends well only after the
- * awaited rank has started its side; it had not when it wrote (n, m), during m; and a rank starts
- * nothing during a wait. Messages have no numbers: there, "not started" means that no message of
- * the pair is under way on the awaited rank. What that rank sent or took before it wrote (n, m),
- * the waiter moves before it confirms; so another message has to be started.
- *
- * A circle of facts (n1, n2), (n2, n3), ..., (nk, n1) proves that none of these waits can end well:
- * the first one to end would end before the next one. Facts stay true for ever, so it does not
- * matter when each was read. A rank that computes, sleeps or only tests its operations has no
- * numbered wait, so it is in no circle, however slow it is. Nor is one whose wait has ended with an
- * error: it may go on. Only a rank that has found a circle leaves its wait to be seen.
- *
- * Ranks that share no control page, and ranks over NCCL, find no circles. */
-
-#define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
-
-/* Say whether an operation waits for another rank's side, as far as this rank can see. */
-DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
-                                       int rank)
-{
-    const bool message = !work->op.sequence;
-    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
-    return message || work->state == DTRAIN__MOVING
-               ? comm->transport->lags(&comm->base, &work->op, rank)
-               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
-}
-
-/* Number the wait of this rank, for `work` or, if NULL, for a world all-gather, and show it. */
-static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
-                              const dtrain__work *work, dtrain__wait *wait)
-{
-    dtrain__long_wait *own = &world->control->long_waits[world->rank];
-    const char *axis = work && comm->base.axis ? comm->base.axis : "";
-    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : "";
-    char call[80] = "dtrain_world_all_gather", ranks[64] = "";
-    size_t used = 0;
-    dtrain__store(&own->comm, work ? comm->base.number : -1);
-    dtrain__store(&own->sequence, work ? work->op.sequence : world->gather_count);
-    dtrain__store(&own->kind, work ? work->op.what.kind : 0);
-    if (work) dtrain__describe(&work->op.call, work->op.sequence, call, sizeof call);
-    for (int i = 0; work && i < comm->base.size && i < 6; i++)
-        used +=
-            (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
-                             i == 5 && comm->base.size > 6 ? " ..." : "");
-    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis,
-             *axis ? " axis, " : "", work ? "" : "all ", ranks, *span ? " during \"" : "", span,
-             *span ? "\"" : "");
-    wait->number = ++world->long_wait_count;
-    dtrain__store(&own->number, wait->number);
-}
-
-/* Say whether this rank has started its side of an operation in which `waiter` waits. If it is not
- * in that communicator, or has destroyed it or not yet made it, it has not. */
-static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wait *other,
-                                int waiter)
-{
-    const dtrain__engine *comm = world->comms;
-    const int64_t number = dtrain__load(&other->comm);
-    const uint64_t sequence = dtrain__load(&other->sequence);
-    if (number < 0) return world->gather_count >= sequence;
-    while (comm && comm->base.number != number) comm = comm->next;
-    if (!comm) return false;
-    if (sequence) return comm->sequence >= sequence;
-    for (const dtrain__work *work = comm->queue; work; work = work->next)
-        if (!work->op.sequence && comm->base.world_ranks[work->op.what.root] == waiter &&
-            work->op.what.kind != dtrain__load(&other->kind))
-            return true;
-    return false;
-}
-
-/* Confirm what other ranks have written about the wait of this one, after moving what they did
- * before. A transport that is slower than the page gets its grace, from the newest fact on. */
-static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
-                                  const dtrain__work *work, dtrain__wait *wait)
-{
-    const int size = work ? comm->base.size : world->size;
-    uint64_t *at[DTRAIN_MAX_RANKS], found[DTRAIN_MAX_RANKS], sum = 0;
-    for (int i = 0; i < size; i++) {
-        at[i] = &world->control->facts[work ? comm->base.world_ranks[i] : i][world->rank];
-        found[i] = dtrain__load(at[i]);
-        if (found[i] >> 32 != wait->number) found[i] = 0;
-        sum += found[i];
-    }
-    if (sum != wait->facts) wait->facts_ns = wait->last_ns;
-    wait->facts = sum;
-    if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
-    if (work) dtrain__engine_advance(comm);
-    /* Once a collective moves, all ranks have called it: facts about it are out of date. */
-    if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
-    for (int i = 0; i < size; i++)
-        if (found[i] && (!work || dtrain__waits_for(comm, work, i)))
-            dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
-}
-
-/* Find a shortest circle that wait n of this rank is in, breadth first: path[0] is this rank, and
- * path[i] waits for path[i + 1]. Return its length; 0: there is none. The search goes from a rank
- * to those that wait for it. */
-static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
-{
-    uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* of the ranks that have been reached; 0: not yet */
-    int reached[DTRAIN_MAX_RANKS], awaited[DTRAIN_MAX_RANKS], count = 1, length = 1;
-    waits[reached[0] = path[0] = world->rank] = n;
-    for (int at = 0; at < count; at++)
-        for (int i = 0; i < world->size; i++) {
-            const uint64_t fact = dtrain__load(&world->control->facts[reached[at]][i]);
-            const uint64_t number = dtrain__load(&world->control->long_waits[i].number);
-            const uint64_t ends_after = fact >> 1 & 0x7fffffffu;
-            if (!(fact & 1) || ends_after != waits[reached[at]] || fact >> 32 != number) continue;
-            if (i == world->rank) {
-                for (int r = reached[at]; r != i; r = awaited[r]) path[length++] = r;
-                return length;
-            }
-            if (waits[i]) continue;
-            waits[i] = number;
-            awaited[i] = reached[at];
-            reached[count++] = i;
-        }
-    return 0;
-}
-
-/* Look for a circle from inside a wait, for `work` or, if NULL, for a world all-gather. */
-DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain__wait *wait)
-{
-    int path[DTRAIN_MAX_RANKS];
-    char list[DTRAIN__CIRCLE_NAMED * 144] = "", more[40] = "";
-    size_t used = 0;
-    if (wait->waited_ns < world->long_wait_ns ||
-        wait->last_ns - wait->looked_ns < world->long_wait_ns / 512)
-        return DTRAIN_OK;
-    wait->looked_ns = wait->last_ns;
-    if (!wait->number) dtrain__show_wait(world, comm, work, wait);
-    /* Write a fact for each rank whose wait may need what this rank has not started. If rank i
-     * begins another wait while this rank reads, the fact is about a wait that is over, and rank i
-     * does not confirm it. */
-    const uint64_t m = wait->number;
-    for (int i = 0; i < world->size; i++) {
-        const dtrain__long_wait *other = &world->control->long_waits[i];
-        uint64_t *fact = &world->control->facts[world->rank][i];
-        const uint64_t n = dtrain__load(&other->number);
-        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
-        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
-    }
-    dtrain__confirm_facts(world, comm, work, wait);
-    const int length = dtrain__find_circle(world, wait->number, path);
-    for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)
-        used += (size_t)snprintf(list + used, sizeof list - used,
-                                 "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
-                                 path[(i + 1) % length], world->control->long_waits[path[i]].text);
-    if (!length) return DTRAIN_OK;
-    wait->number = 0; /* the wait stays shown: the other ranks of the circle find it too */
-    if (length > DTRAIN__CIRCLE_NAMED)
-        snprintf(more, sizeof more, "; ... %d more ranks", length - DTRAIN__CIRCLE_NAMED);
-    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "the ranks wait for each other in a circle: %s%s; make the same calls on "
-                       "all of them",
-                       list, more);
-}
-
 /* ==== src/comm/staged.c ======================================================================= */
 
 /* Buffers in device memory: two hooks of the engine
@@ -11157,682 +10909,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
                         what->recv, dtrain__recv_bytes(what, comm->base.size),
                         DTRAIN_COPY_HOST_TO_DEVICE);
 }
-
-/* ==== src/comm/mpi.c ========================================================================== */
-
-/* The MPI transport
- *
- * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
- * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
- *
- *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
- *                must agree; a small operation is complete now
- *     parts      chunk c of slice j, from each rank that contributes to it, to rank j ...
- *     results    ... which adds them in rank order and sends the sum to each rank that receives it
- *
- *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
- *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
- *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
- *
- * (comm/reduce.c says which ranks contribute and receive.) Large operations go in rounds. Round r
- * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of them
- * have arrived, the sum of chunk r is computed and the next round begins. So temporary memory does
- * not depend on the count: it holds one chunk from every other rank, and the sum at this rank's
- * place. Only the oldest operation is in rounds; records of later ones are exchanged meanwhile. A
- * rank posts all requests of a round before it waits for any, so there is no deadlock.
- *
- * A send or receive moves one record, which contains small data, and then large data in pieces.
- *
- * A communicator is a range of tags, and MPI keeps messages of one tag in order. Once the ranks
- * have met, no MPI call that may block is made; after a failure, none at all, and buffers of
- * requests in flight stay mapped until the process ends. */
-
-/* ==== src/comm/mpi_internal.h ================================================================= */
-
-/* Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI. */
-
-#ifdef DTRAIN_USE_MPI
-
-#ifndef DTRAIN__MPI_CHUNK_BYTES
-#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* most, of data that is added */
-#endif
-#ifndef DTRAIN__MPI_MESSAGE_BYTES
-#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* other data: MPI counts in ints */
-#endif
-
-typedef enum dtrain__mpi_tag {
-    DTRAIN__TAG_RECORD = 0,
-    DTRAIN__TAG_ROUND = 1,
-    DTRAIN__TAG_MESSAGE = 2,
-    DTRAIN__TAG_ABORT = 3, /* of a world that has no link */
-    DTRAIN__MPI_TAGS = 4   /* a communicator */
-} dtrain__mpi_tag;
-
-/* The connection of a rank to MPI, one for all communicators. */
-typedef struct dtrain__mpi_hub {
-    MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS];  /* rank in mpi of each rank of the world: orders may differ */
-    int64_t number_limit;         /* communicators that fit into MPI's range of tags */
-    MPI_Request request;          /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
-    int code;                     /* returned by the last MPI call */
-    bool failed;                  /* no MPI call is made any more */
-    dtrain__abort_record *aborts; /* (2) the one that is sent, the one that is received */
-    MPI_Request hearing;          /* of the latter; MPI_REQUEST_NULL: there is a link */
-} dtrain__mpi_hub;
-
-/* comm/mpi_meet.c */
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub);
-DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub);
-
-#endif /* DTRAIN_USE_MPI */
-
-#ifdef DTRAIN_USE_MPI
-
-#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* of the chunks of all ranks, at most */
-
-/* The purpose of a request. When an operation hangs, the smallest pending one names the late ranks:
- * a missing part holds up all results, and a missing result may hold up a peer's receives. */
-typedef enum dtrain__mpi_use {
-    DTRAIN__PART_IN = 0,
-    DTRAIN__RESULT_IN = 1,
-    DTRAIN__SENT = 2,
-    DTRAIN__RECORD_IN = 3
-} dtrain__mpi_use;
-
-typedef struct dtrain__mpi_work {
-    dtrain_transport_work base;
-    int pending;  /* requests in flight, except receives of records */
-    size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
-} dtrain__mpi_work;
-
-typedef struct dtrain__mpi_token {
-    dtrain__mpi_work *work;
-    dtrain__mpi_use use;
-    int rank;
-} dtrain__mpi_token;
-
-/* What a rank shows, as it is sent from `call` on. */
-typedef struct dtrain__mpi_record {
-    uint64_t heard; /* sequence number of the newest one received; 1: of a message */
-    dtrain_call call;
-    char data[DTRAIN_SMALL_BYTES]; /* less where there are many ranks */
-} dtrain__mpi_record;
-
-typedef struct dtrain__mpi_comm {
-    dtrain_comm base;
-    dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
-    int active;                /* requests in flight: so many of requests and tokens are used */
-    MPI_Request *requests;     /* (room), as the next three */
-    dtrain__mpi_token *tokens;
-    MPI_Status *statuses;
-    int *indices;
-    char *records;   /* (window + 1, 2 size) see dtrain__mpi_record_of */
-    char *temporary; /* (size, chunk_bytes) */
-    size_t record_bytes, chunk_bytes;
-    char *memory; /* holds all arrays above */
-    size_t memory_bytes;
-} dtrain__mpi_comm;
-
-/* ---- Aborts -----------------------------------------------------------------------------------*/
-
-/* Hear of another rank's abort, in a world without a link. */
-static void dtrain__mpi_hear(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    const dtrain__abort_record *abort = &hub->aborts[1];
-    int heard = 0;
-    if (hub->failed || hub->hearing == MPI_REQUEST_NULL) return;
-    if (MPI_Test(&hub->hearing, &heard, MPI_STATUS_IGNORE) == MPI_SUCCESS && heard)
-        (void)dtrain__record_abort(world->control, &world->control->aborted, abort->rank,
-                                   (dtrain_result)abort->code, abort->text);
-}
-
-/* Send this rank's abort to all others, or hear of one. After its own nothing is sent any more; so
- * MPI gets a moment for it, and what it may still read stays mapped. */
-static void dtrain__mpi_tell(dtrain_world *world)
-{
-    dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
-    const uint64_t until = dtrain__now_ns() + 100000000u;
-    MPI_Request sends[DTRAIN_MAX_RANKS];
-    MPI_Status statuses[DTRAIN_MAX_RANKS];
-    int count = 0, done = 0;
-    if (!hub || hub->failed) return;
-    if (!dtrain__load(&world->control->aborted.state)) {
-        dtrain__mpi_hear(world, hub);
-        return;
-    }
-    hub->failed = true;
-    hub->aborts[0] = world->control->aborted;
-    for (int i = 0; i < world->size; i++)
-        if (i != world->rank &&
-            MPI_Isend(&hub->aborts[0], (int)sizeof hub->aborts[0], MPI_BYTE, hub->ranks[i],
-                      DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
-            count++;
-    while (!done && dtrain__now_ns() < until)
-        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
-}
-
-/* ---- Requests ---------------------------------------------------------------------------------*/
-
-/* Say whether this rank has heard of a failure in the world: MPI is not called any more. */
-static bool dtrain__mpi_failed(const dtrain__mpi_comm *comm)
-{
-    if (dtrain__load(&comm->base.world->control->aborted.state)) comm->hub->failed = true;
-    return comm->hub->failed;
-}
-
-/* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
- * exit status, which is the better sentence: so wait a second for it first. */
-static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    char text[MPI_MAX_ERROR_STRING + 1] = "";
-    int length = 0;
-    dtrain_result turn = DTRAIN_OK;
-    while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
-        turn = dtrain__wait_turn(comm->base.world, &wait);
-    if (turn == DTRAIN_ERROR_PEER && !dtrain__engine_ok(&comm->base, turn)) return;
-    MPI_Error_string(code, text, &length);
-    (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
-}
-
-static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtrain__mpi_use use,
-                             dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
-{
-    const int peer = comm->hub->ranks[comm->base.world_ranks[rank]];
-    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
-    const MPI_Comm mpi = comm->hub->mpi;
-    dtrain__mpi_token *token = &comm->tokens[comm->active];
-    MPI_Request *request = &comm->requests[comm->active];
-    if (dtrain__mpi_failed(comm)) return;
-    const int code = use == DTRAIN__SENT
-                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request)
-                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request);
-    if (code != MPI_SUCCESS) {
-        dtrain__mpi_refused(comm, code, use == DTRAIN__SENT ? "MPI_Isend" : "MPI_Irecv");
-        return;
-    }
-    token->work = work;
-    token->use = use;
-    token->rank = rank;
-    work->pending += use != DTRAIN__RECORD_IN;
-    comm->active++;
-}
-
-/* Return a record of a collective, or of messages (0). Place r < size receives from rank r; the
- * places from `size` on hold what this rank sends: one record for all ranks in a collective, else
- * one for each peer. */
-static dtrain__mpi_record *dtrain__mpi_record_of(const dtrain__mpi_comm *comm, uint64_t sequence,
-                                                 int place)
-{
-    const size_t line = sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
-    const size_t at = line * 2 * (size_t)comm->base.size + (size_t)place;
-    return (dtrain__mpi_record *)(void *)(comm->records + at * comm->record_bytes);
-}
-
-static void dtrain__mpi_post_record(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
-                                    dtrain__mpi_tag kind, int rank)
-{
-    dtrain__mpi_post(comm, work, DTRAIN__RECORD_IN, kind, rank,
-                     &dtrain__mpi_record_of(comm, work->base.sequence, rank)->call,
-                     comm->record_bytes - offsetof(dtrain__mpi_record, call));
-}
-
-/* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
- * completed sends to move. */
-static void dtrain__mpi_poll(dtrain_comm *base)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    int count = 0, kept = 0, class_of = MPI_SUCCESS;
-    dtrain__mpi_hear(base->world, comm->hub);
-    if (dtrain__mpi_failed(comm)) return;
-    if (!comm->active && !base->in_flight)
-        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
-    if (!comm->active) return;
-    int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
-    if (code != MPI_SUCCESS) {
-        MPI_Error_class(code, &class_of);
-        for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
-            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) code = comm->statuses[i].MPI_ERROR;
-        dtrain__mpi_refused(comm, code, "MPI_Testsome");
-        return;
-    }
-    if (count == MPI_UNDEFINED || count == 0) return;
-    for (int i = 0; i < count; i++) {
-        const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
-        const uint64_t sequence = token->work->base.sequence;
-        if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
-        else dtrain__mpi_record_of(comm, sequence, token->rank)->heard = sequence ? sequence : 1;
-    }
-    for (int i = 0; i < comm->active; i++) {
-        if (comm->requests[i] == MPI_REQUEST_NULL) continue;
-        comm->requests[kept] = comm->requests[i];
-        comm->tokens[kept++] = comm->tokens[i];
-    }
-    comm->active = kept;
-    ++*base->moves;
-}
-
-static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    const int size = base->size, rank = base->rank;
-    dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
-    const size_t bytes = dtrain__write_shown(work, record);
-    for (int i = 1; i < size; i++)
-        dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
-    for (int i = 1; i < size; i++)
-        dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_RECORD, (rank + i) % size, record,
-                         bytes);
-}
-
-static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t sequence, int rank)
-{
-    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    const dtrain__mpi_record *record = dtrain__mpi_record_of(comm, sequence, rank);
-    return record->heard && record->heard >= sequence ? &record->call : NULL;
-}
-
-/* ---- Messages ---------------------------------------------------------------------------------*/
-
-/* A receiver first posts the record, whose call the engine compares before it agrees. */
-static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
-{
-    dtrain_transport_work *work = &own->base;
-    const dtrain_collective *what = &work->what;
-    const int size = comm->base.size;
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
-    const size_t all = work->small ? 0 : dtrain__send_bytes(what, size);
-    dtrain__mpi_record *record = dtrain__mpi_record_of(comm, 0, what->root + (sends ? size : 0));
-    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
-        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
-        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
-        if (own->round == 0) {
-            if (sends)
-                dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
-                                 &record->call, dtrain__write_shown(work, &record->call));
-            else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
-            continue;
-        }
-        if (!sends && !work->agreed) return false;
-        if (!sends) record->heard = 0; /* the next call has not arrived */
-        if (own->round == 1 && !sends && work->small && what->count)
-            memcpy(what->recv, record->data, work->recv_bytes);
-        if (at >= all) return true;
-        dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__PART_IN, DTRAIN__TAG_MESSAGE,
-                         what->root, buffer + at,
-                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
-    }
-    return false;
-}
-
-/* ---- Rounds -----------------------------------------------------------------------------------*/
-
-/* Return the chunk size. All-gather and all-to-all add nothing, so their data is received at its
- * final address in large messages. */
-static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
-}
-
-/* Find chunk c of a transfer; false: it is nothing, or has fewer chunks. */
-static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                                 bool results, int from, int to, size_t c, dtrain__transfer *chunk)
-{
-    const size_t each = dtrain__mpi_chunk(comm, what), at = c * each;
-    if (!dtrain__transfer_of(what, comm->base.size, results, from, to, chunk)) return false;
-    if (at >= chunk->bytes) return false;
-    chunk->source += at;
-    chunk->target += at;
-    chunk->bytes = chunk->bytes - at < each ? chunk->bytes - at : each;
-    return true;
-}
-
-/* Return the address of chunk c of this rank's sum: in recv, if this rank receives it, else in
- * temporary. */
-static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
-                             size_t offset)
-{
-    const int rank = comm->base.rank;
-    if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
-    return (char *)what->recv +
-           (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
-}
-
-/* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
- * results: second phase. MPI does not write to a send buffer, though old versions take no const. */
-static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
-                                   int from, int to, size_t c)
-{
-    const dtrain_collective *what = &work->base.what;
-    const bool reduces = dtrain__kind_of(what->kind)->reduces;
-    dtrain__transfer chunk;
-    if (!dtrain__mpi_chunk_of(comm, what, results, from, to, c, &chunk)) return;
-    if (from == comm->base.rank)
-        dtrain__mpi_post(comm, work, DTRAIN__SENT, DTRAIN__TAG_ROUND, to,
-                         results && reduces ? dtrain__mpi_sum(comm, what, c, chunk.source)
-                                            : (char *)(uintptr_t)what->send + chunk.source,
-                         chunk.bytes);
-    else
-        dtrain__mpi_post(comm, work, results ? DTRAIN__RESULT_IN : DTRAIN__PART_IN,
-                         DTRAIN__TAG_ROUND, from,
-                         !results && reduces ? comm->temporary + (size_t)from * comm->chunk_bytes
-                                             : (char *)what->recv + chunk.target,
-                         chunk.bytes);
-}
-
-/* Post rounds until one is in flight; return true when the collective is complete. The sends of
- * this rank's records count as pending: the next collective of the line reuses their buffers. */
-static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    const dtrain_collective *what = &work->what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const int size = base->size, rank = base->rank;
-    const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
-    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
-    size_t first, length; /* of slice 0, which is the longest */
-    dtrain__transfer chunk;
-    if (!work->sequence) return dtrain__mpi_message(comm, own);
-    if (own->pending || work->small) return !own->pending;
-    if (!work->oldest) return false;
-    dtrain__slice(what, size, 0, &first, &length);
-    const size_t chunks = length * unit / each + (length * unit % each != 0);
-    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
-        const size_t r = own->round;
-        if (r == 0 && kind->joins) { /* this rank's own part */
-            const size_t slice = (size_t)rank * what->count * unit;
-            const char *from = (const char *)what->send + (kind->cuts ? slice : 0);
-            char *to = (char *)what->recv + slice;
-            if (from != to) memcpy(to, from, what->count * unit);
-        }
-        /* All parts of chunk r - 1 of this rank's slice have arrived: add them up. */
-        if (r && kind->reduces &&
-            dtrain__mpi_chunk_of(comm, what, false, rank, rank, r - 1, &chunk)) {
-            const char *in[DTRAIN_MAX_RANKS];
-            char *out = dtrain__mpi_sum(comm, what, r - 1, chunk.source);
-            for (int i = 0; i < size; i++) in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
-            in[rank] = (const char *)what->send + chunk.source;
-            dtrain__combine(what, in, size, &out, 1, chunk.bytes / unit);
-        }
-        if (r == chunks + (kind->cuts ? 0 : lag)) return true;
-        for (int i = 1; i < size; i++) {
-            const int peer = (rank + i) % size;
-            dtrain__mpi_post_chunk(comm, own, false, rank, peer, r);
-            dtrain__mpi_post_chunk(comm, own, false, peer, rank, r);
-            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, rank, peer, r - lag);
-            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, peer, rank, r - lag);
-        }
-    }
-    return false;
-}
-
-static bool dtrain__mpi_lags(const dtrain_comm *base, const dtrain_transport_work *work, int rank)
-{
-    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    dtrain__mpi_use first = DTRAIN__RECORD_IN;
-    bool lags = false;
-    if (!work->sequence) return true;
-    for (int i = 0; i < comm->active; i++) {
-        const dtrain__mpi_token *token = &comm->tokens[i];
-        if (&token->work->base != work || token->use > first) continue;
-        lags = (lags && token->use == first) || token->rank == rank;
-        first = token->use;
-    }
-    return lags;
-}
-
-/* ---- Memory, failure, life --------------------------------------------------------------------*/
-
-static size_t dtrain__mpi_pages(size_t bytes)
-{
-    const size_t most = SIZE_MAX / 2;
-    return dtrain__round_up(bytes < 1 ? 1 : bytes < most ? bytes : most, dtrain__page_bytes());
-}
-
-static dtrain_result dtrain__mpi_map(dtrain_comm *comm, size_t asked, void **out)
-{
-    const size_t bytes = dtrain__mpi_pages(asked);
-    *out = NULL;
-    DTRAIN__TRY(dtrain__promise(comm->world, bytes));
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-        dtrain__unpromise(comm->world, bytes);
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
-                           strerror(errno));
-    }
-    *out = memory;
-    return DTRAIN_OK;
-}
-
-/* Unmap memory, except after a failure: MPI may still write to it. */
-static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
-{
-    const size_t bytes = dtrain__mpi_pages(asked);
-    if (!dtrain__mpi_failed((dtrain__mpi_comm *)comm)) munmap(memory, bytes);
-    dtrain__unpromise(comm->world, bytes);
-}
-
-/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there can
- * be in flight: for every operation of the window a record each way, the four requests of one
- * round, and one of a send and of a receive. */
-static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
-    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2);
-    size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
-    void *memory;
-    comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
-    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->world, comm->hub));
-    if (base->number >= comm->hub->number_limit)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
-                           (long long)base->number);
-    if (data > DTRAIN_SMALL_BYTES) data = DTRAIN_SMALL_BYTES;
-    if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
-    if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
-    comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(offsetof(dtrain__mpi_record, data) + data, line);
-
-    const size_t bytes[] = {
-        room * sizeof *comm->requests,   room * sizeof *comm->tokens,
-        room * sizeof *comm->statuses,   room * sizeof *comm->indices,
-        size * comm->chunk_bytes,        (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes,
-        2 * sizeof(dtrain__abort_record)};
-    size_t at[sizeof bytes / sizeof *bytes];
-    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
-        at[i] = comm->memory_bytes;
-        comm->memory_bytes += dtrain__round_up(bytes[i], line);
-    }
-    DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
-    comm->memory = (char *)memory;
-    comm->requests = (MPI_Request *)(void *)(comm->memory + at[0]);
-    comm->tokens = (dtrain__mpi_token *)(void *)(comm->memory + at[1]);
-    comm->statuses = (MPI_Status *)(void *)(comm->memory + at[2]);
-    comm->indices = (int *)(void *)(comm->memory + at[3]);
-    comm->temporary = comm->memory + at[4];
-    comm->records = comm->memory + at[5];
-    if (base->number == 0 && !base->world->link) {
-        comm->own.aborts = (dtrain__abort_record *)(void *)(comm->memory + at[6]);
-        base->world->tell = dtrain__mpi_tell;
-        MPI_Irecv(&comm->own.aborts[1], (int)sizeof comm->own.aborts[1], MPI_BYTE, MPI_ANY_SOURCE,
-                  DTRAIN__TAG_ABORT, comm->own.mpi, &comm->own.hearing);
-    }
-    *address = 1;
-    return DTRAIN_OK;
-}
-
-/* Exchange no addresses: MPI knows the ranks. There is no memory for a report: a failure fails all
- * communicators of the world. */
-static void *dtrain__mpi_join(dtrain_comm *comm, const int64_t *addresses)
-{
-    (void)comm;
-    (void)addresses;
-    return NULL;
-}
-
-static void dtrain__mpi_release(dtrain_comm *base, bool joined)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    if (!comm->hub) return;
-    if (comm->active && !dtrain__mpi_failed(comm)) {
-        dtrain_world_abort(base->world, DTRAIN_ERROR_USAGE, "left with operations in flight");
-        comm->hub->failed = true;
-    }
-    if (!joined && base->number == 0) comm->hub->failed = true;
-    if (base->number == 0) dtrain__mpi_part(base->world, comm->hub);
-    if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
-}
-
-/* A rank that left normally is missed only after two seconds: its last messages may arrive later
- * than the control plane's notice of its end. */
-static const dtrain_transport_ops dtrain__mpi_transport = {
-    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,      dtrain__mpi_make,
-    dtrain__mpi_join,         dtrain__mpi_release,      dtrain__mpi_map,  dtrain__mpi_unmap,
-    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move, dtrain__mpi_lags,
-    dtrain__mpi_poll};
-
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
-{
-    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", &dtrain__mpi_transport);
-    return &ops;
-}
-
-#else
-
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL; }
-
-#endif /* DTRAIN_USE_MPI */
-
-/* ==== src/comm/mpi_meet.c ===================================================================== */
-
-/* The MPI transport: how ranks meet in MPI, and how they leave it
- *
- * The program has initialised MPI, and finalizes it. The ranks compare the size and the ranks of
- * its communicator with those of the world, and duplicate it with a deadline. A rank that cannot go
- * on fails, and the others find its exit record where they wait for it. */
-
-#ifdef DTRAIN_USE_MPI
-
-#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
-
-static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
-{
-    int done = 1;
-    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
-    return done || hub->code != MPI_SUCCESS;
-}
-
-/* Wait until all ranks have the duplicate. They exchange their progress at least ten times a
- * second: so a stopped rank is noticed, and all give up together. */
-static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    const uint64_t least = DTRAIN__MPI_PATIENCE_NS;
-    const uint64_t most = world->timeout_ns > least ? world->timeout_ns : least;
-    enum { UNDER_WAY, DONE, TOO_LATE };
-    int32_t mine = UNDER_WAY, all[DTRAIN_MAX_RANKS];
-    int late = 0;
-    while (late < world->size) {
-        const uint64_t until = dtrain__now_ns() + 100000000u;
-        while (mine != DONE && dtrain__now_ns() < until)
-            if (dtrain__mpi_request_done(hub)) mine = DONE;
-            else sched_yield();
-        const dtrain_result turn = dtrain__wait_poll(world, &wait);
-        if (turn == DTRAIN_ERROR_PEER) return turn;
-        if (mine != DONE && wait.waited_ns >= most) mine = TOO_LATE;
-        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
-        for (late = 0; late < world->size && all[late] == DONE;) late++;
-        for (int i = 0; i < world->size; i++)
-            if (all[i] == TOO_LATE)
-                return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
-                                   "MPI_Comm_idup has not returned on rank %d for %.1f s", i,
-                                   1e-9 * (double)most);
-    }
-    if (hub->code == MPI_SUCCESS) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", hub->code);
-}
-
-/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD, and
- * duplicate it: that keeps the program's messages apart from these. */
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    const MPI_Comm given =
-        world->comm_given ? *(const MPI_Comm *)world->comm_given : MPI_COMM_WORLD;
-    int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
-    int finalized = 0, ready = 0, size, rank, found = 0;
-    void *highest = NULL;
-    hub->hearing = MPI_REQUEST_NULL;
-    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
-    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI needs ranks that MPI's launcher has started, "
-                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
-                           "or leave comm_ops NULL for the local communicator",
-                           world->size, world->size);
-    MPI_Initialized(&ready);
-    MPI_Finalized(&finalized);
-    if (!ready || finalized)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "MPI %s; call MPI_Init before the first world and MPI_Finalize after the "
-            "last",
-            finalized ? "has been ended by MPI_Finalize" : "is not initialised");
-    MPI_Comm_size(given, &size);
-    MPI_Comm_rank(given, &rank);
-    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
-    hub->number_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
-    mine[0] = size;
-    mine[1] = rank;
-    DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
-    for (int i = 0; i < world->size; i++) {
-        hub->ranks[i] = all[i][1];
-        if (all[i][0] != world->size)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start all with this "
-                               "MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or pmi2",
-                               i, world->size, (int)all[i][0], world->size);
-    }
-
-    hub->code = MPI_Comm_idup(given, &hub->mpi, &hub->request);
-    DTRAIN__TRY(dtrain__mpi_await(world, hub));
-    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
-    return DTRAIN_OK;
-}
-
-/* Free the duplicate after the last communicator, when all ranks have come to their end without an
- * error. Otherwise memory that MPI may still access stays mapped until the process ends. */
-DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    dtrain_result turn = hub->failed ? DTRAIN_ERROR_PEER : dtrain__trouble(world);
-    int late = 0;
-    if (turn == DTRAIN_OK) hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
-    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
-        if (world->link) dtrain__link_pump(world, 1);
-        turn = dtrain__wait_poll(world, &wait);
-    }
-    while (late + 1 < world->size &&
-           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
-        late++;
-    if (turn == DTRAIN_ERROR_TIMEOUT)
-        dtrain_log(world, DTRAIN_LOG_WARNING,
-                   "rank %d has not come to its end for %.1f s: rank %d leaves MPI without it",
-                   late, 1e-9 * (double)world->timeout_ns, world->rank);
-    hub->failed = turn != DTRAIN_OK || hub->code != MPI_SUCCESS;
-    if (hub->failed) return;
-    if (hub->hearing != MPI_REQUEST_NULL) {
-        MPI_Cancel(&hub->hearing);
-        MPI_Wait(&hub->hearing, MPI_STATUS_IGNORE);
-    }
-    MPI_Comm_free(&hub->mpi);
-}
-
-#endif /* DTRAIN_USE_MPI */
 
 /* ==== src/comm/backend.c ====================================================================== */
 
@@ -12532,7 +11608,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->node_ranks = (int)desc->node_ranks;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
-    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->allocator = desc->allocator;
@@ -12591,7 +11666,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
                 : "",
             gpu.major, gpu.minor);
     DTRAIN__TRY(dtrain__world_comm_create(world));
-    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) world->base_bytes = dtrain__process_bytes();
     return DTRAIN_OK;
 }
 
@@ -12868,8 +11943,26 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     return DTRAIN_OK;
 }
 
-/* Wait for all members, because another one may still read this one's memory, and free the
- * world. */
+/* Wait until all members leave, because another one may still read this one's memory. Where they
+ * share a page this member has left already, so that one that still calls it is told at once. */
+static dtrain_result dtrain__await_leaving(dtrain_world *world)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    DTRAIN__TRY(dtrain__trouble(world));
+    if (world->gather) return dtrain__world_gather(world, NULL, 0);
+    dtrain__record_end(world->control, world->rank, DTRAIN__LEFT, 0, "");
+    for (int i = 0; i < world->size; i++)
+        while (dtrain__load(&world->control->exits[i].how) == DTRAIN__RUNNING) {
+            const dtrain_result turn = dtrain__wait_turn(world, &wait);
+            if (turn == DTRAIN_ERROR_TIMEOUT)
+                return dtrain__abort_with(world, turn,
+                                          "dtrain_world_leave: rank %d waited %.1f s for rank %d",
+                                          world->rank, 1e-9 * (double)world->timeout_ns, i);
+            DTRAIN__TRY(turn);
+        }
+    return dtrain__trouble(world);
+}
+
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
 {
     if (!world) return DTRAIN_OK;
@@ -12877,13 +11970,12 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world->guest)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
                                                "and ends it; return from the rank's main function");
-    (void)dtrain__enter(world, "dtrain_world_leave");
-    const dtrain_result result = dtrain__world_gather(world, NULL, 0);
-    (void)dtrain__leave(world, result);
     dtrain__guest *guest = world->guest;
-    dtrain__record_end(world->control, world->rank,
-                       result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
-                       result == DTRAIN_OK ? "" : dtrain_last_error());
+    const dtrain_result result = dtrain__await_leaving(world);
+    if (dtrain__load(&world->control->exits[world->rank].how) == DTRAIN__RUNNING)
+        dtrain__record_end(world->control, world->rank,
+                           result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
+                           result == DTRAIN_OK ? "" : dtrain_last_error());
     dtrain__world_destroy(world);
     munmap(guest, guest->bytes);
     dtrain__set_thread_rank(-1);
@@ -20540,7 +19632,6 @@ typedef struct dtrain__trainer_view {
     int rank, ranks;    /* in groups->all */
     const float *words; /* (ranks, word_count): of each rank its figures, then other words */
     size_t word_count;
-    float *gpu; /* the figures from DTRAIN_FIGURE_GPU_UTILIZATION on, which the next step sends */
     /* Report the memory that this rank holds, and the memory that a plan of the loss predicts; an
      * error is the plan's. */
     dtrain_result (*memory)(const dtrain_trainer *trainer, dtrain_memory *held,
@@ -32971,10 +32062,9 @@ struct dtrain_trainer {
     uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling */
     uint32_t in_a_row; /* how many of the last steps were */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
-    dtrain__micro *micros; /* (micro_batches) */
-    bool ended;            /* this rank's data has ended */
-    double saving;         /* seconds in checkpoints until the end of the last step */
-    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
+    dtrain__micro *micros;     /* (micro_batches) */
+    bool ended;                /* this rank's data has ended */
+    double saving;             /* seconds in checkpoints until the end of the last step */
     dtrain__rank_words *words; /* (ranks), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
     int slow_rank;   /* the slowest of the last step ... */
@@ -34100,8 +33190,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->loss_counts = dtrain__loss_counts(desc->strategy);
     trainer->slow_rank = -1;
     trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
-    for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
-        trainer->gpu[i] = (float)DTRAIN__NAN;
     dtrain_loss_scaler none;
     memset(&none, 0, sizeof none);
     const bool given = /* one of the settings, which come before the counts */
@@ -34147,7 +33235,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     view->ranks = trainer->ranks;
     view->words = (const float *)trainer->words;
     view->word_count = DTRAIN__WORD_COUNT;
-    view->gpu = trainer->gpu;
     view->memory = dtrain__trainer_memory;
     if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
         result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
@@ -34261,8 +33348,6 @@ static void dtrain__put_figures(const dtrain_trainer *trainer, const double *bef
         own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
     if (!trainer->groups.pipeline)
         own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
-    for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
-        own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
     own[DTRAIN__WORD_STOP] = world.stop_requested;
     own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
 }
@@ -34687,8 +33772,8 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
 /* The stream of metrics and its writers
  *
  * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
- * file.c (numbers, and files that cannot stop a training), console.c, lines.c, prometheus.c,
- * tensorboard.c (the writers), histogram.c and nvml.c (measurements of the monitor itself). */
+ * file.c (files that cannot stop a training), console.c, lines.c, tensorboard.c (the
+ * writers), histogram.c (measurements of the monitor itself). */
 
 /* Return false for NaN and infinity, also under -ffast-math. */
 static inline bool dtrain__finite(double value)
@@ -34715,17 +33800,8 @@ typedef struct dtrain__records {
     const char *path;
 } dtrain__records;
 
-typedef struct dtrain__nvml {
-    void *library, *device;
-    bool started;
-    double ask_at;
-    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no answer */
-    char reason[200];                                                   /* why there is none; "" */
-} dtrain__nvml;
-
-#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 105 that table.c has, and added ones */
-#define DTRAIN__WRITERS 4
-#define DTRAIN__NEXT ".next"   /* what the next version of Prometheus's file is called */
+#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 98 that table.c has, and added ones */
+#define DTRAIN__WRITERS 3
 #define DTRAIN__EVENT_FILE 160 /* bytes of the name of TensorBoard's file, at most */
 
 struct dtrain_metrics {
@@ -34750,12 +33826,6 @@ struct dtrain_metrics {
     } console;
     dtrain__records jsonl;
     struct {
-        double write_at;                                 /* when the file may be replaced again */
-        double sent[DTRAIN_COLLECTIVE_KINDS];            /* in all steps */
-        const char *sent_names[DTRAIN_COLLECTIVE_KINDS]; /* "send_bytes" */
-        char *next;                                      /* path of the next version */
-    } prometheus;
-    struct {
         dtrain__records file;
         char *path;     /* file.path */
         size_t open[8]; /* (depth) offsets in the text where its open messages begin */
@@ -34765,11 +33835,9 @@ struct dtrain_metrics {
     dtrain_metrics_sample sample; /* the last step, as sinks see it */
     dtrain_metric metrics[DTRAIN__METRICS_MOST];
     double flops, peak_share;          /* of the last step: a second of all ranks, of their peak */
-    double throttle, ecc;              /* of all ranks' GPUs */
     dtrain_memory held, planned;       /* of this rank; planned: without no_plan */
     uint64_t planned_passes;           /* activations and their gradients */
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
-    dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
 
     double started; /* when the first step began */
@@ -34783,9 +33851,6 @@ DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics);
 /* monitor/file.c */
 /* Begin a record in the text that all writers share. */
 DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
-                                         const char *nan, const char *inf, const char *minus_inf);
-DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done);
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append);
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
@@ -34797,10 +33862,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
 
 /* monitor/lines.c */
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metrics_sample *sample);
-
-/* monitor/prometheus.c */
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_sink(void *user,
-                                                      const dtrain_metrics_sample *sample);
 
 /* monitor/tensorboard.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
@@ -34814,11 +33875,6 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
-
-/* monitor/nvml.c */
-DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
@@ -34856,8 +33912,8 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
  * is none. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
-    const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
-                                  &desc->run_name,   &desc->config,          &desc->hparams};
+    const char **const texts[] = {&desc->jsonl_path, &desc->tensorboard_dir, &desc->run_name,
+                                  &desc->config, &desc->hparams};
     size_t all = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         const char **text = texts[i];
@@ -34879,10 +33935,9 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     const dtrain_metrics_sink writers[DTRAIN__WRITERS] = {
         {false, false, "progress", dtrain__console_sink, metrics},
         {false, false, "json lines", dtrain__jsonl_sink, metrics},
-        {false, false, "prometheus", dtrain__prometheus_sink, metrics},
         {false, true, "tensorboard", dtrain__tensorboard_sink, metrics}};
     const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
-                                                desc->prometheus_path, desc->tensorboard_dir};
+                                                desc->tensorboard_dir};
     for (size_t i = 0; i < DTRAIN__WRITERS + desc->sink_count; i++) {
         const bool own = i < DTRAIN__WRITERS;
         const dtrain_metrics_sink *sink = own ? &writers[i] : &desc->sinks[i - DTRAIN__WRITERS];
@@ -34903,8 +33958,6 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     metrics->planned_passes = metrics->planned.activations + metrics->planned.activation_grads;
     if (plan != DTRAIN_OK)
         snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
-    if (dtrain__nvml_open(metrics) != DTRAIN_OK)
-        snprintf(metrics->nvml.reason, sizeof metrics->nvml.reason, "%s", dtrain_last_error());
     dtrain__metrics_list(metrics);
     for (; metrics->opened < metrics->sink_count; metrics->opened++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[metrics->opened];
@@ -34915,7 +33968,7 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
                               sink->name, dtrain_result_text(result));
         return result;
     }
-    return dtrain__set_last_error(DTRAIN_OK, ""); /* no GPU and no plan are no errors */
+    return dtrain__set_last_error(DTRAIN_OK, ""); /* no plan is no error */
 }
 
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
@@ -34934,20 +33987,16 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: desc has %zu sinks, at most %d are possible",
                            desc->sink_count, DTRAIN_METRICS_SINKS);
-    /* one piece of memory: metrics, texts, names of files */
+    /* one piece of memory: metrics, texts, the path of TensorBoard's file */
     dtrain_metrics_desc resolved = *desc;
     const size_t texts = dtrain__strings_keep(&resolved, NULL);
-    const size_t bytes =
-        sizeof(dtrain_metrics) + 2 * texts + sizeof DTRAIN__NEXT + DTRAIN__EVENT_FILE;
+    const size_t bytes = sizeof(dtrain_metrics) + 2 * texts + DTRAIN__EVENT_FILE;
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, bytes, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->bytes = bytes;
-    char *names = (char *)(metrics + 1) + texts;
-    (void)dtrain__strings_keep(&resolved, names - texts);
-    metrics->prometheus.next = names;
-    if (resolved.prometheus_path) names += strlen(resolved.prometheus_path) + sizeof DTRAIN__NEXT;
-    metrics->tensorboard.path = names;
+    (void)dtrain__strings_keep(&resolved, (char *)(metrics + 1));
+    metrics->tensorboard.path = (char *)(metrics + 1) + texts;
     metrics->desc = resolved;
     metrics->allocator = world->allocator;
     metrics->text.allocator = &metrics->allocator;
@@ -34956,7 +34005,6 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         desc->trainer ? dtrain__trainer_seen(desc->trainer)->groups->all : dtrain_world_comm(world);
     metrics->console.file.size = metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
     dtrain_summary *s = &metrics->summary;
     s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
@@ -35016,7 +34064,6 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
     s->seconds = now - metrics->started;
-    dtrain__nvml_sample(metrics);
     dtrain__metrics_list(metrics);
     const dtrain_spread *figures = metrics->last.figures;
     s->comm_bytes += record->comm_bytes;
@@ -35037,7 +34084,6 @@ static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_i
     info->last = metrics->sample;
     info->sink_count = metrics->sink_count;
     info->sinks = metrics->infos;
-    info->no_gpu = metrics->nvml.reason;
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
@@ -35099,7 +34145,6 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__set_last_error(code, text);
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
-    dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);
     dtrain__text_free(&metrics->text);
     dtrain__free(&allocator, metrics, 1, metrics->bytes);
@@ -35258,21 +34303,6 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
                  "Most device memory so far, largest rank."),
     DTRAIN__EACH(DTRAIN__BASE("memory_activation_bytes"), "memory", DTRAIN__I, ACTIVATIONS, max,
                  "Activations of the largest pass, largest rank."),
-    DTRAIN__EACH(DTRAIN__NAMES("gpu_utilization", "gpu_utilization_ratio"), "nvml", 0,
-                 GPU_UTILIZATION, mean, "GPU utilization, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_memory_bytes"), "nvml", DTRAIN__I, GPU_MEMORY, max,
-                 "GPU memory in use, largest rank."),
-    DTRAIN__EACH(DTRAIN__NAMES("gpu_clock_hz", "gpu_clock_hertz"), "nvml", 0, GPU_CLOCK, mean,
-                 "Clock of the multiprocessors, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_power_watts"), "nvml", 0, GPU_POWER, mean,
-                 "Power, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_temperature_celsius"), "nvml", 0, GPU_TEMPERATURE, max,
-                 "Temperature, hottest GPU."),
-    DTRAIN__EACH_AT(DTRAIN__NAMES("gpu_throttle", "gpu_throttle_reasons"), "nvml", DTRAIN__I,
-                   GPU_THROTTLE, REAL, MEASURED, throttle,
-                   "NVML's bits of why clocks are low, of any rank."),
-    DTRAIN__EACH_AT(DTRAIN__BASE("gpu_ecc_errors"), "nvml", DTRAIN__I, GPU_ECC, REAL, MEASURED,
-                   ecc, "Uncorrected ECC errors of all ranks' GPUs."),
     DTRAIN__MEMORIES("memory_", DTRAIN__HELD, held, "held"),
     DTRAIN__MEMORIES("predicted_", DTRAIN__PLANNED, planned, "predicted"),
     DTRAIN__MEMORY("predicted_activation", DTRAIN__PLANNED, planned_passes,
@@ -35284,34 +34314,14 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
 /* ---- The values -------------------------------------------------------------------------------*/
 
 /* Complete the stream's copy of the record: figures that no rank has measured are NaN, as all are
- * in a record without figures, and without a trainer, which would exchange them, the figures of
- * this rank's GPU are all there are. Then compute the numbers that are no figures. Throttle reasons
- * are the union of all ranks' bits, ECC errors the sum. Figures are fp32, which is exact below
- * 2^24; NVML's reasons are bits up to 2^9. */
+ * in a record without figures. Then compute the numbers that are no figures. */
 static void dtrain__metrics_prepare(dtrain_metrics *metrics)
 {
     const dtrain_spread unknown = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1, 0};
-    const dtrain_metrics_sample *sample = &metrics->sample;
     dtrain_step_record *r = &metrics->last;
     dtrain_spread *figures = r->figures;
-    uint64_t bits = 0;
-    double errors = 0;
-    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
-        const int gpu = f - DTRAIN_FIGURE_GPU_UTILIZATION;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
         if (r->ranks == 0 || figures[f].max_rank < 0) figures[f] = unknown;
-        if (metrics->desc.trainer || gpu < 0 || !dtrain__is_finite(metrics->nvml.figures[gpu]))
-            continue;
-        figures[f].mean = figures[f].max = (double)metrics->nvml.figures[gpu];
-        figures[f].max_rank = dtrain_world_rank(metrics->world);
-    }
-    for (int rank = 0; sample->figures && rank < r->ranks; rank++) {
-        const float *own = sample->figures + (size_t)rank * sample->figure_stride;
-        const float reasons = own[DTRAIN_FIGURE_GPU_THROTTLE], lost = own[DTRAIN_FIGURE_GPU_ECC];
-        if (dtrain__is_finite(reasons) && reasons >= 0) bits |= (uint64_t)reasons;
-        if (dtrain__is_finite(lost)) errors += (double)lost;
-    }
-    metrics->throttle = sample->figures ? (double)bits : figures[DTRAIN_FIGURE_GPU_THROTTLE].max;
-    metrics->ecc = sample->figures ? errors : figures[DTRAIN_FIGURE_GPU_ECC].max;
     const double seconds = figures[DTRAIN_FIGURE_STEP].max;
     const double flops = figures[DTRAIN_FIGURE_FLOPS].mean;
     metrics->flops = flops > 0 && seconds > 0 ? flops * r->ranks / seconds : DTRAIN__NAN;
@@ -35365,7 +34375,7 @@ DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics)
 
 /* ==== src/monitor/file.c ====================================================================== */
 
-/* Numbers, and files that cannot stop a training
+/* Files that cannot stop a training
  *
  * A pipe without a reader (SIGPIPE) or a limit on the size of files (SIGXFSZ) is an error of the
  * write here, not the end of the process. A record that was written in part is cut off again, so
@@ -35377,36 +34387,6 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
     metrics->text.bytes = 0;
     metrics->text.failed = false;
     return &metrics->text;
-}
-
-/* Add a number, rounded to fp32, with the fewest digits that give it back (0.1, and not
- * 0.100000001; nine are always enough), or an integer whole; or the format's word for NaN, for
- * infinity or for minus infinity. The decimal point of the host's locale, of several bytes even,
- * becomes a point. */
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
-                                         const char *nan, const char *inf, const char *minus_inf)
-{
-    char number[64];
-    size_t bytes = 0;
-    bool other = false;
-    if (!dtrain__finite(value)) {
-        dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
-        return;
-    }
-    if (integer) snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
-    else {
-        const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
-        for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
-            snprintf(number, sizeof number, "%.*g", digits, rounded);
-            if ((float)strtod(number, NULL) == (float)rounded) break;
-        }
-    }
-    for (const char *at = number; *at; at++) {
-        const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
-        if (usual || !other) number[bytes++] = usual ? *at : '.';
-        other = !usual;
-    }
-    dtrain__text_append(text, number, bytes);
 }
 
 /* Write all bytes, or *written of them. A signal that a failed write causes is blocked and
@@ -35445,7 +34425,7 @@ static bool dtrain__records_write(const dtrain__records *file, const void *data,
 }
 
 /* Leave the error of a file: what could not be done, and why by errno. */
-DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done)
+static dtrain_result dtrain__file_fail(const char *path, const char *done)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, done, strerror(errno));
 }
@@ -35666,11 +34646,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
 
 /* A JSON line a step: monitor/metrics.h has its keys. */
 
-/* Add `, "key": value`. */
+/* Add `, "key": value`: an integer whole, another number rounded to fp32, with the fewest digits
+ * that give it back (0.1, and not 0.100000001; nine are always enough). The decimal point of the
+ * host's locale, of several bytes even, becomes a point. */
 static void dtrain__json_add(dtrain__text *text, const char *key, double value, bool integer)
 {
+    char number[64];
+    size_t bytes = 0;
+    bool other = false;
     dtrain__text_add(text, ", \"%s\": ", key);
-    dtrain__text_number(text, value, integer, "null", "null", "null");
+    if (!dtrain__finite(value)) {
+        dtrain__text_add(text, "null");
+        return;
+    }
+    if (integer) snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
+    else {
+        const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
+        for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
+            snprintf(number, sizeof number, "%.*g", digits, rounded);
+            if ((float)strtod(number, NULL) == (float)rounded) break;
+        }
+    }
+    for (const char *at = number; *at; at++) {
+        const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
+        if (usual || !other) number[bytes++] = usual ? *at : '.';
+        other = !usual;
+    }
+    dtrain__text_append(text, number, bytes);
 }
 
 static void dtrain__json_add_summary(dtrain__text *text, const dtrain_metrics *metrics,
@@ -35750,137 +34752,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metric
     const dtrain_result result = dtrain__records_append(file, text);
     const dtrain_result closed = end ? dtrain__records_close(file) : DTRAIN_OK;
     return result == DTRAIN_OK ? closed : result;
-}
-
-/* ==== src/monitor/prometheus.c ================================================================ */
-
-/* A text file for Prometheus
- *
- * node_exporter's textfile collector reads DIRECTORY/NAME.prom whenever it is asked, so the file is
- * replaced as a whole: the next version is written beside it, as NAME.prom.next, which the
- * collector does not read, and renamed. That is done at most once a second, because Prometheus asks
- * every 15 seconds or so, and at the end. The format is text 0.0.4, without time stamps (the
- * collector drops a file that has them).
- *
- *     # HELP dtrain_step_seconds Time of a step, slowest rank.
- *     # TYPE dtrain_step_seconds gauge
- *     dtrain_step_seconds{run="a"} 0.0125
- *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank. Here: of each rank.
- *     # TYPE dtrain_rank_step_seconds gauge
- *     dtrain_rank_step_seconds{run="a",rank="0"} 0.0125
- *
- * Values that are not finite are NaN, +Inf and -Inf. */
-
-/* Add a sample of dtrain_PREFIXNAME, with labels besides that of the run, whose name is escaped.
- * The first of a metric comes with its help and its type. */
-static void dtrain__prometheus_add(dtrain_metrics *metrics, const char *prefix,
-                                   const dtrain_metric *m, double value, const char *labels,
-                                   bool first)
-{
-    dtrain__text *text = &metrics->text;
-    const bool whole = value == floor(value) && fabs(value) < 9e15;
-    if (first)
-        dtrain__text_add(text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", prefix, m->base,
-                         m->help, prefix[0] ? " Here: of each rank." : "", prefix, m->base,
-                         m->flags & DTRAIN_METRIC_COUNTER && !prefix[0] ? "counter" : "gauge");
-    dtrain__text_add(text, "dtrain_%s%s{run=\"", prefix, m->base);
-    for (const char *at = metrics->desc.run_name; *at; at++) {
-        if (strchr("\n\\\"", *at)) dtrain__text_append(text, "\\", 1);
-        dtrain__text_append(text, *at == '\n' ? "n" : at, 1);
-    }
-    dtrain__text_add(text, "\"%s} ", labels);
-    dtrain__text_number(text, value, whole, "NaN", "+Inf", "-Inf");
-    dtrain__text_append(text, "\n", 1);
-}
-
-/* Replace the file by one with the state of the run, the last evaluation and all metrics; after a
- * failure the version before is still there. */
-static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
-{
-    const dtrain_metrics_sample *sample = &metrics->sample;
-    const dtrain_summary *s = &metrics->summary;
-    const dtrain__text *text = dtrain__record_begin(metrics);
-    const uint32_t counter = DTRAIN_METRIC_COUNTER;
-    const double steps = (double)s->steps, unknown = DTRAIN__NAN;
-    const dtrain_metric rows[] = {
-        {"", "finished", 1, "", 0, -1, (double)finished, "1 when the run is over."},
-        {"", "steps_total", 1, "", counter, -1, steps, "Steps that this run has made."},
-        {"", "step", 1, "", 0, -1, steps > 0 ? (double)sample->step : unknown,
-         "Number of the last step, from 1."},
-        {"", "last_step_timestamp_seconds", 1, "", 0, -1, /* nine digits would be tens of them */
-         steps > 0 ? floor(sample->wall_time) : unknown,
-         "When the last step was reported, in whole seconds."},
-        {"", "val_loss", 1, "", 0, -1, s->val_loss, "Mean loss of the last evaluation."},
-        {"", "val_accuracy", 1, "", 0, -1, s->val_accuracy,
-         "Share of right answers in the last evaluation, 0 to 1."},
-        {"", "sent_bytes_total", 1, "", counter, -1, unknown,
-         "Bytes that rank 0 sent, by kind of collective."},
-    };
-    const size_t count = sizeof rows / sizeof *rows;
-    char *next = metrics->prometheus.next, label[64];
-    dtrain__records file;
-    bool first = true;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__finite(rows[i].value))
-            dtrain__prometheus_add(metrics, "", &rows[i], rows[i].value, "", true);
-    for (size_t i = 0; i < sample->count; i++) {
-        const dtrain_metric *m = &sample->metrics[i];
-        first = true;
-        if (strcmp(m->group, "loss") == 0 && strcmp(m->name, "loss") != 0) continue; /* above */
-        dtrain__prometheus_add(metrics, "", m, m->value * m->base_scale, "", true);
-        for (int r = 0; m->figure >= 0 && sample->figures && r < metrics->last.ranks; r++) {
-            const size_t at = (size_t)r * sample->figure_stride + (size_t)m->figure;
-            if (!dtrain__is_finite(sample->figures[at])) continue;
-            snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
-            dtrain__prometheus_add(metrics, "rank_", m, (double)sample->figures[at], label, first);
-            first = false;
-        }
-    }
-    first = true;
-    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
-        const char *name = metrics->prometheus.sent_names[kind];
-        const double sent = metrics->prometheus.sent[kind];
-        if (!(sent > 0)) continue;
-        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
-        dtrain__prometheus_add(metrics, "", &rows[count - 1], sent, label, first);
-        first = false;
-    }
-    snprintf(next, strlen(metrics->desc.prometheus_path) + sizeof DTRAIN__NEXT, "%s" DTRAIN__NEXT,
-             metrics->desc.prometheus_path);
-    (void)unlink(next);
-    DTRAIN__TRY(dtrain__records_open(&file, next, false));
-    dtrain_result result = dtrain__records_append(&file, text);
-    const dtrain_result closed = dtrain__records_close(&file);
-    if (result == DTRAIN_OK) result = closed;
-    if (result == DTRAIN_OK && rename(next, metrics->desc.prometheus_path) != 0)
-        result = dtrain__file_fail(metrics->desc.prometheus_path, "replaced");
-    if (result != DTRAIN_OK) unlink(next);
-    return result;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_sink(void *user,
-                                                      const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    const char *path = metrics->desc.prometheus_path;
-    const size_t length = strlen(path);
-    const double now = dtrain_seconds();
-    const bool end = sample->moment == DTRAIN_METRICS_FINISH;
-    if (length < 6 || strcmp(path + length - 5, ".prom") != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: the Prometheus file %s does not end in .prom: "
-                           "node_exporter would not read it",
-                           path);
-    if (sample->moment != DTRAIN_METRICS_STEP) return dtrain__prometheus_replace(metrics, end);
-    for (size_t i = 0; i < sample->count; i++) {
-        const int kind = sample->metrics[i].figure - DTRAIN_FIGURE_COMM_BYTES;
-        if (kind <= 0 || kind >= DTRAIN_COLLECTIVE_KINDS) continue;
-        metrics->prometheus.sent[kind] += sample->metrics[i].value;
-        metrics->prometheus.sent_names[kind] = sample->metrics[i].name;
-    }
-    if (now < metrics->prometheus.write_at) return DTRAIN_OK;
-    metrics->prometheus.write_at = now + 1;
-    return dtrain__prometheus_replace(metrics, false);
 }
 
 /* ==== src/monitor/tensorboard.c =============================================================== */
@@ -36343,162 +35214,6 @@ DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
     dtrain__free(&metrics->allocator, metrics->histograms, 1, sizeof *metrics->histograms);
 }
 
-/* ==== src/monitor/nvml.c ====================================================================== */
-
-/* GPUs, by NVML
- *
- * NVIDIA's management library comes with the driver. It is loaded when a program runs, so that
- * nothing needs its header or links with it, and a machine without it has no such metrics. The few
- * functions below have kept their numbers and layouts since 2013.
- *
- * Every rank asks about its own GPU. The answers are figures, which the ranks exchange in each step
- * anyway: so rank 0 sees the GPUs of all nodes. Asking takes the driver's lock and up to
- * milliseconds: it is done every gpu_every_ms, and steps in between repeat the last answers. What a
- * GPU does not support stays unknown. A lost GPU is one warning, and is not asked again. */
-
-#include <dlfcn.h>
-
-/* Where the C library has no dlopen of its own (glibc before 2.34 without -ldl, or linked
- * statically) the address is NULL, and there is no NVML. */
-#pragma weak dlopen
-#pragma weak dlsym
-#pragma weak dlclose
-#pragma weak dlerror
-
-enum { DTRAIN__NVML_OK = 0, DTRAIN__NVML_NOT_SUPPORTED = 3, DTRAIN__NVML_GPU_IS_LOST = 15 };
-
-/* A function of the library by its type; dlsym has addresses of objects, which are copied. */
-typedef union dtrain__nvml_call {
-    int (*plain)(void);
-    int (*by_uuid)(const char *uuid, void **device);
-    int (*by_index)(unsigned index, void **device);
-    int (*get)(void *device, void *answer);
-    int (*get_one)(void *device, unsigned which, void *answer);
-    int (*get_errors)(void *device, unsigned type, unsigned counter, void *answer);
-} dtrain__nvml_call;
-
-static bool dtrain__nvml_find(const dtrain__nvml *nvml, const char *name, dtrain__nvml_call *call)
-{
-    void *address = dlsym(nvml->library, name);
-    memcpy(call, &address, sizeof address);
-    return address != NULL;
-}
-
-/* A question to NVML: the figure, the function that answers, and where in its answer the number is
- * that makes the figure, times the scale. */
-typedef struct dtrain__nvml_question {
-    dtrain_figure figure;
-    const char *function;
-    int arguments;  /* before the answer: none, `which`, or `which` and 0 */
-    unsigned which; /* sensor, clock or kind of errors */
-    size_t at, bytes;
-    double scale;
-} dtrain__nvml_question;
-
-static const dtrain__nvml_question dtrain__nvml_questions[] = {
-    {DTRAIN_FIGURE_GPU_UTILIZATION, "nvmlDeviceGetUtilizationRates", 0, 0, 0, 4, 0.01},
-    {DTRAIN_FIGURE_GPU_MEMORY, "nvmlDeviceGetMemoryInfo", 0, 0, 16, 8, 1}, /* total, free, used */
-    {DTRAIN_FIGURE_GPU_CLOCK, "nvmlDeviceGetClockInfo", 1, 1, 0, 4, 1e6},  /* multiprocessors */
-    {DTRAIN_FIGURE_GPU_POWER, "nvmlDeviceGetPowerUsage", 0, 0, 0, 4, 1e-3},
-    {DTRAIN_FIGURE_GPU_TEMPERATURE, "nvmlDeviceGetTemperature", 1, 0, 0, 4, 1},
-    {DTRAIN_FIGURE_GPU_THROTTLE, "nvmlDeviceGetCurrentClocksEventReasons", 0, 0, 0, 8, 1},
-    /* its name before driver 535 */
-    {DTRAIN_FIGURE_GPU_THROTTLE, "nvmlDeviceGetCurrentClocksThrottleReasons", 0, 0, 0, 8, 1},
-    {DTRAIN_FIGURE_GPU_ECC, "nvmlDeviceGetTotalEccErrors", 2, 1, 0, 8, 1}, /* uncorrected */
-};
-
-static void dtrain__nvml_forget(dtrain__nvml *nvml)
-{
-    for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
-        nvml->figures[i] = (float)DTRAIN__NAN;
-}
-
-/* Load the library and find the GPU. An error is the reason why there are no GPU metrics. */
-DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    dtrain_world *world = metrics->world;
-    const char *asked = getenv("DTRAIN_NVML");
-    const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1", *why = NULL;
-    const bool gpu = !dtrain_world_device(world)->ops->host_memory;
-    int code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain_device_info device;
-    dtrain_world_info info;
-    dtrain__nvml_call call;
-    char uuid[48];
-    dtrain__nvml_forget(nvml);
-    if (!gpu && (!asked || !asked[0]))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the ranks compute on the CPU");
-    if (!dlopen || !dlsym || !dlclose)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "this program is linked without dlopen (add -ldl)");
-    nvml->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!nvml->library && dlerror) why = dlerror();
-    if (!nvml->library)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%.190s",
-                           why ? why : "the library cannot be loaded");
-    if (dtrain__nvml_find(nvml, "nvmlInit_v2", &call)) code = call.plain();
-    nvml->started = code == DTRAIN__NVML_OK;
-    if (!nvml->started)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%.140s cannot be started (its error %d)",
-                           path, code);
-    /* a GPU has an id; where ranks compute on a CPU and NVML was asked for by its path, this rank's
-     * is the GPU with its number on this host */
-    code = DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain__world_info(world, &info);
-    if (gpu && dtrain_device_query(dtrain_world_device(world), &device) == DTRAIN_OK &&
-        strlen(device.id) == 36) { /* "GPU-" and 32 digits */
-        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", device.id, device.id + 12,
-                 device.id + 16, device.id + 20, device.id + 24);
-        if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByUUID", &call))
-            code = call.by_uuid(uuid, &nvml->device);
-    } else if (dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByIndex_v2", &call))
-        code = call.by_index((unsigned)info.local_rank, &nvml->device);
-    if (code == DTRAIN__NVML_OK) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "NVML does not know this rank's GPU (its error %d)", code);
-}
-
-/* Ask all questions, if it is time to, and hand the answers to the trainer, whose next step sends
- * them to all ranks. A lost GPU is a reason not to ask again. */
-DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    const double now = dtrain_seconds();
-    if (!nvml->device || nvml->reason[0] || now < nvml->ask_at) return;
-    nvml->ask_at = now + 1e-3 * metrics->desc.gpu_every_ms;
-    dtrain__nvml_forget(nvml);
-    for (size_t i = 0; i < sizeof dtrain__nvml_questions / sizeof *dtrain__nvml_questions; i++) {
-        const dtrain__nvml_question *q = &dtrain__nvml_questions[i];
-        dtrain__nvml_call call;
-        uint64_t answer[3] = {0, 0, 0}, number = 0;
-        if (!dtrain__nvml_find(nvml, q->function, &call)) continue;
-        const int code = q->arguments == 0   ? call.get(nvml->device, answer)
-                         : q->arguments == 1 ? call.get_one(nvml->device, q->which, answer)
-                                             : call.get_errors(nvml->device, q->which, 0, answer);
-        memcpy(&number, (const char *)answer + q->at, q->bytes);
-        if (code == DTRAIN__NVML_OK)
-            nvml->figures[(int)q->figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION] =
-                (float)(q->scale * (double)number);
-        if (code != DTRAIN__NVML_GPU_IS_LOST || nvml->reason[0]) continue;
-        snprintf(nvml->reason, sizeof nvml->reason, "NVML says that the GPU is lost");
-        dtrain_log(metrics->world, DTRAIN_LOG_WARNING, "the GPU of rank %d is lost, says NVML",
-                   dtrain_world_rank(metrics->world));
-    }
-    if (metrics->desc.trainer)
-        memcpy(dtrain__trainer_seen(metrics->desc.trainer)->gpu, nvml->figures,
-               sizeof nvml->figures);
-}
-
-DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)
-{
-    dtrain__nvml *nvml = &metrics->nvml;
-    dtrain__nvml_call call;
-    if (nvml->started && dtrain__nvml_find(nvml, "nvmlShutdown", &call)) (void)call.plain();
-    if (nvml->library) dlclose(nvml->library);
-    memset(nvml, 0, sizeof *nvml);
-}
-
 /* ==== src/monitor/trace.c ===================================================================== */
 
 /* Traces: what a rank did when, for Perfetto
@@ -36766,6 +35481,693 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
     return DTRAIN_OK;
 }
 #endif
+
+/* ---- MPI, of no ring: for programs that are compiled with DTRAIN_USE_MPI ----------------------*/
+
+/* ==== src/comm/mpi.c ========================================================================== */
+
+/* The MPI transport
+ *
+ * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
+ * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
+ * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
+ *
+ *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
+ *                must agree; a small operation is complete now
+ *     parts      chunk c of slice j, from each rank that contributes to it, to rank j ...
+ *     results    ... which adds them in rank order and sends the sum to each rank that receives it
+ *
+ *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
+ *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
+ *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
+ *
+ * (comm/reduce.c says which ranks contribute and receive.) Large operations go in rounds. Round r
+ * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of them
+ * have arrived, the sum of chunk r is computed and the next round begins. So temporary memory does
+ * not depend on the count: it holds one chunk from every other rank, and the sum at this rank's
+ * place. Only the oldest operation is in rounds; records of later ones are exchanged meanwhile. A
+ * rank posts all requests of a round before it waits for any, so there is no deadlock.
+ *
+ * A send or receive moves one record, which contains small data, and then large data in pieces.
+ *
+ * A communicator is a range of tags, and MPI keeps messages of one tag in order. Once the ranks
+ * have met, no MPI call that may block is made; after a failure, none at all, and buffers of
+ * requests in flight stay mapped until the process ends. */
+
+/* ==== src/comm/mpi_internal.h ================================================================= */
+
+/* Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI. */
+
+#ifdef DTRAIN_USE_MPI
+
+#ifndef DTRAIN__MPI_CHUNK_BYTES
+#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* most, of data that is added */
+#endif
+#ifndef DTRAIN__MPI_MESSAGE_BYTES
+#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* other data: MPI counts in ints */
+#endif
+
+typedef enum dtrain__mpi_tag {
+    DTRAIN__TAG_RECORD = 0,
+    DTRAIN__TAG_ROUND = 1,
+    DTRAIN__TAG_MESSAGE = 2,
+    DTRAIN__TAG_ABORT = 3, /* of a world that has no link */
+    DTRAIN__MPI_TAGS = 4   /* a communicator */
+} dtrain__mpi_tag;
+
+/* The connection of a rank to MPI, one for all communicators. */
+typedef struct dtrain__mpi_hub {
+    MPI_Comm mpi;
+    int ranks[DTRAIN_MAX_RANKS];  /* rank in mpi of each rank of the world: orders may differ */
+    int64_t number_limit;         /* communicators that fit into MPI's range of tags */
+    MPI_Request request;          /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
+    int code;                     /* returned by the last MPI call */
+    bool failed;                  /* no MPI call is made any more */
+    dtrain__abort_record *aborts; /* (2) the one that is sent, the one that is received */
+    MPI_Request hearing;          /* of the latter; MPI_REQUEST_NULL: there is a link */
+} dtrain__mpi_hub;
+
+/* comm/mpi_meet.c */
+DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub);
+DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub);
+
+#endif /* DTRAIN_USE_MPI */
+
+#ifdef DTRAIN_USE_MPI
+
+#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* of the chunks of all ranks, at most */
+
+/* The purpose of a request. When an operation hangs, the smallest pending one names the late ranks:
+ * a missing part holds up all results, and a missing result may hold up a peer's receives. */
+typedef enum dtrain__mpi_use {
+    DTRAIN__PART_IN = 0,
+    DTRAIN__RESULT_IN = 1,
+    DTRAIN__SENT = 2,
+    DTRAIN__RECORD_IN = 3
+} dtrain__mpi_use;
+
+typedef struct dtrain__mpi_work {
+    dtrain_transport_work base;
+    int pending;  /* requests in flight, except receives of records */
+    size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
+} dtrain__mpi_work;
+
+typedef struct dtrain__mpi_token {
+    dtrain__mpi_work *work;
+    dtrain__mpi_use use;
+    int rank;
+} dtrain__mpi_token;
+
+/* What a rank shows, as it is sent from `call` on. */
+typedef struct dtrain__mpi_record {
+    uint64_t heard; /* sequence number of the newest one received; 1: of a message */
+    dtrain_call call;
+    char data[DTRAIN_SMALL_BYTES]; /* less where there are many ranks */
+} dtrain__mpi_record;
+
+typedef struct dtrain__mpi_comm {
+    dtrain_comm base;
+    dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
+    int active;                /* requests in flight: so many of requests and tokens are used */
+    MPI_Request *requests;     /* (room), as the next three */
+    dtrain__mpi_token *tokens;
+    MPI_Status *statuses;
+    int *indices;
+    char *records;   /* (window + 1, 2 size) see dtrain__mpi_record_of */
+    char *temporary; /* (size, chunk_bytes) */
+    size_t record_bytes, chunk_bytes;
+    char *memory; /* holds all arrays above */
+    size_t memory_bytes;
+} dtrain__mpi_comm;
+
+/* ---- Aborts -----------------------------------------------------------------------------------*/
+
+/* Hear of another rank's abort, in a world without a link. */
+static void dtrain__mpi_hear(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    const dtrain__abort_record *abort = &hub->aborts[1];
+    int heard = 0;
+    if (hub->failed || hub->hearing == MPI_REQUEST_NULL) return;
+    if (MPI_Test(&hub->hearing, &heard, MPI_STATUS_IGNORE) == MPI_SUCCESS && heard)
+        (void)dtrain__record_abort(world->control, &world->control->aborted, abort->rank,
+                                   (dtrain_result)abort->code, abort->text);
+}
+
+/* Send this rank's abort to all others, or hear of one. After its own nothing is sent any more; so
+ * MPI gets a moment for it, and what it may still read stays mapped. */
+static void dtrain__mpi_tell(dtrain_world *world)
+{
+    dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
+    const uint64_t until = dtrain__now_ns() + 100000000u;
+    MPI_Request sends[DTRAIN_MAX_RANKS];
+    MPI_Status statuses[DTRAIN_MAX_RANKS];
+    int count = 0, done = 0;
+    if (!hub || hub->failed) return;
+    if (!dtrain__load(&world->control->aborted.state)) {
+        dtrain__mpi_hear(world, hub);
+        return;
+    }
+    hub->failed = true;
+    hub->aborts[0] = world->control->aborted;
+    for (int i = 0; i < world->size; i++)
+        if (i != world->rank &&
+            MPI_Isend(&hub->aborts[0], (int)sizeof hub->aborts[0], MPI_BYTE, hub->ranks[i],
+                      DTRAIN__TAG_ABORT, hub->mpi, &sends[count]) == MPI_SUCCESS)
+            count++;
+    while (!done && dtrain__now_ns() < until)
+        if (MPI_Testall(count, sends, &done, statuses) != MPI_SUCCESS) break;
+}
+
+/* ---- Requests ---------------------------------------------------------------------------------*/
+
+/* Say whether this rank has heard of a failure in the world: MPI is not called any more. */
+static bool dtrain__mpi_failed(const dtrain__mpi_comm *comm)
+{
+    if (dtrain__load(&comm->base.world->control->aborted.state)) comm->hub->failed = true;
+    return comm->hub->failed;
+}
+
+/* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
+ * exit status, which is the better sentence: so wait a second for it first. */
+static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    char text[MPI_MAX_ERROR_STRING + 1] = "";
+    int length = 0;
+    dtrain_result turn = DTRAIN_OK;
+    while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
+        turn = dtrain__wait_turn(comm->base.world, &wait);
+    if (turn == DTRAIN_ERROR_PEER && !dtrain__engine_ok(&comm->base, turn)) return;
+    MPI_Error_string(code, text, &length);
+    (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
+}
+
+static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtrain__mpi_use use,
+                             dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
+{
+    const int peer = comm->hub->ranks[comm->base.world_ranks[rank]];
+    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const MPI_Comm mpi = comm->hub->mpi;
+    dtrain__mpi_token *token = &comm->tokens[comm->active];
+    MPI_Request *request = &comm->requests[comm->active];
+    if (dtrain__mpi_failed(comm)) return;
+    const int code = use == DTRAIN__SENT
+                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request)
+                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request);
+    if (code != MPI_SUCCESS) {
+        dtrain__mpi_refused(comm, code, use == DTRAIN__SENT ? "MPI_Isend" : "MPI_Irecv");
+        return;
+    }
+    token->work = work;
+    token->use = use;
+    token->rank = rank;
+    work->pending += use != DTRAIN__RECORD_IN;
+    comm->active++;
+}
+
+/* Return a record of a collective, or of messages (0). Place r < size receives from rank r; the
+ * places from `size` on hold what this rank sends: one record for all ranks in a collective, else
+ * one for each peer. */
+static dtrain__mpi_record *dtrain__mpi_record_of(const dtrain__mpi_comm *comm, uint64_t sequence,
+                                                 int place)
+{
+    const size_t line = sequence ? sequence % DTRAIN_WINDOW : DTRAIN_WINDOW;
+    const size_t at = line * 2 * (size_t)comm->base.size + (size_t)place;
+    return (dtrain__mpi_record *)(void *)(comm->records + at * comm->record_bytes);
+}
+
+static void dtrain__mpi_post_record(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
+                                    dtrain__mpi_tag kind, int rank)
+{
+    dtrain__mpi_post(comm, work, DTRAIN__RECORD_IN, kind, rank,
+                     &dtrain__mpi_record_of(comm, work->base.sequence, rank)->call,
+                     comm->record_bytes - offsetof(dtrain__mpi_record, call));
+}
+
+/* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
+ * completed sends to move. */
+static void dtrain__mpi_poll(dtrain_comm *base)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    int count = 0, kept = 0, class_of = MPI_SUCCESS;
+    dtrain__mpi_hear(base->world, comm->hub);
+    if (dtrain__mpi_failed(comm)) return;
+    if (!comm->active && !base->in_flight)
+        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
+    if (!comm->active) return;
+    int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
+    if (code != MPI_SUCCESS) {
+        MPI_Error_class(code, &class_of);
+        for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
+            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) code = comm->statuses[i].MPI_ERROR;
+        dtrain__mpi_refused(comm, code, "MPI_Testsome");
+        return;
+    }
+    if (count == MPI_UNDEFINED || count == 0) return;
+    for (int i = 0; i < count; i++) {
+        const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
+        const uint64_t sequence = token->work->base.sequence;
+        if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
+        else dtrain__mpi_record_of(comm, sequence, token->rank)->heard = sequence ? sequence : 1;
+    }
+    for (int i = 0; i < comm->active; i++) {
+        if (comm->requests[i] == MPI_REQUEST_NULL) continue;
+        comm->requests[kept] = comm->requests[i];
+        comm->tokens[kept++] = comm->tokens[i];
+    }
+    comm->active = kept;
+    ++*base->moves;
+}
+
+/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
+static size_t dtrain__mpi_write_shown(const dtrain_transport_work *work, dtrain_call *at)
+{
+    const size_t bytes = work->small ? work->send_bytes : 0;
+    *at = work->call;
+    if (bytes) memcpy(at + 1, work->what.send, bytes);
+    return sizeof *at + bytes;
+}
+
+static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const int size = base->size, rank = base->rank;
+    dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
+    const size_t bytes = dtrain__mpi_write_shown(work, record);
+    for (int i = 1; i < size; i++)
+        dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
+    for (int i = 1; i < size; i++)
+        dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_RECORD, (rank + i) % size, record,
+                         bytes);
+}
+
+static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t sequence, int rank)
+{
+    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
+    const dtrain__mpi_record *record = dtrain__mpi_record_of(comm, sequence, rank);
+    return record->heard && record->heard >= sequence ? &record->call : NULL;
+}
+
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+/* A receiver first posts the record, whose call the engine compares before it agrees. */
+static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
+{
+    dtrain_transport_work *work = &own->base;
+    const dtrain_collective *what = &work->what;
+    const int size = comm->base.size;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const size_t all = work->small ? 0 : dtrain__send_bytes(what, size);
+    dtrain__mpi_record *record = dtrain__mpi_record_of(comm, 0, what->root + (sends ? size : 0));
+    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
+        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
+        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
+        if (own->round == 0) {
+            if (sends)
+                dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
+                                 &record->call, dtrain__mpi_write_shown(work, &record->call));
+            else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
+            continue;
+        }
+        if (!sends && !work->agreed) return false;
+        if (!sends) record->heard = 0; /* the next call has not arrived */
+        if (own->round == 1 && !sends && work->small && what->count)
+            memcpy(what->recv, record->data, work->recv_bytes);
+        if (at >= all) return true;
+        dtrain__mpi_post(comm, own, sends ? DTRAIN__SENT : DTRAIN__PART_IN, DTRAIN__TAG_MESSAGE,
+                         what->root, buffer + at,
+                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
+    }
+    return false;
+}
+
+/* ---- Rounds -----------------------------------------------------------------------------------*/
+
+/* Return the chunk size. All-gather and all-to-all add nothing, so their data is received at its
+ * final address in large messages. */
+static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
+}
+
+/* Find chunk c of a transfer; false: it is nothing, or has fewer chunks. */
+static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                 bool results, int from, int to, size_t c, dtrain__transfer *chunk)
+{
+    const size_t each = dtrain__mpi_chunk(comm, what), at = c * each;
+    if (!dtrain__transfer_of(what, comm->base.size, results, from, to, chunk)) return false;
+    if (at >= chunk->bytes) return false;
+    chunk->source += at;
+    chunk->target += at;
+    chunk->bytes = chunk->bytes - at < each ? chunk->bytes - at : each;
+    return true;
+}
+
+/* Return the address of chunk c of this rank's sum: in recv, if this rank receives it, else in
+ * temporary. */
+static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
+                             size_t offset)
+{
+    const int rank = comm->base.rank;
+    if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
+    return (char *)what->recv +
+           (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
+}
+
+/* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
+ * results: second phase. MPI does not write to a send buffer, though old versions take no const. */
+static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
+                                   int from, int to, size_t c)
+{
+    const dtrain_collective *what = &work->base.what;
+    const bool reduces = dtrain__kind_of(what->kind)->reduces;
+    dtrain__transfer chunk;
+    if (!dtrain__mpi_chunk_of(comm, what, results, from, to, c, &chunk)) return;
+    if (from == comm->base.rank)
+        dtrain__mpi_post(comm, work, DTRAIN__SENT, DTRAIN__TAG_ROUND, to,
+                         results && reduces ? dtrain__mpi_sum(comm, what, c, chunk.source)
+                                            : (char *)(uintptr_t)what->send + chunk.source,
+                         chunk.bytes);
+    else
+        dtrain__mpi_post(comm, work, results ? DTRAIN__RESULT_IN : DTRAIN__PART_IN,
+                         DTRAIN__TAG_ROUND, from,
+                         !results && reduces ? comm->temporary + (size_t)from * comm->chunk_bytes
+                                             : (char *)what->recv + chunk.target,
+                         chunk.bytes);
+}
+
+/* Post rounds until one is in flight; return true when the collective is complete. The sends of
+ * this rank's records count as pending: the next collective of the line reuses their buffers. */
+static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const int size = base->size, rank = base->rank;
+    const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
+    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
+    size_t first, length; /* of slice 0, which is the longest */
+    dtrain__transfer chunk;
+    if (!work->sequence) return dtrain__mpi_message(comm, own);
+    if (own->pending || work->small) return !own->pending;
+    if (!work->oldest) return false;
+    dtrain__slice(what, size, 0, &first, &length);
+    const size_t chunks = length * unit / each + (length * unit % each != 0);
+    for (; !own->pending && !dtrain__mpi_failed(comm); own->round++) {
+        const size_t r = own->round;
+        if (r == 0 && kind->joins) { /* this rank's own part */
+            const size_t slice = (size_t)rank * what->count * unit;
+            const char *from = (const char *)what->send + (kind->cuts ? slice : 0);
+            char *to = (char *)what->recv + slice;
+            if (from != to) memcpy(to, from, what->count * unit);
+        }
+        /* All parts of chunk r - 1 of this rank's slice have arrived: add them up. */
+        if (r && kind->reduces &&
+            dtrain__mpi_chunk_of(comm, what, false, rank, rank, r - 1, &chunk)) {
+            const char *in[DTRAIN_MAX_RANKS];
+            char *out = dtrain__mpi_sum(comm, what, r - 1, chunk.source);
+            for (int i = 0; i < size; i++) in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
+            in[rank] = (const char *)what->send + chunk.source;
+            dtrain__combine(what, in, size, &out, 1, chunk.bytes / unit);
+        }
+        if (r == chunks + (kind->cuts ? 0 : lag)) return true;
+        for (int i = 1; i < size; i++) {
+            const int peer = (rank + i) % size;
+            dtrain__mpi_post_chunk(comm, own, false, rank, peer, r);
+            dtrain__mpi_post_chunk(comm, own, false, peer, rank, r);
+            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, rank, peer, r - lag);
+            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, peer, rank, r - lag);
+        }
+    }
+    return false;
+}
+
+static bool dtrain__mpi_lags(const dtrain_comm *base, const dtrain_transport_work *work, int rank)
+{
+    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
+    dtrain__mpi_use first = DTRAIN__RECORD_IN;
+    bool lags = false;
+    if (!work->sequence) return true;
+    for (int i = 0; i < comm->active; i++) {
+        const dtrain__mpi_token *token = &comm->tokens[i];
+        if (&token->work->base != work || token->use > first) continue;
+        lags = (lags && token->use == first) || token->rank == rank;
+        first = token->use;
+    }
+    return lags;
+}
+
+/* ---- Memory, failure, life --------------------------------------------------------------------*/
+
+static size_t dtrain__mpi_pages(size_t bytes)
+{
+    const size_t most = SIZE_MAX / 2;
+    return dtrain__round_up(bytes < 1 ? 1 : bytes < most ? bytes : most, dtrain__page_bytes());
+}
+
+static dtrain_result dtrain__mpi_map(dtrain_comm *comm, size_t asked, void **out)
+{
+    const size_t bytes = dtrain__mpi_pages(asked);
+    *out = NULL;
+    DTRAIN__TRY(dtrain__promise(comm->world, bytes));
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        dtrain__unpromise(comm->world, bytes);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
+                           strerror(errno));
+    }
+    *out = memory;
+    return DTRAIN_OK;
+}
+
+/* Unmap memory, except after a failure: MPI may still write to it. */
+static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
+{
+    const size_t bytes = dtrain__mpi_pages(asked);
+    if (!dtrain__mpi_failed((dtrain__mpi_comm *)comm)) munmap(memory, bytes);
+    dtrain__unpromise(comm->world, bytes);
+}
+
+/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there can
+ * be in flight: for every operation of the window a record each way, the four requests of one
+ * round, and one of a send and of a receive. */
+static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    const size_t size = (size_t)base->size, line = DTRAIN__CACHE_LINE;
+    const size_t room = size * (2 * DTRAIN_WINDOW + 4 + 2);
+    size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
+    void *memory;
+    comm->hub = base->number ? ((dtrain__mpi_comm *)base->world->comm)->hub : &comm->own;
+    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->world, comm->hub));
+    if (base->number >= comm->hub->number_limit)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
+                           (long long)base->number);
+    if (data > DTRAIN_SMALL_BYTES) data = DTRAIN_SMALL_BYTES;
+    if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
+    if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
+    comm->chunk_bytes = chunk / line * line;
+    comm->record_bytes = dtrain__round_up(offsetof(dtrain__mpi_record, data) + data, line);
+
+    const size_t bytes[] = {
+        room * sizeof *comm->requests,   room * sizeof *comm->tokens,
+        room * sizeof *comm->statuses,   room * sizeof *comm->indices,
+        size * comm->chunk_bytes,        (DTRAIN_WINDOW + 1) * 2 * size * comm->record_bytes,
+        2 * sizeof(dtrain__abort_record)};
+    size_t at[sizeof bytes / sizeof *bytes];
+    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
+        at[i] = comm->memory_bytes;
+        comm->memory_bytes += dtrain__round_up(bytes[i], line);
+    }
+    DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
+    comm->memory = (char *)memory;
+    comm->requests = (MPI_Request *)(void *)(comm->memory + at[0]);
+    comm->tokens = (dtrain__mpi_token *)(void *)(comm->memory + at[1]);
+    comm->statuses = (MPI_Status *)(void *)(comm->memory + at[2]);
+    comm->indices = (int *)(void *)(comm->memory + at[3]);
+    comm->temporary = comm->memory + at[4];
+    comm->records = comm->memory + at[5];
+    if (base->number == 0 && !base->world->link) {
+        comm->own.aborts = (dtrain__abort_record *)(void *)(comm->memory + at[6]);
+        base->world->tell = dtrain__mpi_tell;
+        MPI_Irecv(&comm->own.aborts[1], (int)sizeof comm->own.aborts[1], MPI_BYTE, MPI_ANY_SOURCE,
+                  DTRAIN__TAG_ABORT, comm->own.mpi, &comm->own.hearing);
+    }
+    *address = 1;
+    return DTRAIN_OK;
+}
+
+/* Exchange no addresses: MPI knows the ranks. There is no memory for a report: a failure fails all
+ * communicators of the world. */
+static void *dtrain__mpi_join(dtrain_comm *comm, const int64_t *addresses)
+{
+    (void)comm;
+    (void)addresses;
+    return NULL;
+}
+
+static void dtrain__mpi_release(dtrain_comm *base, bool joined)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    if (!comm->hub) return;
+    if (comm->active && !dtrain__mpi_failed(comm)) {
+        dtrain_world_abort(base->world, DTRAIN_ERROR_USAGE, "left with operations in flight");
+        comm->hub->failed = true;
+    }
+    if (!joined && base->number == 0) comm->hub->failed = true;
+    if (base->number == 0) dtrain__mpi_part(base->world, comm->hub);
+    if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
+}
+
+/* A rank that left normally is missed only after two seconds: its last messages may arrive later
+ * than the control plane's notice of its end. */
+static const dtrain_transport_ops dtrain__mpi_transport = {
+    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,      dtrain__mpi_make,
+    dtrain__mpi_join,         dtrain__mpi_release,      dtrain__mpi_map,  dtrain__mpi_unmap,
+    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move, dtrain__mpi_lags,
+    dtrain__mpi_poll};
+
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", &dtrain__mpi_transport);
+    return &ops;
+}
+
+#else
+
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL; }
+
+#endif /* DTRAIN_USE_MPI */
+
+/* ==== src/comm/mpi_meet.c ===================================================================== */
+
+/* The MPI transport: how ranks meet in MPI, and how they leave it
+ *
+ * The program has initialised MPI, and finalizes it. The ranks compare the size and the ranks of
+ * its communicator with those of the world, and duplicate it with a deadline. A rank that cannot go
+ * on fails, and the others find its exit record where they wait for it. */
+
+#ifdef DTRAIN_USE_MPI
+
+#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
+
+static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
+{
+    int done = 1;
+    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
+    return done || hub->code != MPI_SUCCESS;
+}
+
+/* Wait until all ranks have the duplicate. They exchange their progress at least ten times a
+ * second: so a stopped rank is noticed, and all give up together. */
+static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    const uint64_t least = DTRAIN__MPI_PATIENCE_NS;
+    const uint64_t most = world->timeout_ns > least ? world->timeout_ns : least;
+    enum { UNDER_WAY, DONE, TOO_LATE };
+    int32_t mine = UNDER_WAY, all[DTRAIN_MAX_RANKS];
+    int late = 0;
+    while (late < world->size) {
+        const uint64_t until = dtrain__now_ns() + 100000000u;
+        while (mine != DONE && dtrain__now_ns() < until)
+            if (dtrain__mpi_request_done(hub)) mine = DONE;
+            else sched_yield();
+        const dtrain_result turn = dtrain__wait_poll(world, &wait);
+        if (turn == DTRAIN_ERROR_PEER) return turn;
+        if (mine != DONE && wait.waited_ns >= most) mine = TOO_LATE;
+        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+        for (late = 0; late < world->size && all[late] == DONE;) late++;
+        for (int i = 0; i < world->size; i++)
+            if (all[i] == TOO_LATE)
+                return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                                   "MPI_Comm_idup has not returned on rank %d for %.1f s", i,
+                                   1e-9 * (double)most);
+    }
+    if (hub->code == MPI_SUCCESS) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", hub->code);
+}
+
+/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD, and
+ * duplicate it: that keeps the program's messages apart from these. */
+DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    const MPI_Comm given =
+        world->comm_given ? *(const MPI_Comm *)world->comm_given : MPI_COMM_WORLD;
+    int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
+    int finalized = 0, ready = 0, size, rank, found = 0;
+    void *highest = NULL;
+    hub->hearing = MPI_REQUEST_NULL;
+    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    if (world->size > 1 && !world->comm_given && (!world->link || world->launcher))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs ranks that MPI's launcher has started, "
+                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
+                           "or leave comm_ops NULL for the local communicator",
+                           world->size, world->size);
+    MPI_Initialized(&ready);
+    MPI_Finalized(&finalized);
+    if (!ready || finalized)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "MPI %s; call MPI_Init before the first world and MPI_Finalize after the "
+            "last",
+            finalized ? "has been ended by MPI_Finalize" : "is not initialised");
+    MPI_Comm_size(given, &size);
+    MPI_Comm_rank(given, &rank);
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
+    hub->number_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
+    mine[0] = size;
+    mine[1] = rank;
+    DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
+    for (int i = 0; i < world->size; i++) {
+        hub->ranks[i] = all[i][1];
+        if (all[i][0] != world->size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world's %d sees %d in MPI; start all with this "
+                               "MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or pmi2",
+                               i, world->size, (int)all[i][0], world->size);
+    }
+
+    hub->code = MPI_Comm_idup(given, &hub->mpi, &hub->request);
+    DTRAIN__TRY(dtrain__mpi_await(world, hub));
+    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
+    return DTRAIN_OK;
+}
+
+/* Free the duplicate after the last communicator, when all ranks have come to their end without an
+ * error. Otherwise memory that MPI may still access stays mapped until the process ends. */
+DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    dtrain_result turn = hub->failed ? DTRAIN_ERROR_PEER : dtrain__trouble(world);
+    int late = 0;
+    if (turn == DTRAIN_OK) hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
+    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
+        if (world->link) dtrain__link_pump(world, 1);
+        turn = dtrain__wait_poll(world, &wait);
+    }
+    while (late + 1 < world->size &&
+           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
+        late++;
+    if (turn == DTRAIN_ERROR_TIMEOUT)
+        dtrain_log(world, DTRAIN_LOG_WARNING,
+                   "rank %d has not come to its end for %.1f s: rank %d leaves MPI without it",
+                   late, 1e-9 * (double)world->timeout_ns, world->rank);
+    hub->failed = turn != DTRAIN_OK || hub->code != MPI_SUCCESS;
+    if (hub->failed) return;
+    if (hub->hearing != MPI_REQUEST_NULL) {
+        MPI_Cancel(&hub->hearing);
+        MPI_Wait(&hub->hearing, MPI_STATUS_IGNORE);
+    }
+    MPI_Comm_free(&hub->mpi);
+}
+
+#endif /* DTRAIN_USE_MPI */
 
 /* ---- The device and its kernels; products and kernels of layers belong to ring 3 -------------*/
 
@@ -37327,11 +36729,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain_
                                                   dtrain_dtype dtype);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device);
 DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b);
-DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
-                                        int64_t i, int64_t count, uint32_t *words);
 
 #if DTRAIN__MODELS
 /* device/cpu/launch_layers.c */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words);
 DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
                                       double sum, float wanted, double logits_sum);
 

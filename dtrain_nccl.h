@@ -89,9 +89,9 @@
 extern "C" {
 #endif
 
-/* What a host that has NCCL hands in as dtrain_join_desc.comm_given; NULL there: dtrain makes an id,
- * as in a launch. dtrain_world_join reads it, and dtrain never destroys, aborts or finalizes what
- * is the host's.
+/* What a host that has NCCL hands in as dtrain_join_desc.comm_given. With NULL there dtrain makes
+ * an id, as in a launch. dtrain_world_join reads it, and dtrain never destroys, aborts or
+ * finalizes what is the host's.
  *
  *     comm   The world's communicator is split from it, which needs NCCL 2.18. The join is then a
  *            collective of all its ranks. The two share nothing: the end or the failure of one does

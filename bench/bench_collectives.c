@@ -8,6 +8,9 @@
  * call is timed alone, after a barrier; with --warm calls run back to back on buffers that lie still.
  * The slowest rank's time counts. Results are checked in the same run, before each timing.
  *
+ * "tensors" are the gradients of 100 parameters of 4 KiB each: DDP averages them (ready for each,
+ * finish), MPI is called once for each.
+ *
  *   bytes    as nccl-tests counts: a rank's buffer; for reduce-scatter a rank's whole input, for
  *            all-gather a rank's whole output
  *   algbw    bytes / time
@@ -22,13 +25,13 @@
 #include "dtrain.h"
 #include "mpi_rival.h"
 
-enum { MAX_ROUNDS = 16, MAX_REPS = 64, OPS = 5, SOURCES = 4 };
+enum { MAX_ROUNDS = 16, MAX_REPS = 64, OPS = 6, SOURCES = 4, TENSORS_COUNT = 100, TENSOR = 1024 };
 enum { OURS_COMM, OURS_PRIVATE, OPEN_MPI, MPICH }; /* who made a time */
-enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER };
+enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER, TENSORS };
 
-static const char *const op_names[] = {"all-reduce", "reduce-scatter", "all-gather",
-                                       "broadcast",  "barrier",        NULL};
-static const char op_letters[OPS + 1] = "argbs";
+static const char *const op_names[] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast",
+                                       "barrier",    "tensors",        NULL};
+static const char op_letters[OPS + 1] = "argbst";
 static const char *const memory_names[] = {"comm", "private", NULL};
 
 static struct options {
@@ -36,8 +39,15 @@ static struct options {
     flag_list ranks, ops, memory;
     double seconds;
     long rounds, reps, warm, no_mpi;
-} opt = {
-    "1K,16K,256K,1M,4M,25M,100M", {2, {2, 4}}, {5, {0, 1, 2, 3, 4}}, {2, {0, 1}}, 0.02, 3, 5, 0, 0};
+} opt = {"1K,16K,256K,1M,4M,25M,100M",
+         {2, {2, 4}},
+         {6, {0, 1, 2, 3, 4, 5}},
+         {2, {0, 1}},
+         0.02,
+         3,
+         5,
+         0,
+         0};
 
 /* ---- times ---- */
 
@@ -53,6 +63,14 @@ typedef struct board {
     double copy_rate[FLAGS_LIST]; /* bytes read + written per second by all ranks together */
     int wrong;
 } board;
+
+/* A barrier and tensors have one size. */
+static int size_count(const board *b) { return b->op < BARRIER ? b->size_count : 1; }
+static size_t size_at(const board *b, int i)
+{
+    if (b->op == TENSORS) return TENSORS_COUNT * TENSOR * sizeof(float);
+    return b->op == BARRIER ? 0 : b->sizes[i];
+}
 
 static spread summarize(const series *s)
 {
@@ -81,7 +99,8 @@ typedef struct seat {
     dtrain_comm *comm;
     int rank, ranks, op;
     float *buffer;
-    size_t count; /* elements, a multiple of ranks */
+    size_t count;         /* elements, a multiple of ranks but of tensors */
+    dtrain_strategy *ddp; /* of tensors: its gradients are the buffer */
 } seat;
 
 #define TRY(call)                                                        \
@@ -106,6 +125,12 @@ static dtrain_result collective(const seat *s)
         return dtrain_all_gather(s->comm, own, s->buffer, slice, DTRAIN_DTYPE_F32, NULL);
     case BROADCAST:
         return dtrain_broadcast(s->comm, s->buffer, s->count, DTRAIN_DTYPE_F32, 0, NULL);
+    case TENSORS: {
+        dtrain_result result = DTRAIN_OK;
+        for (size_t i = TENSORS_COUNT; i-- > 0 && result == DTRAIN_OK;)
+            result = dtrain_strategy_ready(s->ddp, i);
+        return result == DTRAIN_OK ? dtrain_strategy_finish(s->ddp) : result;
+    }
     default: return dtrain_barrier(s->comm);
     }
 }
@@ -129,6 +154,7 @@ static int check_result(const seat *s, int *wrong)
         float wanted = ones + n * (float)(i % 5);
         if (s->op == ALL_GATHER) wanted = (float)(i / slice + 1) + (float)(i % 5);
         if (s->op == BROADCAST) wanted = 1 + (float)(i % 5);
+        if (s->op == TENSORS) wanted = ones / n + (float)(i % 5);
         if (s->buffer[i] == wanted) continue;
         fprintf(stderr, "%s of %zu: [%zu] is %g, expected %g\n", op_names[s->op], s->count, i,
                 (double)s->buffer[i], (double)wanted);
@@ -182,10 +208,28 @@ static int measure(const seat *s, board *b, double *times)
     return 0;
 }
 
+/* Make a strategy of parameters whose gradients follow each other in memory. */
+static int ddp_of(dtrain_world *world, float *grads, dtrain_strategy **out)
+{
+    static float values[TENSORS_COUNT][TENSOR];
+    static char names[TENSORS_COUNT][8];
+    static dtrain_param params[TENSORS_COUNT];
+    memset(params, 0, sizeof params);
+    for (int i = 0; i < TENSORS_COUNT; i++) {
+        snprintf(names[i], sizeof names[i], "t%d", i);
+        params[i].name = names[i];
+        params[i].value = values[i];
+        params[i].grad = grads + i * TENSOR;
+        params[i].count = TENSOR;
+    }
+    TRY(dtrain_strategy_create(world, params, TENSORS_COUNT, NULL, out));
+    return 0;
+}
+
 static int bench_rank(dtrain_world *world, void *user)
 {
     board *b = (board *)user;
-    size_t most = 4096;
+    size_t most = TENSORS_COUNT * TENSOR * sizeof(float);
     void *memory[2];
     seat s;
     s.comm = dtrain_world_comm(world);
@@ -197,16 +241,17 @@ static int bench_rank(dtrain_world *world, void *user)
     TRY(dtrain_comm_alloc(s.comm, most, &memory[OURS_COMM]));
     memory[OURS_PRIVATE] = bench_alloc(most);
     memset(memory[OURS_PRIVATE], 0, most);
+    s.ddp = NULL;
+    if (s.op == TENSORS && ddp_of(world, (float *)memory[OURS_PRIVATE], &s.ddp)) return 1;
     for (int m = OURS_COMM; m <= OURS_PRIVATE; m++)
-        for (int i = 0; i < b->size_count; i++) {
-            if (!listed(&opt.memory, m)) continue;
+        for (int i = 0; i < size_count(b); i++) {
+            if (s.op == TENSORS ? m != OURS_PRIVATE : !listed(&opt.memory, m)) continue;
             s.buffer = (float *)memory[m];
-            s.count = s.op == BARRIER
-                          ? 0
-                          : b->sizes[i] / sizeof(float) / (size_t)s.ranks * (size_t)s.ranks;
+            s.count = size_at(b, i) / sizeof(float);
+            if (s.op != TENSORS) s.count = s.count / (size_t)s.ranks * (size_t)s.ranks;
             if (measure(&s, b, b->times[m][i].time[b->round])) return 1;
-            if (s.op == BARRIER) break;
         }
+    dtrain_strategy_destroy(s.ddp);
     free(memory[OURS_PRIVATE]);
     dtrain_comm_free(s.comm, memory[OURS_COMM], most);
     return 0;
@@ -276,15 +321,13 @@ static const struct rival {
 static void run_rival(int which, const char *peer, board *b)
 {
     const struct rival *rival = &rivals[which];
-    const bool barrier = b->op == BARRIER;
     char command[4096];
-    const int count = barrier ? 1 : b->size_count;
+    const int count = size_count(b);
     int used = snprintf(command, sizeof command, "%s mpirun.%s -n %d %s %s %c %ld %ld %g",
                         rival->environment, rival->flavour, b->ranks, rival->flags, peer,
                         op_letters[b->op], opt.warm, opt.reps, opt.seconds);
     for (int k = 0; k < count; k++)
-        used += snprintf(command + used, sizeof command - (size_t)used, " %zu",
-                         barrier ? 0 : b->sizes[k]);
+        used += snprintf(command + used, sizeof command - (size_t)used, " %zu", size_at(b, k));
     snprintf(command + used, sizeof command - (size_t)used, " 2>/dev/null");
     mpi_rival_run(command, count, (int)opt.reps, b->times[OPEN_MPI + which][0].time[b->round],
                   MAX_ROUNDS * MAX_REPS);
@@ -294,7 +337,7 @@ static void run_rival(int which, const char *peer, board *b)
 
 static double bus_factor(int op, double n)
 {
-    if (op == ALL_REDUCE) return 2 * (n - 1) / n;
+    if (op == ALL_REDUCE || op == TENSORS) return 2 * (n - 1) / n;
     return op == BROADCAST ? 1 : (n - 1) / n;
 }
 static double bytes_moved(int op, double n, double bytes)
@@ -309,7 +352,7 @@ static void report(const board *b, int i, int memory)
     const series *ours = &b->times[memory][i];
     const spread us = summarize(ours);
     const bool barrier = b->op == BARRIER;
-    const double bytes = barrier ? 0 : (double)b->sizes[i], n = b->ranks;
+    const double bytes = (double)size_at(b, i), n = b->ranks;
     const double rate = barrier ? NAN : 1e-3 * bytes / us.median;
     if (!isfinite(us.median)) return;
     bench_begin("collectives");
@@ -322,7 +365,7 @@ static void report(const board *b, int i, int memory)
     bench_number("algbw", 6, 2, rate);
     bench_number("busbw", 6, 2, rate * bus_factor(b->op, n));
     bench_number("floor_us", 9, 2,
-                 barrier ? NAN : 1e6 * bytes_moved(b->op, n, bytes) / b->copy_rate[i]);
+                 b->op >= BARRIER ? NAN : 1e6 * bytes_moved(b->op, n, bytes) / b->copy_rate[i]);
     for (int w = 0; w < 2; w++) {
         const series *theirs = &b->times[OPEN_MPI + w][i];
         char name[32];
@@ -350,9 +393,9 @@ static int bench_ranks(board *b, char peers[2][4096], const bool *use)
             for (int w = 0; w < 2; w++)
                 if (use[w] && (w == 0 || b->ranks <= cores)) run_rival(w, peers[w], b);
         }
-        for (int i = 0; i < (b->op == BARRIER ? 1 : b->size_count); i++)
-            for (long m = 0; m < (b->op == BARRIER ? 1 : opt.memory.count); m++)
-                report(b, i, (int)opt.memory.items[m]);
+        for (int i = 0; i < size_count(b); i++)
+            for (long m = 0; m < (b->op < BARRIER ? opt.memory.count : 1); m++)
+                report(b, i, b->op == TENSORS ? OURS_PRIVATE : (int)opt.memory.items[m]);
     }
     return 0;
 }

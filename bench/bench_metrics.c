@@ -5,7 +5,7 @@
  *
  * A repetition reports the same record to a stream without writers and to one with each of them, in turn, beginning
  * with another one each time, and takes the time of dtrain_metrics_step. The record is of two ranks with every figure
- * known but those of GPUs; files are in --directory. The console is a file that gets a line every step, ten times as
+ * known; files are in --directory. The console is a file that gets a line every step, ten times as
  * many as usual. What repeats rarely is not in a median: a version of the Prometheus file (at most one a second, "most"
  * has it) and histograms.
  *
@@ -15,6 +15,7 @@
  *   correct      every step is in the file as often as it was reported */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tools/prometheus.h"
 
 #include "bench.h"
 #include "train_run.h"
@@ -58,11 +59,9 @@ static dtrain_step_record record_of(long step)
     r.straggler_score = 1.01;
     r.ranks = 2;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
-        const bool gpu = f >= DTRAIN_FIGURE_GPU_UTILIZATION;
         const dtrain_spread known = {0.0011 * (f + 1), 0.0012 * (f + 1), 0.0013 * (f + 1), 0, 1,
-                                     1 << 20},
-                            none = {NAN, NAN, NAN, -1, -1, 0};
-        r.figures[f] = gpu ? none : known;
+                                     1 << 20};
+        r.figures[f] = known;
     }
     return r;
 }
@@ -82,11 +81,19 @@ static bool has(int stream, int writer) { return stream == writer || stream == A
 
 static dtrain_metrics *open_stream(dtrain_world *world, int stream)
 {
+    static prometheus files[STREAMS];
+    static char paths[STREAMS][400];
     dtrain_metrics_desc desc;
+    dtrain_metrics_sink sink;
     dtrain_metrics *metrics;
     memset(&desc, 0, sizeof desc);
     if (has(stream, JSON_LINES)) desc.jsonl_path = file_of(stream, ".jsonl");
-    if (has(stream, PROMETHEUS)) desc.prometheus_path = file_of(stream, ".prom");
+    if (has(stream, PROMETHEUS)) {
+        snprintf(paths[stream], sizeof paths[0], "%s", file_of(stream, ".prom"));
+        files[stream].path = paths[stream];
+        sink = prometheus_sink(&files[stream]);
+        desc.sinks = &sink, desc.sink_count = 1;
+    }
     if (has(stream, TENSORBOARD)) desc.tensorboard_dir = file_of(stream, ".tb");
     if (has(stream, CONSOLE)) {
         desc.progress = consoles[stream] = fopen(file_of(stream, ".txt"), "w");

@@ -19,10 +19,10 @@
 #include "train_run.h"
 #include "tools/schedule.h"
 
-enum { MAX_ROUNDS = 16, KINDS = 5, ROWS = KINDS + 2, ONE = KINDS, DDP = KINDS + 1 };
+enum { MAX_ROUNDS = 16, KINDS = 4, ROWS = KINDS + 2, ONE = KINDS, DDP = KINDS + 1 };
 
 static const char *const models[] = {"tiny", "baby", "gpt2", NULL};
-static const char *const kinds[] = {"1f1b", "gpipe", "interleaved", "zb_h1", "zbv", NULL};
+static const char *const kinds[] = {"1f1b", "gpipe", "interleaved", "zb_h1", NULL};
 
 static struct options {
     const char *program, *data, *flags;
@@ -32,7 +32,7 @@ static struct options {
          .data = "dtrain.h",
          .flags = "",
          .models = {1, {1}},
-         .kinds = {KINDS, {0, 1, 2, 3, 4}},
+         .kinds = {KINDS, {0, 1, 2, 3}},
          .ranks = {1, {2}},
          .micro_batches = 8,
          .batch = 1,

@@ -69,6 +69,12 @@ static void call(char op)
         break;
     case 'd': exchange(slice, 12288); break; /* 48 KiB: Open MPI sends that eagerly over TCP */
     case 'w': exchange(slice, slice); break;
+    case 't': { /* tensors of 4 KiB, one call each */
+        size_t at;
+        for (at = 0; at + 1024 <= count; at += 1024)
+            MPI_Allreduce(MPI_IN_PLACE, buffer + at, 1024, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+        break;
+    }
     case 'b': MPI_Bcast(buffer, whole, MPI_FLOAT, 0, MPI_COMM_WORLD); break;
     default: MPI_Barrier(MPI_COMM_WORLD); break;
     }
@@ -90,7 +96,7 @@ static int wrong(char op)
     for (i = 0; i < count; i++) {
         float sum = ones + n * (float)(i % 5);
         float at_slice = ones + n * (float)((i + (size_t)rank * slice) % 5);
-        if (strchr("adw", op) && buffer[i] != sum) return 1;
+        if (strchr("adwt", op) && buffer[i] != sum) return 1;
         if (op == 'r' && i < slice && buffer[i] != at_slice) return 1; /* in place it starts at 0 */
         if (op == 'g' && buffer[i] != (float)(i / slice + 1) + (float)(i % 5)) return 1;
         if (op == 'b' && buffer[i] != 1 + (float)(i % 5)) return 1;
@@ -166,8 +172,8 @@ int main(int argc, char **argv)
     if (!buffer) MPI_Abort(MPI_COMM_WORLD, 3);
     memset(buffer, 0, most);
     for (i = 5; i < argc; i++) {
-        count =
-            (size_t)strtoull(argv[i], NULL, 10) / sizeof *buffer / (size_t)ranks * (size_t)ranks;
+        count = (size_t)strtoull(argv[i], NULL, 10) / sizeof *buffer;
+        if (argv[1][0] != 't') count = count / (size_t)ranks * (size_t)ranks;
         measure(argv[1][0], atoi(argv[3]), atof(argv[4]));
     }
     free(buffer);

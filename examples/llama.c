@@ -12,7 +12,7 @@
  *            --ranks N  --device cpu|cuda  --steps N  --batch N (samples of a rank)  --seq N
  *            --lr NUMBER  --precision fp32|bf16  --strategy ddp|zero1|shard_grad_op|full_shard|zero3
  *            --tensor N (ranks that share every layer of a replica)  --pipeline N (ranks that divide the layers)
- *            --pipeline-schedule 1f1b|gpipe|interleaved|zb_h1|zbv  --chunks N (stages of a rank)
+ *            --pipeline-schedule 1f1b|gpipe|interleaved|zb_h1  --chunks N (stages of a rank)
  *            --accum N (micro-batches of --batch samples in a step)
  *   expect:  step     1  loss 5.5972
  *            step   100  loss 0.2484
@@ -430,7 +430,7 @@ int main(int argc, char **argv)
                                         "--pipeline", "--pipeline-schedule",
                                         "--chunks",   "--accum",
                                         NULL};
-    static const char *const schedules[] = {"1f1b", "gpipe", "interleaved", "zb_h1", "zbv", NULL};
+    static const char *const schedules[] = {"1f1b", "gpipe", "interleaved", "zb_h1", NULL};
     static const char *const precisions[] = {"fp32", "bf16", NULL};
     static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
                                         "full_shard", "zero3", NULL};

@@ -7,7 +7,7 @@
  *            ./parallel_3d --ranks 4 --tensor 1 --schedule interleaved --chunks 2
  *            ./parallel_3d --data shakespeare.txt --strategy zero1
  *   flags:   --data FILE  --steps N  --ranks N  --tensor N  --pipeline N (what they leave is the data axis)
- *            --schedule 1f1b|gpipe|interleaved|zb_h1|zbv  --chunks N (stages of a rank)  --strategy ddp|zero1
+ *            --schedule 1f1b|gpipe|interleaved|zb_h1  --chunks N (stages of a rank)  --strategy ddp|zero1
  *            --batch N (samples of a step, all ranks together)  --micro-batches N (of a step)
  *   expect:
  *     tensor 2 x data 2 x pipeline 2
@@ -271,7 +271,7 @@ int main(int argc, char **argv)
     static const char *const flags[] = {"--data",          "--schedule", "--strategy", "--ranks",
                                         "--tensor",        "--pipeline", "--chunks",   "--batch",
                                         "--micro-batches", "--steps",    NULL};
-    static const char *const schedules[] = {"1f1b", "gpipe", "interleaved", "zb_h1", "zbv", NULL};
+    static const char *const schedules[] = {"1f1b", "gpipe", "interleaved", "zb_h1", NULL};
     static const char *const strategies[] = {"ddp", "zero1", NULL};
     settings s = {
         .number = {[TENSOR] = 2, [PIPELINE] = 2, [BATCH] = 16, [MICROS] = 4, [STEPS] = 100}};

@@ -2,7 +2,7 @@
  * tape: a schedule says what each rank does next, and a runner sends what must travel.
  *
  *   build:   cc -O2 -I. examples/pipeline.c -o pipeline -lm -lpthread
- *   run:     ./pipeline   (as RANKS KIND: 2 3; kinds are 0 1F1B, 1 GPipe, 2 interleaved, 3 ZB-H1, 4 ZBV)
+ *   run:     ./pipeline   (as RANKS KIND: 2 3; kinds are 0 1F1B, 1 GPipe, 2 interleaved, 3 ZB-H1)
  *   expect, and the same losses with any other ranks and kind:
  *     rank 0   F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
  *     rank 1   .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
@@ -12,8 +12,7 @@
  *
  * The program does a forward (F), a backward (B) or the gradients of weights (W) when it is told to. It keeps what a
  * pass needs in the slot that the action names, finds in its inbox what another rank sent, and says where a message is.
- * Where two stages are neighbours on one rank it hands over what would have been a message. src/parallel/pipeline.h
- * explains the kinds; tools/schedule.h checks and draws one, and reads one that somebody wrote. */
+ * src/parallel/pipeline.h explains the kinds; tools/schedule.h checks and draws one, and reads one that somebody wrote. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/schedule.h"
@@ -44,19 +43,11 @@ typedef struct model {
     float w[LAYERS * C * C], g[LAYERS * C * C], loss;
     pass slots[SLOTS];
     float inboxes[SLOTS][AREA];
-    int32_t slot_of[CHUNKS][MICROS];
 } model;
 
 static float sample(const model *a, int micro, int i)
 {
     return dtrain_random_normal(2, (uint64_t)(a->step % 8 * MICROS + micro), (uint64_t)i);
-}
-/* The pass of the stage before, if that is on this rank. */
-static pass *pass_before(model *a, const dtrain_pipeline_action *action)
-{
-    const int c = action->chunk;
-    if (c == 0 || a->stage[c - 1] + 1 != a->stage[c]) return NULL;
-    return &a->slots[a->slot_of[c - 1][action->micro_batch]];
 }
 
 /* Layer: y = x + tanh(x W^T) / 2, rows of C. The network learns y = -tanh(x). */
@@ -64,13 +55,9 @@ static void forward(model *a, const dtrain_pipeline_action *action)
 {
     const int chunk = action->chunk, m = action->micro_batch, n = a->layers[chunk];
     const float *w = a->w + a->first[chunk] * C * C;
-    const pass *before = pass_before(a, action);
     pass *p = &a->slots[action->slot];
-    a->slot_of[chunk][m] = action->slot;
     for (int i = 0; i < AREA; i++)
-        p->x[0][i] = a->stage[chunk] == 0 ? sample(a, m, i)
-                     : before             ? before->x[a->layers[chunk - 1]][i]
-                                          : a->inboxes[action->inbox][i];
+        p->x[0][i] = a->stage[chunk] == 0 ? sample(a, m, i) : a->inboxes[action->inbox][i];
     for (int l = 0; l < n; l++)
         for (int i = 0; i < AREA; i++) {
             float sum = 0;
@@ -87,7 +74,7 @@ static void forward(model *a, const dtrain_pipeline_action *action)
 static void backward(model *a, const dtrain_pipeline_action *action)
 {
     const float *w = a->w + a->first[action->chunk] * C * C;
-    pass *p = &a->slots[action->slot], *before = pass_before(a, action);
+    pass *p = &a->slots[action->slot];
     memcpy(p->d_in, p->d_out, sizeof p->d_in);
     for (int l = a->layers[action->chunk] - 1; l >= 0; l--) {
         for (int i = 0; i < AREA; i++) {
@@ -98,7 +85,6 @@ static void backward(model *a, const dtrain_pipeline_action *action)
             for (int c = 0; c < C; c++)
                 p->d_in[i / C * C + c] += p->d_sum[l][i] * w[(l * C + i % C) * C + c];
     }
-    if (before) memcpy(before->d_out, p->d_in, sizeof p->d_in);
 }
 /* The gradients of weights, which may come later. */
 static void weight(model *a, const dtrain_pipeline_action *action)
@@ -115,7 +101,7 @@ static dtrain_result compute(void *user, const dtrain_pipeline_action *action)
 {
     model *a = (model *)user;
     const uint32_t kind = a->schedule->kind, act = action->act;
-    const bool apart = kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
+    const bool apart = kind == DTRAIN_PIPELINE_ZB_H1;
     if (act == DTRAIN_PIPELINE_ACT_FORWARD) forward(a, action);
     if (act == DTRAIN_PIPELINE_ACT_BACKWARD) backward(a, action);
     if (act == (apart ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD))
@@ -154,7 +140,7 @@ static dtrain_result train(model *a, dtrain_comm *comm)
         printf("%s%d ranks are idle %.1f %% of the time; rank 0 keeps up to %d passes\n", text,
                (int)s->ranks, 100 * report.bubble, report.peak);
     for (int c = 0; c < s->chunks; c++) {
-        a->stage[c] = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, a->rank, c);
+        a->stage[c] = c * s->ranks + a->rank;
         a->first[c] = LAYERS * a->stage[c] / (s->ranks * s->chunks);
         a->layers[c] = LAYERS * (a->stage[c] + 1) / (s->ranks * s->chunks) - a->first[c];
     }
@@ -192,7 +178,7 @@ int main(int argc, char **argv)
     if (argc > 1) launch.rank_count = (uint32_t)strtoul(argv[1], NULL, 10);
     if (argc > 2) desc.kind = (uint32_t)strtoul(argv[2], NULL, 10);
     if (launch.rank_count < 1 || launch.rank_count > LAYERS / CHUNKS) {
-        fprintf(stderr, "usage: pipeline [RANKS, 1 to %d [KIND, 0 to 4]]\n", LAYERS / CHUNKS);
+        fprintf(stderr, "usage: pipeline [RANKS, 1 to %d [KIND, 0 to 3]]\n", LAYERS / CHUNKS);
         return 2;
     }
     dtrain_result result = dtrain_pipeline_create(&desc, (int)launch.rank_count, MICROS, &schedule);

@@ -122,15 +122,12 @@ DTRAIN__COLD
 #include "comm/comm.c"
 #include "comm/same.c"
 #include "comm/flight.c"
+#include "comm/engine.c"
 DTRAIN__HOT
 #include "comm/reduce.c"
-#include "comm/engine.c"
 #include "comm/local.c"
 DTRAIN__COLD
-#include "comm/circle.c"
 #include "comm/staged.c"
-#include "comm/mpi.c"
-#include "comm/mpi_meet.c"
 #include "comm/backend.c"
 #include "launch/launch.c"
 #include "launch/rank.c"
@@ -245,12 +242,15 @@ DTRAIN__COLD
 #include "monitor/file.c"
 #include "monitor/console.c"
 #include "monitor/lines.c"
-#include "monitor/prometheus.c"
 #include "monitor/tensorboard.c"
 #include "monitor/histogram.c"
-#include "monitor/nvml.c"
 #include "monitor/trace.c"
 #endif
+
+/* ---- MPI, of no ring: for programs that are compiled with DTRAIN_USE_MPI ----------------------*/
+
+#include "comm/mpi.c"
+#include "comm/mpi_meet.c"
 
 /* ---- The device and its kernels; products and kernels of layers belong to ring 3 -------------*/
 

@@ -178,7 +178,7 @@
        2 state     what must survive a run, checkpoints, import and export
        3 models    tape, operations and their CPU kernels (products of matrices among them), Muon,
                    pipelines' runner, data, trainer
-       4 monitor   metrics for terminal, JSON, TensorBoard, Prometheus; traces
+       4 monitor   metrics for terminal, JSON, TensorBoard, sinks as tools/prometheus.h; traces
    A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So do an optimizer with
    Muon without ring 3, and a rank without ring 4 whose launch asks for a trace.
 

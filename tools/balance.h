@@ -183,7 +183,7 @@ static inline dtrain_result balance_divide(const dtrain_pipeline_costs *costs, s
 /* Divide units among the stages of a pipeline by their costs: out[ranks * chunks] is how many units each stage has, for
  * dtrain_pipeline_desc.units; desc->units is not read, and desc NULL = a zeroed one. Stages are runs of units in their
  * order, none is empty, and the stage with the largest sum of forward, backward and weight has as little as possible;
- * the others are as even as that allows, earlier ones with fewer units. With several stages a rank (INTERLEAVED, ZBV)
+ * the others are as even as that allows, earlier ones with fewer units. With several stages a rank (INTERLEAVED)
  * units then move between them as long as schedule_check finds that a step of so many micro-batches takes less. Memory
  * is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or the program's; equal ones on every rank
  * give equal results. */

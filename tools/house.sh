@@ -16,7 +16,7 @@ tape|Layers and their backward passes; knows when a gradient is final.
 optim|AdamW, SGD, Lion and Muon; learning rates; loss scaling.
 train|Datasets, loaders, the training step, the prediction of memory.
 state|Checkpoints that survive a crash; import and export of weights.
-monitor|What a run tells: terminal, JSON, TensorBoard, Prometheus.
+monitor|What a run tells: terminal, JSON, TensorBoard.
 device|The table of kernels that every device fills in.
 device/cpu|The kernels for CPUs, once for each instruction set, and a pool of threads.
 device/cuda|The kernels for NVIDIA GPUs: dtrain_cuda.cu.'

@@ -12,8 +12,7 @@
  * what it needs is not there. A send waits for its receive: both ranks must stand at the two ends
  * of the same message. Where no rank can go on and not all are done, the run would hang. In the end
  * everything must have been done once, and slots and inboxes were never used twice at once: a pass
- * keeps them until it has done its last computation, has sent its gradient, and the next stage, if
- * it is on the same rank and reads them, is done too.
+ * keeps them until it has done its last computation and has sent its gradient.
  *
  * Times: a computation begins when its rank is free and what it needs has arrived; messages take
  * time and keep no rank busy, as the runner's are asynchronous. */
@@ -48,8 +47,8 @@ typedef struct schedule_report {
 
 static inline const char *schedule_kind_name(uint32_t kind)
 {
-    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
-    return kind <= DTRAIN_PIPELINE_ZBV ? names[kind] : "?";
+    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1"};
+    return kind <= DTRAIN_PIPELINE_ZB_H1 ? names[kind] : "?";
 }
 
 static inline const char *schedule_act_name(uint32_t act)
@@ -68,10 +67,7 @@ static inline const char *schedule_act_word(uint32_t act)
 }
 
 /* Tell whether the gradients of weights are actions of their own. */
-static inline bool schedule_splits(uint32_t kind)
-{
-    return kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
-}
+static inline bool schedule_splits(uint32_t kind) { return kind == DTRAIN_PIPELINE_ZB_H1; }
 
 /* ---- Checking ---------------------------------------------------------------------------------*/
 
@@ -116,8 +112,7 @@ static inline schedule_pass_state *schedule_pass_of(const schedule_walk *check, 
 static inline int schedule_rank_of(const dtrain_pipeline_schedule *s, int stage)
 {
     if (stage < 0 || stage >= s->ranks * s->chunks) return -1;
-    const int chunk = stage / s->ranks, rank = stage % s->ranks;
-    return s->kind == DTRAIN_PIPELINE_ZBV && chunk % 2 ? s->ranks - 1 - rank : rank;
+    return stage % s->ranks;
 }
 
 static inline schedule_check_turn schedule_check_turn_of(const schedule_walk *check, int rank)
@@ -127,8 +122,9 @@ static inline schedule_check_turn schedule_check_turn_of(const schedule_walk *ch
     schedule_check_turn turn = {NULL, rank, -1, NULL};
     if (i >= s->first[rank + 1]) return turn;
     const dtrain_pipeline_action *action = turn.action = &s->actions[i];
-    turn.stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, action->chunk);
-    if (turn.stage >= 0 && action->micro_batch >= 0 && action->micro_batch < s->micro_batches)
+    if (action->chunk < 0 || action->chunk >= s->chunks) return turn;
+    turn.stage = action->chunk * s->ranks + rank;
+    if (action->micro_batch >= 0 && action->micro_batch < s->micro_batches)
         turn.pass = schedule_pass_of(check, turn.stage, action->micro_batch);
     return turn;
 }
@@ -161,7 +157,7 @@ static const char *schedule_missing_sum(const schedule_walk *check, const schedu
     if (turn->action->micro_batch != last || (step && chunk))
         return "it belongs to the last micro-batch, a STEP to chunk 0";
     for (int c = chunk; c < (step ? s->chunks : chunk + 1); c++) {
-        const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, turn->rank, c);
+        const int stage = c * s->ranks + turn->rank;
         if (!(schedule_pass_of(check, stage, last)->done >> needs & 1))
             return step ? "a REDUCE is still to come" : "gradients are still to be added";
     }
@@ -199,14 +195,10 @@ static const char *schedule_missing(const schedule_walk *check, const schedule_c
 /* Tell whether nobody reads any more what a pass keeps in its slot and inbox. */
 static inline bool schedule_is_over(const schedule_walk *check, int32_t pass)
 {
-    const dtrain_pipeline_schedule *s = check->schedule;
-    const int stage = pass / s->micro_batches, rank = schedule_rank_of(s, stage);
-    const uint32_t adds = 1u << schedule_adds(check);
-    const bool sends = stage && schedule_rank_of(s, stage - 1) != rank;
-    const uint32_t needs = adds | (uint32_t)sends << DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-    if ((check->passes[pass].done & needs) != needs) return false;
-    if (schedule_rank_of(s, stage + 1) != rank) return true;
-    return check->passes[pass + s->micro_batches].done & adds;
+    const bool sends = pass >= check->schedule->micro_batches; /* all but the first stage's */
+    const uint32_t needs = 1u << schedule_adds(check) | (uint32_t)sends
+                                                            << DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    return (check->passes[pass].done & needs) == needs;
 }
 
 /* Let a pass take a slot, or an inbox; false: there is none of this number, or it is not free. */
@@ -251,13 +243,12 @@ static inline double schedule_check_cost(const schedule_walk *check, int stage, 
     return costs->backward + (act == schedule_adds(check) ? costs->weight : 0);
 }
 
-/* Do a computation. What it makes is there at once for another stage of the same rank. */
+/* Do a computation. */
 static inline void schedule_check_compute(schedule_walk *check, const schedule_check_turn *turn)
 {
     const dtrain_pipeline_schedule *s = check->schedule;
     const uint32_t act = turn->action->act;
     const bool forward = act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const int to = turn->stage + (forward ? 1 : -1);
     const double cost = schedule_check_cost(check, turn->stage, act);
     schedule_rank_state *rank = &check->ranks[turn->rank];
     if (act != DTRAIN_PIPELINE_ACT_WEIGHT)
@@ -269,8 +260,6 @@ static inline void schedule_check_compute(schedule_walk *check, const schedule_c
     if (act == DTRAIN_PIPELINE_ACT_WEIGHT) return;
     rank->live += forward ? 1 : -1;
     if (rank->live > rank->peak) rank->peak = rank->live;
-    if (schedule_rank_of(s, to) == turn->rank)
-        schedule_pass_of(check, to, turn->action->micro_batch)->arrived[!forward] = rank->clock;
 }
 
 /* Note that an action is done. */
@@ -338,7 +327,7 @@ static inline dtrain_result schedule_check_all_done(const schedule_walk *check)
     const size_t last = (size_t)s->micro_batches - 1;
     for (int r = 0; r < s->ranks; r++)
         for (int c = 0; c < s->chunks; c++) {
-            const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, r, c);
+            const int stage = c * s->ranks + r;
             const schedule_pass_state *passes = schedule_pass_of(check, stage, 0);
             for (size_t i = 0; i <= last; i++) {
                 uint32_t left = 1u << schedule_adds(check);
@@ -401,12 +390,12 @@ static inline dtrain_result schedule_check_shape(const dtrain_pipeline_schedule 
     if (!s || !s->first || !s->actions)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "schedule_check: schedule or a part of it is NULL");
-    if (s->ranks > 0 && s->chunks > 0 && s->micro_batches > 0 &&
+    if (s->ranks > 0 && s->chunks > 0 && (s->ranks > 1 || s->chunks == 1) && s->micro_batches > 0 &&
         (double)s->ranks * s->chunks * s->micro_batches <= most)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "schedule_check: %d ranks, %d chunks and %d micro-batches; expected 1 or "
-                       "more, and at most %.0f passes in all",
+                       "more, 1 chunk on one rank, and at most %.0f passes in all",
                        (int)s->ranks, (int)s->chunks, (int)s->micro_batches, most);
 }
 
@@ -540,9 +529,9 @@ static inline bool schedule_read_action(const char **at, dtrain_pipeline_action 
 
 static inline bool schedule_read_head(const char **at, dtrain_pipeline_schedule *schedule)
 {
-    for (schedule->kind = 0; schedule->kind <= DTRAIN_PIPELINE_ZBV; schedule->kind++)
+    for (schedule->kind = 0; schedule->kind <= DTRAIN_PIPELINE_ZB_H1; schedule->kind++)
         if (schedule_word(at, schedule_kind_name(schedule->kind))) break;
-    return schedule->kind <= DTRAIN_PIPELINE_ZBV &&
+    return schedule->kind <= DTRAIN_PIPELINE_ZB_H1 &&
            schedule_word_number(at, " ranks ", &schedule->ranks) &&
            schedule_word_number(at, " chunks ", &schedule->chunks) &&
            schedule_word_number(at, " micro-batches ", &schedule->micro_batches) &&

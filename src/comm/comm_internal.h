@@ -42,8 +42,6 @@ DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank);
 DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank);
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count);
-DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
-                                  const char *const *in, size_t first, size_t count);
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
 DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,

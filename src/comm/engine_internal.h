@@ -96,7 +96,6 @@ struct dtrain__engine {
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
 DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result);
@@ -113,12 +112,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int colo
                                                    dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
-
-/* comm/circle.c */
-DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
-                                       int rank);
-DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain__wait *wait);
 
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);

@@ -34,6 +34,8 @@
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
 #define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
+#define DTRAIN__TRIED_BYTES ((size_t)16 << 10)
+#define DTRAIN__FAR_BYTES ((size_t)4 << 20) /* slices from this size on do not stay in caches */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -86,8 +88,8 @@ typedef struct dtrain__local_comm {
     dtrain_comm base;
     dtrain__part **parts; /* (size) */
     uint64_t proof;       /* see dtrain__part */
+    uint32_t far_places;  /* so many places are written past the cache, see dtrain__fill_place */
     size_t stage_end;     /* copied path: where the last chunk of the last operation ends */
-    uint32_t past;        /* so many places to come are written past the cache */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
@@ -96,13 +98,14 @@ typedef struct dtrain__local_work {
     dtrain_transport_work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
-    int seen;                   /* ranks below it have reached `stage` */
-    bool sliced;                /* copied path: ranks add up slices, and take those of others */
-    size_t each, places;        /* elements in a place, places in a chunk */
-    size_t chunk_bytes, chunks; /* their number */
-    size_t first, fit;          /* slot of the first chunk, slots of the buffer */
-    size_t moved;               /* messages: bytes that this side is done with */
-    uint64_t end; /* a send that waits for the receiver: its cells are before this one */
+    int seen;             /* ranks below it have reached `stage` */
+    bool sliced;          /* copied path: ranks add up slices, and take those of others */
+    size_t bytes;         /* of a rank's slice where the call says what it is, else of the buffer */
+    size_t place, places; /* bytes of a place, places of a chunk */
+    size_t chunks, first; /* how many, and how many before the first in the stage buffer */
+    size_t fit;           /* chunks that the stage buffer has room for */
+    size_t moved;         /* messages: bytes that this side is done with */
+    uint64_t end;         /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
 static dtrain__part *dtrain__part_at(const dtrain_comm *comm, int rank)
@@ -257,60 +260,64 @@ static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_wor
  * therefore lies elsewhere. The second is filled when all have taken the next operation's step 0,
  * and only the oldest operation in flight takes steps. */
 
-/* Cut an operation into chunks that are as equal as they can be. They lie one after the other
- * around the buffer, which has room for four of the largest: the first one, in the next slot after
- * all that the last operation used or in slot 0, does not meet the chunk before it. */
+/* Cut an operation into chunks that are as equal as they can be. They follow each other around the
+ * buffer, which has room for four of the largest. The first one lies after all that the last
+ * operation used or at the beginning, and so not on that operation's last chunk. */
 static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t size = (size_t)comm->base.size, unit = dtrain_dtype_bytes(what->dtype);
+    const size_t size = (size_t)comm->base.size, line = DTRAIN__CACHE_LINE;
     work->sliced = kind->reduces && !kind->cuts;
     work->places = kind->reduces || kind->cuts ? size : 1;
-    const size_t most =
-        DTRAIN__STAGE_BYTES / 4 / work->places / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
-    const size_t bytes = what->count * unit / (work->sliced ? size : 1) + DTRAIN__CACHE_LINE;
-    const size_t place = dtrain__round_up(bytes / (bytes / most + 1), DTRAIN__CACHE_LINE);
-    work->each = place / unit;
-    work->chunk_bytes = place * work->places;
-    work->chunks = (what->count - 1) / (work->each * (work->sliced ? size : 1)) + 1;
-    work->fit = DTRAIN__STAGE_BYTES / work->chunk_bytes;
-    work->first = (comm->stage_end + work->chunk_bytes - 1) / work->chunk_bytes % work->fit;
-    comm->stage_end = ((work->first + work->chunks - 1) % work->fit + 1) * work->chunk_bytes;
+    work->bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const size_t most = DTRAIN__STAGE_BYTES / 4 / work->places / line * line;
+    const size_t part = work->bytes / (work->sliced ? size : 1) + line;
+    work->place = dtrain__round_up(part / (part / most + 1), line);
+    work->chunks = (work->bytes - 1) / (work->place * (work->sliced ? size : 1)) + 1;
+    const size_t chunk = work->place * work->places;
+    work->fit = DTRAIN__STAGE_BYTES / chunk;
+    work->first = (comm->stage_end + chunk - 1) / chunk % work->fit;
+    comm->stage_end = ((work->first + work->chunks - 1) % work->fit + 1) * chunk;
     work->final = (uint32_t)work->chunks + (work->sliced ? 3 : 2);
 }
 
 /* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
-static char *dtrain__place(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
-                           size_t c, int j)
+static char *dtrain__place_of(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
+                              size_t c, int j)
 {
     char *stage = dtrain__part_at(comm, rank)->stage;
-    const size_t place = work->places > 1 ? (size_t)j : 0;
-    return stage ? stage + (work->first + c) % work->fit * work->chunk_bytes +
-                       place * (work->chunk_bytes / work->places)
-                 : NULL;
+    const size_t place = (work->first + c) % work->fit * work->places;
+    return stage ? stage + (place + (work->places > 1 ? (size_t)j : 0)) * work->place : NULL;
 }
 
-/* Find the elements of slice j that are in chunk c; return how many. */
+/* Find where slice j of chunk c lies in a buffer; return its bytes. */
 static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_work *work, size_t c,
-                                  int j, size_t *first)
+                                  int j, size_t *at)
 {
-    const size_t count = work->base.what.count;
-    const size_t at = (work->sliced ? c * (size_t)comm->size + (size_t)j : c) * work->each;
-    *first = at < count ? at : count;
-    return count - *first < work->each ? count - *first : work->each;
+    *at = (work->sliced ? c * (size_t)comm->size + (size_t)j : c) * work->place;
+    if (*at > work->bytes) *at = work->bytes;
+    return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place. Its lines are in the cache of the core that has read them: where that is far
- * away, writing past the cache is ten times as fast (Zen 4: 2.3 GB/s and 30), where it is near,
- * reading what was written so takes twice as long. Find out from time to time how far it is. */
+/* Copy into a place, whose lines are in the cache of the core that has read them. Where cores share
+ * a cache they come back at once; from another part of the chip they come at 2.3 GB/s (Zen 4), and
+ * to write past the cache is ten times as fast, but readers lose that cache. The beginning of a
+ * place tells which it is; after a slow one as many as a few ms take go past the cache untried, and
+ * so does what is too short to tell. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const uint64_t begin = dtrain__now_ns();
-    dtrain__copy_lines(place, from, bytes, local->past > 0);
-    if (local->past > 0) local->past--;
-    else if (bytes >= 16384 && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+    size_t tried = 0;
+    if (local->far_places > 0) {
+        local->far_places--;
+    } else if (bytes >= DTRAIN__TRIED_BYTES) {
+        const uint64_t begin = dtrain__now_ns();
+        tried = DTRAIN__TRIED_BYTES;
+        dtrain__copy_lines(place, from, tried, false);
+        if ((dtrain__now_ns() - begin) * 5 > tried) local->far_places = 64; /* below 5 GB/s */
+    }
+    dtrain__copy_lines(place + tried, from + tried, bytes - tried, !tried || local->far_places > 0);
 }
 
 /* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
@@ -319,25 +326,23 @@ static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work,
     const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const bool gets = dtrain__gets(what, comm->rank);
-    const size_t unit = dtrain_dtype_bytes(what->dtype), joined = kind->joins ? what->count : 0;
     const int own = comm->rank;
     const char *in[DTRAIN_MAX_RANKS];
     size_t at;
-    const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at) * unit;
+    const size_t bytes = dtrain__chunk_slice(comm, work, c, own, &at);
     for (int i = 0; i < comm->size; i++) {
-        in[i] = dtrain__place(comm, work, i, c, own);
-        if (i == own)
-            in[i] =
-                (const char *)what->send + (at + (kind->cuts ? (size_t)i * what->count : 0)) * unit;
+        const size_t slice = (size_t)i * work->bytes;
+        in[i] = i == own ? (const char *)what->send + at + (kind->cuts ? slice : 0)
+                         : dtrain__place_of(comm, work, i, c, own);
         if (kind->reduces || !gets || (kind->rooted && i != what->root)) continue;
-        char *to = (char *)what->recv + (at + (size_t)i * joined) * unit;
-        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, false);
+        char *to = (char *)what->recv + at + (kind->joins ? slice : 0);
+        if (in[i] != to) dtrain__copy_lines(to, in[i], bytes, work->bytes >= DTRAIN__FAR_BYTES);
     }
     if (!kind->reduces || !bytes) return;
-    char *place = dtrain__place(comm, work, own, c, own);
-    char *sum = gets ? (char *)what->recv + at * unit : place;
-    dtrain__combine(what, in, comm->size, &sum, 1, bytes / unit);
-    if (gets && work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
+    char *place = dtrain__place_of(comm, work, own, c, own);
+    char *sum = gets ? (char *)what->recv + at : place;
+    dtrain__combine(what, in, comm->size, &sum, 1, bytes / dtrain_dtype_bytes(what->dtype));
+    if (work->sliced && !kind->rooted) dtrain__fill_place(comm, place, sum, bytes);
 }
 
 /* Take the next step of the copied path. */
@@ -345,7 +350,7 @@ static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
     const bool cuts = dtrain__kind_of(what->kind)->cuts, gives = dtrain__gives(what, comm->rank);
-    const size_t unit = dtrain_dtype_bytes(what->dtype), step = work->stage - 1;
+    const size_t step = work->stage - 1;
     const int own = comm->rank;
     dtrain__part *part = dtrain__part_at(comm, own);
     size_t at, bytes;
@@ -357,18 +362,18 @@ static bool dtrain__next_step(dtrain_comm *comm, const dtrain__local_work *work)
     }
     for (int j = 0; gives && step < work->chunks && j < (int)work->places; j++) {
         if (work->places > 1 && j == own) continue;
-        bytes = dtrain__chunk_slice(comm, work, step, j, &at) * unit;
-        dtrain__fill_place(
-            comm, dtrain__place(comm, work, own, step, j),
-            (const char *)what->send + (at + (cuts ? (size_t)j * what->count : 0)) * unit, bytes);
+        bytes = dtrain__chunk_slice(comm, work, step, j, &at);
+        dtrain__fill_place(comm, dtrain__place_of(comm, work, own, step, j),
+                           (const char *)what->send + at + (cuts ? (size_t)j * work->bytes : 0),
+                           bytes);
         comm->info.staged_bytes += bytes;
     }
     if (step >= 1 && step <= work->chunks) dtrain__use_chunk(comm, work, step - 1);
     for (int i = 0; step >= 2 && work->sliced && dtrain__gets(what, own) && i < comm->size; i++) {
-        bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at) * unit;
+        bytes = dtrain__chunk_slice(comm, work, step - 2, i, &at);
         if (i != own)
-            dtrain__copy_lines((char *)what->recv + at * unit,
-                               dtrain__place(comm, work, i, step - 2, i), bytes, false);
+            dtrain__copy_lines((char *)what->recv + at,
+                               dtrain__place_of(comm, work, i, step - 2, i), bytes, false);
     }
     return true;
 }

@@ -81,31 +81,21 @@ DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *
             dtrain__copy_lines(out[i], in[0], count * dtrain_dtype_bytes(what->dtype), false);
 }
 
-/* Compute elements [first, first + count) of this rank's own result from everybody's input,
- * in (size). A barrier has no buffers; a reduction has no recv but at the root. */
-DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
-                                  const char *const *in, size_t first, size_t count)
-{
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    if (!count || !dtrain__gets(what, comm->rank)) return;
-    char *out = (char *)what->recv + first * unit;
-    if (kind->reduces) dtrain__combine(what, in, comm->size, &out, 1, count);
-    else if (!kind->joins) dtrain__combine(what, in + what->root, 1, &out, 1, count);
-    for (int i = 0; kind->joins && i < comm->size; i++, out += what->count * unit)
-        dtrain__combine(what, in + i, 1, &out, 1, count);
-}
-
 DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_collective *what,
                                          const void *const *in)
 {
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     const char *from[DTRAIN_MAX_RANKS];
-    const size_t cut = dtrain__kind_of(what->kind)->cuts
-                           ? (size_t)comm->rank * what->count * dtrain_dtype_bytes(what->dtype)
-                           : 0;
-    if (!what->count) return;
-    for (int i = 0; i < comm->size; i++) from[i] = in[i] ? (const char *)in[i] + cut : NULL;
-    dtrain__pull(comm, what, from, 0, what->count);
+    char *out = (char *)what->recv;
+    if (!bytes || !dtrain__gets(what, comm->rank)) return;
+    for (int i = 0; i < comm->size; i++)
+        from[i] =
+            in[i] ? (const char *)in[i] + (kind->cuts ? (size_t)comm->rank * bytes : 0) : NULL;
+    if (kind->reduces) dtrain__combine(what, from, comm->size, &out, 1, what->count);
+    else if (!kind->joins) dtrain__combine(what, from + what->root, 1, &out, 1, what->count);
+    for (int i = 0; kind->joins && i < comm->size; i++, out += bytes)
+        dtrain__combine(what, from + i, 1, &out, 1, what->count);
 }
 
 /* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer

@@ -52,6 +52,7 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void);
 DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache);
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u

@@ -1,4 +1,4 @@
-/* Log, allocator, clock, memory of the process. */
+/* Log, allocator, clock. */
 
 #pragma once
 
@@ -29,7 +29,3 @@ typedef struct dtrain_allocator {
 
 /* Return the seconds of the monotonic clock that all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);
-
-/* Ask the operating system for the memory of this process: the proportional set size now, and the
- * high-water mark of the resident set size. 0 where it is unknown. */
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);

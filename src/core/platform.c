@@ -172,12 +172,11 @@ DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
     return rest < bytes ? rest : bytes;
 }
 
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+/* Return the proportional set size of this process in bytes; 0 where it is unknown. */
+DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void)
 {
-    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
-    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
-    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
-    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
+    const uint64_t kib = dtrain__read_number("/proc/self/smaps_rollup", "Pss:");
+    return kib == UINT64_MAX ? 0 : kib * 1024;
 }
 
 /* Copy what another core has written: memcpy's `rep movsb` takes twice as long for it (Zen 4). Or

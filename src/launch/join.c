@@ -19,7 +19,6 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
@@ -220,8 +219,26 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     return DTRAIN_OK;
 }
 
-/* Wait for all members, because another one may still read this one's memory, and free the
- * world. */
+/* Wait until all members leave, because another one may still read this one's memory. Where they
+ * share a page this member has left already, so that one that still calls it is told at once. */
+static dtrain_result dtrain__await_leaving(dtrain_world *world)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    DTRAIN__TRY(dtrain__trouble(world));
+    if (world->gather) return dtrain__world_gather(world, NULL, 0);
+    dtrain__record_end(world->control, world->rank, DTRAIN__LEFT, 0, "");
+    for (int i = 0; i < world->size; i++)
+        while (dtrain__load(&world->control->exits[i].how) == DTRAIN__RUNNING) {
+            const dtrain_result turn = dtrain__wait_turn(world, &wait);
+            if (turn == DTRAIN_ERROR_TIMEOUT)
+                return dtrain__abort_with(world, turn,
+                                          "dtrain_world_leave: rank %d waited %.1f s for rank %d",
+                                          world->rank, 1e-9 * (double)world->timeout_ns, i);
+            DTRAIN__TRY(turn);
+        }
+    return dtrain__trouble(world);
+}
+
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
 {
     if (!world) return DTRAIN_OK;
@@ -229,13 +246,12 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world->guest)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
                                                "and ends it; return from the rank's main function");
-    (void)dtrain__enter(world, "dtrain_world_leave");
-    const dtrain_result result = dtrain__world_gather(world, NULL, 0);
-    (void)dtrain__leave(world, result);
     dtrain__guest *guest = world->guest;
-    dtrain__record_end(world->control, world->rank,
-                       result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
-                       result == DTRAIN_OK ? "" : dtrain_last_error());
+    const dtrain_result result = dtrain__await_leaving(world);
+    if (dtrain__load(&world->control->exits[world->rank].how) == DTRAIN__RUNNING)
+        dtrain__record_end(world->control, world->rank,
+                           result == DTRAIN_OK ? DTRAIN__LEFT : DTRAIN__RETURNED, (int)result,
+                           result == DTRAIN_OK ? "" : dtrain_last_error());
     dtrain__world_destroy(world);
     munmap(guest, guest->bytes);
     dtrain__set_thread_rank(-1);

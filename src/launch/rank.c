@@ -79,7 +79,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->node_ranks = (int)desc->node_ranks;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
-    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->allocator = desc->allocator;
@@ -138,7 +137,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
                 : "",
             gpu.major, gpu.minor);
     DTRAIN__TRY(dtrain__world_comm_create(world));
-    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) world->base_bytes = dtrain__process_bytes();
     return DTRAIN_OK;
 }
 

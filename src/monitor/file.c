@@ -1,4 +1,4 @@
-/* Numbers, and files that cannot stop a training
+/* Files that cannot stop a training
  *
  * A pipe without a reader (SIGPIPE) or a limit on the size of files (SIGXFSZ) is an error of the
  * write here, not the end of the process. A record that was written in part is cut off again, so
@@ -17,36 +17,6 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
     metrics->text.bytes = 0;
     metrics->text.failed = false;
     return &metrics->text;
-}
-
-/* Add a number, rounded to fp32, with the fewest digits that give it back (0.1, and not
- * 0.100000001; nine are always enough), or an integer whole; or the format's word for NaN, for
- * infinity or for minus infinity. The decimal point of the host's locale, of several bytes even,
- * becomes a point. */
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
-                                         const char *nan, const char *inf, const char *minus_inf)
-{
-    char number[64];
-    size_t bytes = 0;
-    bool other = false;
-    if (!dtrain__finite(value)) {
-        dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
-        return;
-    }
-    if (integer) snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
-    else {
-        const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
-        for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
-            snprintf(number, sizeof number, "%.*g", digits, rounded);
-            if ((float)strtod(number, NULL) == (float)rounded) break;
-        }
-    }
-    for (const char *at = number; *at; at++) {
-        const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
-        if (usual || !other) number[bytes++] = usual ? *at : '.';
-        other = !usual;
-    }
-    dtrain__text_append(text, number, bytes);
 }
 
 /* Write all bytes, or *written of them. A signal that a failed write causes is blocked and
@@ -85,7 +55,7 @@ static bool dtrain__records_write(const dtrain__records *file, const void *data,
 }
 
 /* Leave the error of a file: what could not be done, and why by errno. */
-DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done)
+static dtrain_result dtrain__file_fail(const char *path, const char *done)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, done, strerror(errno));
 }

@@ -12,11 +12,33 @@
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
-/* Add `, "key": value`. */
+/* Add `, "key": value`: an integer whole, another number rounded to fp32, with the fewest digits
+ * that give it back (0.1, and not 0.100000001; nine are always enough). The decimal point of the
+ * host's locale, of several bytes even, becomes a point. */
 static void dtrain__json_add(dtrain__text *text, const char *key, double value, bool integer)
 {
+    char number[64];
+    size_t bytes = 0;
+    bool other = false;
     dtrain__text_add(text, ", \"%s\": ", key);
-    dtrain__text_number(text, value, integer, "null", "null", "null");
+    if (!dtrain__finite(value)) {
+        dtrain__text_add(text, "null");
+        return;
+    }
+    if (integer) snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
+    else {
+        const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
+        for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
+            snprintf(number, sizeof number, "%.*g", digits, rounded);
+            if ((float)strtod(number, NULL) == (float)rounded) break;
+        }
+    }
+    for (const char *at = number; *at; at++) {
+        const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
+        if (usual || !other) number[bytes++] = usual ? *at : '.';
+        other = !usual;
+    }
+    dtrain__text_append(text, number, bytes);
 }
 
 static void dtrain__json_add_summary(dtrain__text *text, const dtrain_metrics *metrics,

@@ -55,8 +55,8 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
  * is none. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
-    const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
-                                  &desc->run_name,   &desc->config,          &desc->hparams};
+    const char **const texts[] = {&desc->jsonl_path, &desc->tensorboard_dir, &desc->run_name,
+                                  &desc->config, &desc->hparams};
     size_t all = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         const char **text = texts[i];
@@ -78,10 +78,9 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     const dtrain_metrics_sink writers[DTRAIN__WRITERS] = {
         {false, false, "progress", dtrain__console_sink, metrics},
         {false, false, "json lines", dtrain__jsonl_sink, metrics},
-        {false, false, "prometheus", dtrain__prometheus_sink, metrics},
         {false, true, "tensorboard", dtrain__tensorboard_sink, metrics}};
     const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
-                                                desc->prometheus_path, desc->tensorboard_dir};
+                                                desc->tensorboard_dir};
     for (size_t i = 0; i < DTRAIN__WRITERS + desc->sink_count; i++) {
         const bool own = i < DTRAIN__WRITERS;
         const dtrain_metrics_sink *sink = own ? &writers[i] : &desc->sinks[i - DTRAIN__WRITERS];
@@ -102,8 +101,6 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     metrics->planned_passes = metrics->planned.activations + metrics->planned.activation_grads;
     if (plan != DTRAIN_OK)
         snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
-    if (dtrain__nvml_open(metrics) != DTRAIN_OK)
-        snprintf(metrics->nvml.reason, sizeof metrics->nvml.reason, "%s", dtrain_last_error());
     dtrain__metrics_list(metrics);
     for (; metrics->opened < metrics->sink_count; metrics->opened++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[metrics->opened];
@@ -114,7 +111,7 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
                               sink->name, dtrain_result_text(result));
         return result;
     }
-    return dtrain__set_last_error(DTRAIN_OK, ""); /* no GPU and no plan are no errors */
+    return dtrain__set_last_error(DTRAIN_OK, ""); /* no plan is no error */
 }
 
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
@@ -133,20 +130,16 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: desc has %zu sinks, at most %d are possible",
                            desc->sink_count, DTRAIN_METRICS_SINKS);
-    /* one piece of memory: metrics, texts, names of files */
+    /* one piece of memory: metrics, texts, the path of TensorBoard's file */
     dtrain_metrics_desc resolved = *desc;
     const size_t texts = dtrain__strings_keep(&resolved, NULL);
-    const size_t bytes =
-        sizeof(dtrain_metrics) + 2 * texts + sizeof DTRAIN__NEXT + DTRAIN__EVENT_FILE;
+    const size_t bytes = sizeof(dtrain_metrics) + 2 * texts + DTRAIN__EVENT_FILE;
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, bytes, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->bytes = bytes;
-    char *names = (char *)(metrics + 1) + texts;
-    (void)dtrain__strings_keep(&resolved, names - texts);
-    metrics->prometheus.next = names;
-    if (resolved.prometheus_path) names += strlen(resolved.prometheus_path) + sizeof DTRAIN__NEXT;
-    metrics->tensorboard.path = names;
+    (void)dtrain__strings_keep(&resolved, (char *)(metrics + 1));
+    metrics->tensorboard.path = (char *)(metrics + 1) + texts;
     metrics->desc = resolved;
     metrics->allocator = world->allocator;
     metrics->text.allocator = &metrics->allocator;
@@ -155,7 +148,6 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         desc->trainer ? dtrain__trainer_seen(desc->trainer)->groups->all : dtrain_world_comm(world);
     metrics->console.file.size = metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
     dtrain_summary *s = &metrics->summary;
     s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
@@ -215,7 +207,6 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
     s->seconds = now - metrics->started;
-    dtrain__nvml_sample(metrics);
     dtrain__metrics_list(metrics);
     const dtrain_spread *figures = metrics->last.figures;
     s->comm_bytes += record->comm_bytes;
@@ -236,7 +227,6 @@ static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_i
     info->last = metrics->sample;
     info->sink_count = metrics->sink_count;
     info->sinks = metrics->infos;
-    info->no_gpu = metrics->nvml.reason;
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
@@ -298,7 +288,6 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__set_last_error(code, text);
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->tensorboard.file);
-    dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);
     dtrain__text_free(&metrics->text);
     dtrain__free(&allocator, metrics, 1, metrics->bytes);

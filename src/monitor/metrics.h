@@ -2,13 +2,14 @@
  *
  * One stream of metrics, several writers. Call dtrain_metrics_step with each record of the trainer,
  * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines,
- * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
+ * TensorBoard event files, and sinks of the host's own. tools/prometheus.h is such a sink, and
+ * tools/nvml.h adds figures of GPUs.
  *
  * A step becomes one list of metrics, which all writers walk; a figure that a program adds to a
- * record (dtrain_added_figure) is one more of them. The name is the JSON key, and Prometheus has
- * dtrain_ and the name in base units. TensorBoard's tag is group/name: it opens the first two
- * groups in the order of their names, and the loss has the first. A metric that was not measured is
- * not in the list. One that was measured and is not finite is null in JSON, nan or inf elsewhere.
+ * record (dtrain_added_figure) is one more of them. The name is the JSON key. TensorBoard's tag is
+ * group/name: it opens the first two groups in the order of their names, and the loss has the
+ * first. A metric that was not measured is not in the list. One that was measured and is not finite
+ * is null in JSON, nan or inf elsewhere.
  *
  * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
  * unless desc has one), ranks, nodes, threads, and of desc.trainer, else 0 or "": shard_ranks,
@@ -44,11 +45,6 @@
  *     memory_bytes, memory_peak_bytes, memory_activation_bytes
  *                      of the device, as the library allocates: now, the most so far, and the
  *                      tape's largest pass; of the rank that holds most
- *     gpu_utilization, gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
- *                      by NVML, as the rows below: 0 to 1; means over ranks' GPUs, most memory
- *     gpu_temperature_celsius        the hottest
- *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
- *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, the fields
  * of dtrain_summary but bubble_ms, and of desc.trainer what a rank holds and what
@@ -83,7 +79,7 @@ typedef struct dtrain_summary {
 } dtrain_summary;
 
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
-#define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
+#define DTRAIN_METRIC_COUNTER 2u /* never falls: a counter of Prometheus */
 #define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
 
 /* A number that was measured in a step. */
@@ -160,22 +156,18 @@ typedef struct dtrain_metrics_desc {
                                 terminal NO_COLOR is respected, and TERM=dumb gets the table */
     const char *jsonl_path;      /* a file of one JSON object a step; NULL = none */
     bool append;                 /* to what is in the files, as a run that was resumed does */
-    const char *prometheus_path; /* NAME.prom in the directory of node_exporter's textfile
-                                     collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
                                      TensorBoard and sinks with `histograms`; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
-    uint32_t gpu_every_ms;   /* between two questions to NVML, libnvidia-ml.so.1 or DTRAIN_NVML of
-                                    the environment; 0 = 5000 */
-    const char *run_name;    /* a label; NULL = "dtrain" */
-    const char *config;      /* text for TensorBoard and the first JSON line, such as the
+    const char *run_name;        /* a label; NULL = "dtrain" */
+    const char *config;          /* text for TensorBoard and the first JSON line, such as the
                                     configuration file; NULL = none */
-    const char *hparams;     /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;      /* of a resumed run: TensorBoard drops what the earlier run
+    const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
+    int64_t first_step;          /* of a resumed run: TensorBoard drops what the earlier run
                                      wrote for this step and later ones; 0 = all */
-    double peak_flops;       /* FLOP/s that one rank's device can do at most; 0 = unknown */
+    double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned
                                 once, as by dtrain_trainer_plan. NULL = records alone */
@@ -206,7 +198,6 @@ typedef struct dtrain_metrics_info {
     dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED */
     size_t sink_count;
     const dtrain_metrics_sink_info *sinks; /* (sink_count) */
-    const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
 /* Tell what the run has come to so far, on any rank; zeros for NULL. */

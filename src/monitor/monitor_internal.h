@@ -1,8 +1,8 @@
 /* The stream of metrics and its writers
  *
  * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
- * file.c (numbers, and files that cannot stop a training), console.c, lines.c, prometheus.c,
- * tensorboard.c (the writers), histogram.c and nvml.c (measurements of the monitor itself). */
+ * file.c (files that cannot stop a training), console.c, lines.c, tensorboard.c (the
+ * writers), histogram.c (measurements of the monitor itself). */
 
 #pragma once
 
@@ -41,17 +41,8 @@ typedef struct dtrain__records {
     const char *path;
 } dtrain__records;
 
-typedef struct dtrain__nvml {
-    void *library, *device;
-    bool started;
-    double ask_at;
-    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no answer */
-    char reason[200];                                                   /* why there is none; "" */
-} dtrain__nvml;
-
-#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 105 that table.c has, and added ones */
-#define DTRAIN__WRITERS 4
-#define DTRAIN__NEXT ".next"   /* what the next version of Prometheus's file is called */
+#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 98 that table.c has, and added ones */
+#define DTRAIN__WRITERS 3
 #define DTRAIN__EVENT_FILE 160 /* bytes of the name of TensorBoard's file, at most */
 
 struct dtrain_metrics {
@@ -76,12 +67,6 @@ struct dtrain_metrics {
     } console;
     dtrain__records jsonl;
     struct {
-        double write_at;                                 /* when the file may be replaced again */
-        double sent[DTRAIN_COLLECTIVE_KINDS];            /* in all steps */
-        const char *sent_names[DTRAIN_COLLECTIVE_KINDS]; /* "send_bytes" */
-        char *next;                                      /* path of the next version */
-    } prometheus;
-    struct {
         dtrain__records file;
         char *path;     /* file.path */
         size_t open[8]; /* (depth) offsets in the text where its open messages begin */
@@ -91,11 +76,9 @@ struct dtrain_metrics {
     dtrain_metrics_sample sample; /* the last step, as sinks see it */
     dtrain_metric metrics[DTRAIN__METRICS_MOST];
     double flops, peak_share;          /* of the last step: a second of all ranks, of their peak */
-    double throttle, ecc;              /* of all ranks' GPUs */
     dtrain_memory held, planned;       /* of this rank; planned: without no_plan */
     uint64_t planned_passes;           /* activations and their gradients */
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
-    dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
 
     double started; /* when the first step began */
@@ -109,9 +92,6 @@ DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics);
 /* monitor/file.c */
 /* Begin a record in the text that all writers share. */
 DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, bool integer,
-                                         const char *nan, const char *inf, const char *minus_inf);
-DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done);
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append);
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
@@ -123,10 +103,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
 
 /* monitor/lines.c */
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metrics_sample *sample);
-
-/* monitor/prometheus.c */
-DTRAIN__PRIVATE dtrain_result dtrain__prometheus_sink(void *user,
-                                                      const dtrain_metrics_sample *sample);
 
 /* monitor/tensorboard.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
@@ -140,8 +116,3 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
-
-/* monitor/nvml.c */
-DTRAIN__PRIVATE dtrain_result dtrain__nvml_open(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);

@@ -158,21 +158,6 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
                  "Most device memory so far, largest rank."),
     DTRAIN__EACH(DTRAIN__BASE("memory_activation_bytes"), "memory", DTRAIN__I, ACTIVATIONS, max,
                  "Activations of the largest pass, largest rank."),
-    DTRAIN__EACH(DTRAIN__NAMES("gpu_utilization", "gpu_utilization_ratio"), "nvml", 0,
-                 GPU_UTILIZATION, mean, "GPU utilization, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_memory_bytes"), "nvml", DTRAIN__I, GPU_MEMORY, max,
-                 "GPU memory in use, largest rank."),
-    DTRAIN__EACH(DTRAIN__NAMES("gpu_clock_hz", "gpu_clock_hertz"), "nvml", 0, GPU_CLOCK, mean,
-                 "Clock of the multiprocessors, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_power_watts"), "nvml", 0, GPU_POWER, mean,
-                 "Power, mean of ranks."),
-    DTRAIN__EACH(DTRAIN__BASE("gpu_temperature_celsius"), "nvml", 0, GPU_TEMPERATURE, max,
-                 "Temperature, hottest GPU."),
-    DTRAIN__EACH_AT(DTRAIN__NAMES("gpu_throttle", "gpu_throttle_reasons"), "nvml", DTRAIN__I,
-                   GPU_THROTTLE, REAL, MEASURED, throttle,
-                   "NVML's bits of why clocks are low, of any rank."),
-    DTRAIN__EACH_AT(DTRAIN__BASE("gpu_ecc_errors"), "nvml", DTRAIN__I, GPU_ECC, REAL, MEASURED,
-                   ecc, "Uncorrected ECC errors of all ranks' GPUs."),
     DTRAIN__MEMORIES("memory_", DTRAIN__HELD, held, "held"),
     DTRAIN__MEMORIES("predicted_", DTRAIN__PLANNED, planned, "predicted"),
     DTRAIN__MEMORY("predicted_activation", DTRAIN__PLANNED, planned_passes,
@@ -184,34 +169,14 @@ static const dtrain__metric_row dtrain__metric_rows[] = {
 /* ---- The values -------------------------------------------------------------------------------*/
 
 /* Complete the stream's copy of the record: figures that no rank has measured are NaN, as all are
- * in a record without figures, and without a trainer, which would exchange them, the figures of
- * this rank's GPU are all there are. Then compute the numbers that are no figures. Throttle reasons
- * are the union of all ranks' bits, ECC errors the sum. Figures are fp32, which is exact below
- * 2^24; NVML's reasons are bits up to 2^9. */
+ * in a record without figures. Then compute the numbers that are no figures. */
 static void dtrain__metrics_prepare(dtrain_metrics *metrics)
 {
     const dtrain_spread unknown = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1, 0};
-    const dtrain_metrics_sample *sample = &metrics->sample;
     dtrain_step_record *r = &metrics->last;
     dtrain_spread *figures = r->figures;
-    uint64_t bits = 0;
-    double errors = 0;
-    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
-        const int gpu = f - DTRAIN_FIGURE_GPU_UTILIZATION;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
         if (r->ranks == 0 || figures[f].max_rank < 0) figures[f] = unknown;
-        if (metrics->desc.trainer || gpu < 0 || !dtrain__is_finite(metrics->nvml.figures[gpu]))
-            continue;
-        figures[f].mean = figures[f].max = (double)metrics->nvml.figures[gpu];
-        figures[f].max_rank = dtrain_world_rank(metrics->world);
-    }
-    for (int rank = 0; sample->figures && rank < r->ranks; rank++) {
-        const float *own = sample->figures + (size_t)rank * sample->figure_stride;
-        const float reasons = own[DTRAIN_FIGURE_GPU_THROTTLE], lost = own[DTRAIN_FIGURE_GPU_ECC];
-        if (dtrain__is_finite(reasons) && reasons >= 0) bits |= (uint64_t)reasons;
-        if (dtrain__is_finite(lost)) errors += (double)lost;
-    }
-    metrics->throttle = sample->figures ? (double)bits : figures[DTRAIN_FIGURE_GPU_THROTTLE].max;
-    metrics->ecc = sample->figures ? errors : figures[DTRAIN_FIGURE_GPU_ECC].max;
     const double seconds = figures[DTRAIN_FIGURE_STEP].max;
     const double flops = figures[DTRAIN_FIGURE_FLOPS].mean;
     metrics->flops = flops > 0 && seconds > 0 ? flops * r->ranks / seconds : DTRAIN__NAN;

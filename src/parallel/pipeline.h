@@ -15,7 +15,6 @@
  *     INTERLEAVED    (p - 1) / (v m)   a rank has v stages: v times the messages
  *     ZB_H1          a third of 1F1B's, where forward, input and weight gradients take alike: the
  *                    gradients of weights are made in what would be idle time
- *     ZBV            (p - 1) / (6 m) there; a rank has two stages, which lie in the shape of a V
  *
  * (Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
  * GPU Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.)
@@ -35,17 +34,16 @@ typedef enum dtrain_pipeline_kind {
     DTRAIN_PIPELINE_1F1B = 0,
     DTRAIN_PIPELINE_GPIPE = 1,
     DTRAIN_PIPELINE_INTERLEAVED = 2,
-    DTRAIN_PIPELINE_ZB_H1 = 3,
-    DTRAIN_PIPELINE_ZBV = 4
+    DTRAIN_PIPELINE_ZB_H1 = 3
 } dtrain_pipeline_kind;
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
  * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
- * model and one micro-batch after the other, kind and chunks change nothing.
+ * model and one micro-batch after the other, it changes nothing.
  * A message between two stages has at most 16 tensors. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
-    uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
+    uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED */
     const uint32_t *units; /* (ranks * chunks) how many units each stage has, in the order in which
                               their parameters are registered (see tools/balance.h); NULL =
                               evenly, the first stages with one more */
@@ -64,12 +62,12 @@ typedef enum dtrain_pipeline_act {
 } dtrain_pipeline_act;
 
 typedef struct dtrain_pipeline_action {
-    uint32_t act; /* dtrain_pipeline_act */
-    int32_t chunk, micro_batch;
+    uint32_t act;  /* dtrain_pipeline_act */
+    int32_t chunk; /* of rank r: stage chunk * ranks + r of the model */
+    int32_t micro_batch;
     int32_t peer;  /* of a message, a rank of the axis; else -1 */
     int32_t slot;  /* of what FORWARD keeps until the last use, counted from 0; -1: none */
-    int32_t inbox; /* of what RECEIVE brings, kept as long; -1: the stage before is on this rank, or
-                      there is none */
+    int32_t inbox; /* of what RECEIVE brings, kept as long; -1: no stage is before this one */
 } dtrain_pipeline_action;
 
 /* A schedule; free it by dtrain_pipeline_destroy. */
@@ -82,16 +80,13 @@ typedef struct dtrain_pipeline_schedule {
     struct dtrain__run_memory *memory; /* (ranks) of a rank's runs */
 } dtrain_pipeline_schedule;
 
-/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a
- * zeroed desc. Local. An unsupported number of chunks or micro-batches is an error that says which
- * work. */
+/* Make the schedule of a kind, for ranks of a pipeline axis; one rank has one chunk, the model.
+ * desc->units is not read; NULL = a zeroed desc. Local. An unsupported number of chunks or
+ * micro-batches is an error that says which work. */
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out);
 /* Free a schedule; NULL is allowed. */
 DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule);
-
-/* Return which stage of the model a chunk of a rank is, from 0 to ranks * chunks - 1; -1: none. */
-DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk);
 
 /* Seconds, or any unit, that a micro-batch takes in one stage. */
 typedef struct dtrain_pipeline_costs {
@@ -106,10 +101,7 @@ typedef struct dtrain_pipeline_part {
     dtrain_dtype dtype;
 } dtrain_pipeline_part;
 
-/* What a program does for a schedule. An error ends the run, on every rank of the axis. Stages that
- * follow each other on one rank (ZBV's turn, an axis of one rank) have no message: FORWARD reads
- * what the pass before it keeps, and BACKWARD leaves its gradient in the slot of that pass, as its
- * own is given to another pass at once. */
+/* What a program does for a schedule. An error ends the run, on every rank of the axis. */
 typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);

@@ -7,9 +7,8 @@
  *     starts            waits      starts         waits for  starts                waits for
  *     (waits for the inbox' last)                 SEND 1                           SEND_GRADIENT 1
  *
- * What SEND sends may lie in the pass's inbox, or in those of an earlier stage of this rank, where
- * a stage only passes it on. All of them are given back behind the backward, and a gradient that
- * came back says that it was taken; but there may be none.
+ * What SEND sends can lie in the pass's inbox, where a stage only passes it on. The backward gives
+ * the inbox back, and a gradient that came back says that it was taken; but there may be none.
  *
  * A gradient is not in the slot: its peer takes it when it is done with what it computes, which may
  * be after the slot's next BACKWARD. Only the next SEND_GRADIENT of the slot waits for it.
@@ -112,8 +111,7 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
     }
     if (!world || action->act > DTRAIN_PIPELINE_ACT_WEIGHT)
         return run->work->compute(run->work->user, action);
-    snprintf(stage, sizeof stage, "stage %d",
-             dtrain__action_stage(run->schedule, run->rank, action));
+    snprintf(stage, sizeof stage, "stage %d", action->chunk * run->schedule->ranks + run->rank);
     const uint32_t span =
         dtrain__span_begin(world, forward ? DTRAIN_SPAN_FORWARD : DTRAIN_SPAN_BACKWARD,
                            names[action->act - DTRAIN_PIPELINE_ACT_FORWARD], action->micro_batch);
@@ -132,7 +130,7 @@ static dtrain_result dtrain__run_place(const dtrain__runner *run,
                                         "REDUCE", "STEP"};
     const dtrain_pipeline_schedule *s = run->schedule;
     return dtrain_fail(result, "stage %d of %d, %s of micro-batch %d: %s",
-                       dtrain__action_stage(s, run->rank, action), s->ranks * s->chunks,
+                       action->chunk * s->ranks + run->rank, s->ranks * s->chunks,
                        names[action->act], (int)action->micro_batch,
                        dtrain__bare(dtrain_last_error()));
 }

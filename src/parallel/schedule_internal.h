@@ -18,9 +18,6 @@ typedef struct dtrain__run_memory {
 } dtrain__run_memory;
 
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
-/* Return the stage of a rank's action; -1: it has no such chunk. */
-DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *schedule, int rank,
-                                         const dtrain_pipeline_action *action);
 /* Count the slots and inboxes of a rank. */
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
                                            int *slots, int *inboxes);

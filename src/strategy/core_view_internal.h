@@ -53,10 +53,8 @@ DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy,
 
 /* Which stages there are, and who has them: strategy/stages.c. */
 typedef struct dtrain__stage_map {
-    uint32_t kind;           /* dtrain_pipeline_kind */
     int ranks, rank, chunks; /* of the pipeline axis; stages of each rank */
-    int32_t stages;          /* of the model; 1 without a pipeline */
-    bool *here;              /* (stages) this rank has it */
+    int32_t stages;          /* of the model, stage s on rank s % ranks; 1 without a pipeline */
     int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
     size_t unit_count, room;
 } dtrain__stage_map;
@@ -70,8 +68,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
 /* Return the stage of a unit; -1: no parameter belongs to it. */
 DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
-/* Return the rank of the pipeline axis that has a stage. */
-DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage);
 
 /* ---- When a call is allowed -------------------------------------------------------------------*/
 

@@ -1,13 +1,12 @@
 /* Stages: which part of a model a rank of a pipeline axis has
  *
  * Units are put into stages in the order in which they first appear in the array of parameters, and
- * stages lie on ranks as the kind of schedule says. Every rank registers the whole array; what it
- * has no part in has no memory here and a count of 0:
+ * stages lie on the ranks in turn. Every rank registers the whole array; what it has no part in has
+ * no memory here and a count of 0:
  *
  *     2 ranks, 2 chunks     unit 0 1 2 | 3 4 | 5 6 | 7 8
  *     stage                      0     |  1  |  2  |  3
- *     rank, INTERLEAVED          0     |  1  |  0  |  1
- *     rank, ZBV                  0     |  1  |  1  |  0
+ *     rank                       0     |  1  |  0  |  1
  *
  * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
  * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients
@@ -30,27 +29,20 @@ DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint
     return -1;
 }
 
-DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage)
-{
-    return dtrain__pipeline_place(map->kind, map->ranks, stage).rank;
-}
-
 /* Check that stages have units, each one, and together all of them. */
-static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
-                                         const dtrain_pipeline_desc *desc)
+static dtrain_result dtrain__stage_check(const dtrain__stage_map *map, const uint32_t *units)
 {
     const char *const call = "dtrain_strategy_create";
-    const bool listed = desc && desc->units;
     uint64_t sum = 0;
-    for (int32_t s = 0; s < map->stages && listed; s++) {
-        sum += desc->units[s];
-        if (!desc->units[s])
+    for (int32_t s = 0; s < map->stages && units; s++) {
+        sum += units[s];
+        if (!units[s])
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: pipeline->units gives stage %d of %d no unit; give it one, or "
                                "take fewer ranks or chunks",
                                call, (int)s, (int)map->stages);
     }
-    if (listed && sum != map->unit_count)
+    if (units && sum != map->unit_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the %d numbers of pipeline->units add up to %llu units, and the "
                            "parameters belong to %zu; every unit is in one stage",
@@ -70,26 +62,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
                                                      const dtrain__groups *groups)
 {
     memset(map, 0, sizeof *map);
-    map->kind = desc ? desc->kind : 0;
     map->ranks = groups->pipeline_ranks;
     map->rank = groups->pipeline_rank;
     DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
     map->stages = map->ranks * map->chunks;
     map->room = count;
     map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
-    map->here = (bool *)dtrain__alloc(a, (size_t)map->stages, sizeof *map->here, "stages");
-    if (!map->units || !map->here) return DTRAIN_ERROR_MEMORY;
+    if (!map->units) return DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
         if (dtrain__stage_of_unit(map, params[i].unit) < 0)
             map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
-    DTRAIN__TRY(dtrain__stage_check(map, desc));
+    const uint32_t *units = desc && map->stages > 1 ? desc->units : NULL;
+    DTRAIN__TRY(dtrain__stage_check(map, units));
     const size_t even = map->unit_count / (size_t)map->stages;
     const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
     size_t at = 0;
     for (int32_t s = 0; s < map->stages; s++) {
-        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
+        const size_t own = units ? units[s] : even + ((size_t)s < more);
         for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
-        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
     }
     return DTRAIN_OK;
 }
@@ -97,7 +87,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a)
 {
     dtrain__free(a, map->units, map->room, 2 * sizeof *map->units);
-    dtrain__free(a, map->here, (size_t)map->stages, sizeof *map->here);
     memset(map, 0, sizeof *map);
 }
 
@@ -109,7 +98,7 @@ DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtra
 {
     const dtrain_param *p = storage;
     do {
-        if (dtrain__stage_rank(map, dtrain__stage_of_unit(map, p->unit)) == rank) return true;
+        if (dtrain__stage_of_unit(map, p->unit) % map->ranks == rank) return true;
         p = p->state.next;
     } while (p != storage);
     return false;
@@ -122,7 +111,7 @@ DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_p
 {
     for (size_t i = 0; i < count && map->ranks > 1; i++) {
         dtrain_param *p = &params[i];
-        p->state.remote = !map->here[dtrain__stage_of_unit(map, p->unit)];
+        p->state.remote = dtrain__stage_of_unit(map, p->unit) % map->ranks != map->rank;
         if (!dtrain__stage_uses(map, p->state.storage, map->rank)) p->count = 0;
     }
 }

@@ -68,7 +68,7 @@ DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
 {
     const dtrain__groups *groups = &strategy->groups;
-    return strategy->stages.here[strategy->stages.stages - 1] &&
+    return groups->pipeline_rank == groups->pipeline_ranks - 1 &&
            groups->tensor_rank == groups->tensor_ranks - 1;
 }
 

@@ -116,7 +116,8 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
                            integer ? "i32" : "f32");
     DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
     if (stages && stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (dtrain__is_surveying(op->tape)) made->read_here |= stages->map->here[stages->at];
+    if (dtrain__is_surveying(op->tape))
+        made->read_here |= stages->at % stages->map->ranks == stages->map->rank;
     if (stages && !node->remote && made->remote)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "stage %d reads a tensor of stage %d, which it did not do in the first "

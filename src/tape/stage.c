@@ -94,7 +94,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     slot->crossed[k].tensor = made;
     if (crossing->stage >= slot->stage || crossing->last_stage < slot->stage) return;
     made->remote = false;
-    x->data = slot->received ? slot->received[k] : slot->before->crossed[k].tensor->tensor.data;
+    x->data = slot->received[k];
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tape_tensor *made,
@@ -197,9 +197,8 @@ static bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool grad
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
-                                                  uint32_t batch, int32_t stage,
-                                                  dtrain__stage_source source, uint32_t flags,
-                                                  uint64_t seed)
+                                                  uint32_t batch, int32_t stage, int32_t inbox,
+                                                  uint32_t flags, uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &tape->slots[number];
@@ -211,8 +210,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     }
     slot->stage = stage;
     slot->batch = &tape->slots[batch];
-    slot->received = source.inbox >= 0 ? stages->inboxes[source.inbox].received : NULL;
-    slot->before = source.slot >= 0 ? &tape->slots[source.slot] : NULL;
+    slot->received = inbox >= 0 ? stages->inboxes[inbox].received : NULL;
     slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
@@ -233,24 +231,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
                           "stage %d of %d: which operations it calls must not depend on values",
                           slot->next_crossing, stages->crossing_count, (int)stages->at,
                           (int)stages->map->stages));
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t number,
-                                                 const uint32_t *from)
-{
-    dtrain__pass_slot *slot = &tape->slots[number];
-    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        dtrain__tape_tensor *x = slot->crossed[k].tensor;
-        bool accumulate;
-        if (from) {
-            dtrain__tape_tensor *y = tape->slots[*from].crossed[k].tensor;
-            x->gradient = y->gradient;
-            x->tensor.grad = y->tensor.grad;
-            y->gradient = NULL;
-            y->tensor.grad = NULL;
-        } else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
-    }
-    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t number,
@@ -292,6 +272,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
     const bool seeds = action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
     const int32_t before = receives || gives_back ? stage - 1 : stage;
     dtrain__bump *zeros = &stages->zeros;
+    dtrain__crossed *crossed = receives ? NULL : tape->slots[action->slot].crossed;
+    bool accumulate;
     size_t k;
     if (empty && (gives_back || seeds)) return DTRAIN_OK;
     if (receives && i == 0) {
@@ -304,11 +286,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
         }
     }
     for (k = 0; gives_back && i == 0 && k < stages->crossing_count; k++) {
-        dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
-        dtrain__scratch_give(crossed->sent);
-        crossed->sent = NULL;
+        dtrain__scratch_give(crossed[k].sent);
+        crossed[k].sent = NULL;
     }
-    if (seeds && i == 0) DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
+    for (size_t n = 0; seeds && i == 0 && dtrain__stage_item(tape, stage, true, n, &k); n++)
+        DTRAIN__TRY(dtrain__gradient_open(tape, &crossed[k].tensor->tensor, &accumulate));
     if (!dtrain__stage_item(tape, before, gives_back || seeds, i, &k)) return DTRAIN_OK;
     const dtrain__crossing *c = &stages->crossings[k];
     if (receives) {
@@ -321,7 +303,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
             dtrain__tape_stick(tape, tape->device->ops->zero(tape->device, part->address,
                                                              (size_t)(zeros->bytes - bytes)));
     } else {
-        const dtrain__tape_tensor *x = tape->slots[action->slot].crossed[k].tensor;
+        const dtrain__tape_tensor *x = crossed[k].tensor;
         part->address = !x ? NULL : gives_back || seeds ? x->tensor.grad : x->tensor.data;
     }
     if (!part->address) return tape->error;

@@ -42,12 +42,6 @@ typedef struct dtrain__inbox {
     void **received; /* (crossing_count) */
 } dtrain__inbox;
 
-/* Where a pass finds what earlier stages made: in an inbox, or in the slot of another stage of this
- * rank; both -1: in the first stage. */
-typedef struct dtrain__stage_source {
-    int32_t inbox, slot;
-} dtrain__stage_source;
-
 typedef struct dtrain__stages {
     const dtrain__stage_map *map;
     int32_t at;             /* the stage whose unit the pass is in */
@@ -71,19 +65,15 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stage,
                                                  const dtrain_pipeline_action *action, bool empty,
                                                  size_t i, dtrain_pipeline_part *part);
-/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
- * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
- * what crosses. */
+/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch, inbox
+ * has what earlier stages made (-1: no stage is before). Stage DTRAIN__SURVEY, in slot 0 of a tape
+ * that was reset: all stages are remote, and stage_end notes what crosses. */
 #define DTRAIN__SURVEY -1
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
-                                                  int32_t stage, dtrain__stage_source source,
-                                                  uint32_t flags, uint64_t seed);
+                                                  int32_t stage, int32_t inbox, uint32_t flags,
+                                                  uint64_t seed);
 /* End a survey, or check that the pass of a stage has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
-/* Find addresses for the gradients of what the next stage has read; or take them over from a slot
- * of this rank after its backward. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
-                                                 const uint32_t *from);
 /* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
  * micro-batch of the step comes, so that no gradient is ready. halves: gradients of parameters are
  * left to stage_weights. */

@@ -184,12 +184,11 @@ typedef struct dtrain__pass {
 typedef struct dtrain__pass_slot {
     dtrain__pass pass;
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
-    int32_t stage;                    /* this and what follows: see stage.c */
-    struct dtrain__pass_slot *batch;  /* the slot with the inputs of this micro-batch */
-    struct dtrain__pass_slot *before; /* the slot of the stage before, if this rank has it; or */
-    void **received;                  /* (crossing_count) the addresses of an inbox */
-    dtrain__tape_tensor *listed;      /* inputs, and in a survey all tensors; the latest first */
-    struct dtrain__crossed *crossed;  /* (crossing_count) */
+    int32_t stage;                   /* this and what follows: see stage.c */
+    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
+    void **received;                 /* (crossing_count) addresses of the pass's inbox, or NULL */
+    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
+    struct dtrain__crossed *crossed; /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
 

@@ -133,8 +133,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->loss_counts = dtrain__loss_counts(desc->strategy);
     trainer->slow_rank = -1;
     trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
-    for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
-        trainer->gpu[i] = (float)DTRAIN__NAN;
     dtrain_loss_scaler none;
     memset(&none, 0, sizeof none);
     const bool given = /* one of the settings, which come before the counts */
@@ -180,7 +178,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     view->ranks = trainer->ranks;
     view->words = (const float *)trainer->words;
     view->word_count = DTRAIN__WORD_COUNT;
-    view->gpu = trainer->gpu;
     view->memory = dtrain__trainer_memory;
     if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
         result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),

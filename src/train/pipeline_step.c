@@ -35,24 +35,13 @@ typedef struct dtrain__pipeline {
     dtrain_pipeline_schedule *forward; /* of one micro-batch without its backward */
     const dtrain__model_pass *pass;    /* that the ranks run now */
     int last;                          /* stage of the model */
-    int32_t *slots;                    /* (chunks, micro_batches) */
     size_t result_bytes;               /* page-locked, of the trainer's results; 0: none */
     bool agreed;                       /* all ranks have the same full batch */
 } dtrain__pipeline;
 
-/* Return the slot of a micro-batch's pass of a stage; -1: no stage of this rank. */
-static int32_t dtrain__line_slot(const dtrain_trainer *trainer, int stage, int32_t micro)
-{
-    const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
-    if (stage < 0) return -1;
-    const dtrain__place_of_stage place = dtrain__pipeline_place(s->kind, s->ranks, stage);
-    if (place.rank != trainer->groups.pipeline_rank) return -1;
-    return trainer->pipeline->slots[place.chunk * s->micro_batches + micro];
-}
-
 static int dtrain__line_stage(const dtrain_trainer *trainer, const dtrain_pipeline_action *action)
 {
-    return dtrain__action_stage(trainer->pipeline->schedule, trainer->groups.pipeline_rank, action);
+    return action->chunk * trainer->groups.pipeline_ranks + trainer->groups.pipeline_rank;
 }
 
 /* Forget the passes before, and begin those of a step or of an evaluation. */
@@ -79,9 +68,8 @@ static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_tensor **
  * stage makes the tensor that it returns. Local. */
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_tensor **made)
 {
-    const dtrain__stage_source none = {-1, -1};
     const dtrain__model_pass *pass = trainer->pipeline->pass;
-    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none, pass->flags, 0));
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, -1, pass->flags, 0));
     DTRAIN__TRY(dtrain__line_call(trainer, made));
     const int stage = dtrain__stage_of(*made);
     if (stage == trainer->pipeline->last) return DTRAIN_OK;
@@ -119,10 +107,8 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     if (first) DTRAIN__TRY(dtrain__line_fetch(trainer, micro));
     if (micro->joined) return last ? dtrain__end_sums(strategy, 0, true) : DTRAIN_OK;
     if (first) micro->slot = slot;
-    line->slots[action->chunk * line->schedule->micro_batches + number] = slot;
-    dtrain__stage_source source = {action->inbox, dtrain__line_slot(trainer, stage - 1, number)};
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)slot, (uint32_t)micro->slot, stage,
-                                    source, pass->flags, seed));
+                                    action->inbox, pass->flags, seed));
     DTRAIN__TRY(dtrain__line_call(trainer, &micro->made));
     micro->samples = dtrain__samples_of(micro->made);
     if (micro->samples.valid) { /* the tensor is gone when its slot is used again */
@@ -152,9 +138,7 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     dtrain_tensor *loss = stage == trainer->pipeline->last ? micro->made : NULL;
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, loss, dtrain__micro_scale(trainer),
                                        more,
-                                       dtrain__pipeline_splits(trainer->pipeline->schedule->kind)));
-    const int32_t before = dtrain__line_slot(trainer, stage - 1, number);
-    if (before >= 0) DTRAIN__TRY(dtrain__stage_seed(trainer->tape, (uint32_t)before, &slot));
+                                       trainer->pipeline->schedule->kind == DTRAIN_PIPELINE_ZB_H1));
     return loss ? dtrain__loss_read(trainer, (uint32_t)number, loss) : DTRAIN_OK;
 }
 
@@ -256,9 +240,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(result);
     result = dtrain_pipeline_run(s, trainer->groups.pipeline, &work);
     if (pass->own && result == DTRAIN_OK)
-        result = dtrain_broadcast(
-            trainer->groups.pipeline, pass->values, (size_t)pass->count, DTRAIN_DTYPE_F32,
-            dtrain__pipeline_place(s->kind, s->ranks, trainer->pipeline->last).rank, NULL);
+        result = dtrain_broadcast(trainer->groups.pipeline, pass->values, (size_t)pass->count,
+                                  DTRAIN_DTYPE_F32, s->ranks - 1, NULL);
     return dtrain__strategy_keep(trainer->desc.strategy, result);
 }
 
@@ -294,11 +277,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     slots = (int)dtrain__max(slots, f->chunks); /* an evaluation has one a chunk */
     inboxes = (int)dtrain__max(inboxes, f->chunks);
     line->last = ranks * f->chunks - 1;
-    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)f->chunks, sizeof *line->slots,
-                                           "slots of passes");
-    if (!line->slots) return DTRAIN_ERROR_MEMORY;
-    if (dtrain__pipeline_place(f->kind, ranks, line->last).rank == rank && device &&
-        device->ops->event_query) { /* the host queues passes ahead of the device */
+    if (rank == ranks - 1 && device && device->ops->event_query) { /* passes are queued ahead */
         void *memory;
         const size_t bytes = micros * sizeof *trainer->results;
         DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
@@ -318,9 +297,6 @@ DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
         device->ops->synchronize(device); /* of a step that failed */
         device->ops->host_free(device, trainer->results, line->result_bytes);
     }
-    if (line->slots)
-        dtrain__free(a, line->slots, trainer->desc.micro_batches * (size_t)line->schedule->chunks,
-                     sizeof *line->slots);
     dtrain_pipeline_destroy(line->schedule);
     dtrain_pipeline_destroy(line->forward);
     dtrain__free(a, line, 1, sizeof *line);

@@ -100,8 +100,6 @@ static void dtrain__put_figures(const dtrain_trainer *trainer, const double *bef
         own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
     if (!trainer->groups.pipeline)
         own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
-    for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
-        own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
     own[DTRAIN__WORD_STOP] = world.stop_requested;
     own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
 }

@@ -116,14 +116,6 @@ typedef enum dtrain_figure {
     /* Of the bytes, over the pipeline axis; NaN without one. */
     DTRAIN_FIGURE_PIPELINE_BYTES,
     DTRAIN_FIGURE_BUBBLE, /* of exposed_comm, seconds in which the rank waited for other stages */
-    /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
-    DTRAIN_FIGURE_GPU_UTILIZATION, /* 0 to 1 */
-    DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
-    DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
-    DTRAIN_FIGURE_GPU_POWER,       /* W */
-    DTRAIN_FIGURE_GPU_TEMPERATURE, /* degrees Celsius */
-    DTRAIN_FIGURE_GPU_THROTTLE,    /* NVML's bits of why clocks are low */
-    DTRAIN_FIGURE_GPU_ECC,         /* uncorrected errors since the driver was loaded */
     DTRAIN_FIGURE_COUNT
 } dtrain_figure;
 
@@ -144,7 +136,7 @@ typedef struct dtrain_added_figure {
     double value;
 } dtrain_added_figure;
 
-#define DTRAIN_ADDED_FIGURES 8
+#define DTRAIN_ADDED_FIGURES 16
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {

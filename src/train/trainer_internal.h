@@ -89,10 +89,9 @@ struct dtrain_trainer {
     uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling */
     uint32_t in_a_row; /* how many of the last steps were */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
-    dtrain__micro *micros; /* (micro_batches) */
-    bool ended;            /* this rank's data has ended */
-    double saving;         /* seconds in checkpoints until the end of the last step */
-    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
+    dtrain__micro *micros;     /* (micro_batches) */
+    bool ended;                /* this rank's data has ended */
+    double saving;             /* seconds in checkpoints until the end of the last step */
     dtrain__rank_words *words; /* (ranks), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
     int slow_rank;   /* the slowest of the last step ... */

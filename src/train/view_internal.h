@@ -15,7 +15,6 @@ typedef struct dtrain__trainer_view {
     int rank, ranks;    /* in groups->all */
     const float *words; /* (ranks, word_count): of each rank its figures, then other words */
     size_t word_count;
-    float *gpu; /* the figures from DTRAIN_FIGURE_GPU_UTILIZATION on, which the next step sends */
     /* Report the memory that this rank holds, and the memory that a plan of the loss predicts; an
      * error is the plan's. */
     dtrain_result (*memory)(const dtrain_trainer *trainer, dtrain_memory *held,

@@ -7,6 +7,7 @@
  * rank 0 writes DIRECTORY/weights-STEP-NAME, and every rank that holds gradients that no lower rank holds
  * DIRECTORY/gradients-STEP-NAME-OFFSET: raw fp32. With MONITOR_LOCALE the program runs under that locale. */
 #include "dtrain.h"
+#include "tools/prometheus.h"
 #include <locale.h>
 #include <math.h>
 #include <stdlib.h>
@@ -134,7 +135,8 @@ static dtrain_result train(dtrain_world *world, job *j)
     dtrain_strategy_desc how;
     dtrain_trainer_desc desc;
     dtrain_metrics_desc report;
-    dtrain_metrics_sink sink;
+    dtrain_metrics_sink sinks[2];
+    prometheus file;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
@@ -143,7 +145,8 @@ static dtrain_result train(dtrain_world *world, job *j)
     memset(&how, 0, sizeof how);
     memset(&desc, 0, sizeof desc);
     memset(&report, 0, sizeof report);
-    memset(&sink, 0, sizeof sink);
+    memset(sinks, 0, sizeof sinks);
+    memset(&file, 0, sizeof file);
     how.kind = s->kind;
     how.node_size = s->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
     how.init_seed = 5;
@@ -161,12 +164,13 @@ static dtrain_result train(dtrain_world *world, job *j)
     snprintf(jsonl, sizeof jsonl, "%s/log.jsonl", s->directory);
     snprintf(prom, sizeof prom, "%s/run.prom", s->directory);
     snprintf(tensorboard, sizeof tensorboard, "%s/tensorboard/run", s->directory);
-    sink.every_rank = true;
-    sink.name = "counter";
-    sink.take = count_calls;
-    sink.user = j;
+    sinks[0].every_rank = true;
+    sinks[0].name = "counter";
+    sinks[0].take = count_calls;
+    sinks[0].user = j;
+    file.path = prom;
+    sinks[1] = prometheus_sink(&file);
     report.jsonl_path = jsonl;
-    report.prometheus_path = prom;
     report.tensorboard_dir = tensorboard;
     report.append = s->first > 0;
     report.first_step = s->first ? s->first + 1 : 0;
@@ -176,8 +180,8 @@ static dtrain_result train(dtrain_world *world, job *j)
     report.hparams = "lr=0.01\nbatch=6\nstrategy=ddp\nshuffle=true\nnote=a=b, \xc3\xa4\n";
     report.peak_flops = 1e9;
     report.trainer = trainer;
-    report.sinks = &sink;
-    report.sink_count = 1;
+    report.sinks = sinks;
+    report.sink_count = 2;
     TRY(dtrain_metrics_create(world, &report, &metrics));
     for (int64_t step = 1; step <= s->end; step++) {
         dtrain_step_record record;

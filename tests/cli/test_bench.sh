@@ -77,7 +77,7 @@ check "bench_scaling" "^ +12 +full_shard .* same +yes +yes" '"strategy": "full_s
     --flags "$small"
 check "bench_forecast" "^resnet20 +full_shard +2 .* yes" '"model": "tiny", "strategy": "ddp".*"ratio": [0-9]' "$bench/bench_forecast" $trainer --quick \
     --images "$build/resnet_cifar"
-check "bench_pipeline" "^tiny +2 +zbv .* yes" '"how": "1f1b".*"of_ddp": [0-9]' "$bench/bench_pipeline" $trainer --quick
+check "bench_pipeline" "^tiny +2 +zb_h1 .* yes" '"how": "1f1b".*"of_ddp": [0-9]' "$bench/bench_pipeline" $trainer --quick
 check "bench_comm" "top-k 0.1 % .* yes" '"method": "hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' \
     "$bench/bench_comm" $trainer --quick --shrink 2 --svg "$tmp/comm.svg"
 grep -q "^</svg>" "$tmp/comm.svg" && [ "$(grep -c '<polyline' "$tmp/comm.svg")" -eq 3 ]

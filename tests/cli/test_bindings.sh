@@ -3,6 +3,7 @@
 # them or has a reason, every struct has C's layout, every constant C's value, and calls of every form of argument do
 # what they do in C.
 . tests/support/shell.sh
+export LC_ALL=C # one order of lines for sort
 cc=${CC:-cc}
 python=${PYTHON:-python3}
 fortran="gfortran -std=f2018 -Wall -Wextra -Werror"
@@ -109,6 +110,55 @@ END
     (cd "$tmp" && "$python" layout.py >layout_py.txt) >"$tmp/err" 2>&1 && diff "$tmp/layout.txt" "$tmp/layout_py.txt" >"$tmp/err"
     result "Python: layouts and constants are C's" $? "$tmp/err"
 else skip "Python's layouts" "$python is not installed"; fi
+
+# ---- Prototypes, as gcc lists them ----
+# A letter for the result and each argument: p for an address, the bytes of an integer, f, d, s for a struct, v for none.
+if have gcc; then
+    gcc -std=c99 -I. -aux-info "$tmp/aux" -c "$tmp/layout.c" -o "$tmp/layout.o" && sed -n 's/.*extern \(.*[ *]\)\(dtrain_[a-z0-9_]*\) (\(.*\));.*/\2|\1|\3/p' "$tmp/aux" |
+        grep -v -E "^($left|dtrain_cuda_device_ops)\|" | awk -F '|' '
+        function letter(type) {
+            if (type ~ /\*|_fn$/) return "p"
+            gsub(/const|enum|struct| /, "", type)
+            if (type ~ /^u?int(8|16|32|64)_t$/) { gsub(/[^0-9]/, "", type); return type / 8 }
+            return type == "size_t" ? 8 : type == "_Bool" ? 1 : type ~ /^(void|float|double)$/ ? substr(type, 1, 1) : type ~ /_desc$/ ? "s" : 4
+        }
+        { n = split($3, argument, /, /); text = $1 " " letter($2)
+          for (i = 1; i <= n; i++) if (argument[i] != "void") text = text letter(argument[i])
+          print text }' | sort >"$tmp/prototypes"
+    awk '
+        function letter(text) {
+            if (text !~ /, value/ && text ~ /, |procedure/) return "p"
+            if (text ~ /c_ptr|c_funptr/) return "p"
+            if (text ~ /^ *type/) return "s"
+            return text ~ /c_(int64_t|size_t)/ ? 8 : text ~ /c_(int|int32_t)\)/ ? 4 : text ~ /c_int16_t/ ? 2 : text ~ /c_bool/ ? 1 : text ~ /c_float/ ? "f" : "d"
+        }
+        /^  interface/ { open = 1 }
+        open && /^    (function|subroutine)/ { name = $2; sub(/\(.*/, "", name); arguments = ""; result = "v" }
+        open && / :: / { if ($NF == name) result = letter($0); else arguments = arguments letter($0) }
+        open && /^    end / { if (name != "dtrain_cuda_device_ops") print name " " result arguments }
+        /^  end interface/ { open = 0 }' "$f90" | sort | diff "$tmp/prototypes" - >"$tmp/err" && [ "$(wc -l <"$tmp/prototypes")" -gt 100 ]
+    result "Fortran: prototypes are C's" $? "$tmp/err"
+    if have "$python"; then
+        cat >"$tmp/prototypes.py" <<'END'
+import ctypes, dtrain
+
+def letter(kind):
+    if kind is None:
+        return "v"
+    if issubclass(kind, ctypes.Structure):
+        return "s"
+    if issubclass(kind, (ctypes.c_void_p, ctypes.c_char_p, ctypes._Pointer, ctypes._CFuncPtr)):
+        return "p"
+    return {ctypes.c_float: "f", ctypes.c_double: "d"}.get(kind) or str(ctypes.sizeof(kind))
+
+for name, function in vars(dtrain).items():
+    if isinstance(function, ctypes._CFuncPtr):
+        print(name, "".join(map(letter, (function.restype, *function.argtypes))))
+END
+        "$python" "$tmp/prototypes.py" 2>"$tmp/err" | sort | diff "$tmp/prototypes" - >>"$tmp/err"
+        result "Python: prototypes are C's" $? "$tmp/err"
+    else skip "Python's prototypes" "$python is not installed"; fi
+else skip "prototypes" "gcc is not installed" 2; fi
 
 # ---- Calls ----
 # The same calls in three languages: numbers and texts, structs by value and by address, arrays of them, what may be
@@ -322,4 +372,19 @@ END
         sed -n 2p "$tmp/out" | grep -q '^DtrainError -3 dtrain_cuda_device_ops: ' && sed -n 3p "$tmp/out" | grep -q '^TypeError .*contiguous'
     result "Python: exceptions, of callbacks too" $? "$tmp/out"
 else skip "Python's calls" "$python is not installed" 2; fi
+
+# ---- Installed ----
+prefix=$tmp/prefix
+try "make install" make -s install BUILD="$build" CC="$cc" PREFIX="$prefix"
+unset DTRAIN_LIBRARY
+if have "$python"; then
+    PYTHONPATH="$prefix/share/dtrain" "$python" -c 'import dtrain; print(dtrain.__file__, dtrain._library._name, dtrain.dtrain_dtype_name(0))' >"$tmp/out" 2>&1 &&
+        grep -q "^$prefix/share/dtrain/dtrain.py $prefix/.*/lib/libdtrain.so f32\$" "$tmp/out"
+    result "Python: the installed module finds the installed library" $? "$tmp/out"
+else skip "Python, installed" "$python is not installed"; fi
+if have gfortran; then
+    (cd "$tmp" && $fortran "$prefix/include/dtrain.f90" calls.f90 -L"$prefix/lib" -ldtrain -o installed && LD_LIBRARY_PATH="$prefix/lib" ./installed >installed.txt) >"$tmp/err" 2>&1 &&
+        diff "$tmp/calls.txt" "$tmp/installed.txt" >"$tmp/err"
+    result "Fortran: the installed module and library" $? "$tmp/err"
+else skip "Fortran, installed" "gfortran is not installed"; fi
 finish

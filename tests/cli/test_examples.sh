@@ -25,6 +25,18 @@ done
 grep -q '"one batch"' "$tmp/uneven.rank4.json"
 result "uneven: a span of its own is in the trace" $?
 bad "uneven, ranks that are no number" "usage: uneven" "$build/uneven" two
+good "prometheus" "^300 steps, loss 0\.0[56][0-9]+, perplexity 1\.0[56][0-9]+: $tmp/example.prom$" "$build/prometheus" "$tmp/example.prom"
+grep -q '^dtrain_perplexity{run="prometheus"} 1\.0[56]' "$tmp/example.prom" && grep -q '^dtrain_finished{run="prometheus"} 1$' "$tmp/example.prom"
+result "prometheus: a figure that the program adds is in the file" $? "$tmp/example.prom"
+bad "prometheus, a file that node_exporter does not read" "does not end in .prom" "$build/prometheus" "$tmp/example.txt"
+if [ -e "$build/tests/nvml_stub.so" ]; then
+    case $build in /*) stub=$build ;; *) stub=$PWD/$build ;; esac
+    good "train_gpt, figures of GPUs" "over 12 steps" env DTRAIN_NVML="$stub/tests/nvml_stub.so" $gpt --ranks 2 --log "$tmp/gpus.log" --prometheus "$tmp/gpus.prom"
+    [ "$(grep -c '^{"step": .*"gpu_temperature_celsius": 61,.*"gpu_ecc_errors": 7}' "$tmp/gpus.log")" -eq 12 ]
+    result "train_gpt: each step has them" $? "$tmp/gpus.log"
+    grep -q '^dtrain_rank_gpu_power_watts{run="train_gpt",rank="1"} 351.5$' "$tmp/gpus.prom"
+    result "train_gpt: each rank's share is in the file for Prometheus" $? "$tmp/gpus.prom"
+else skip "train_gpt, figures of GPUs" "nvml_stub.so is not built: make $build/tests/test_nvml" 3; fi
 good "power_sgd, 2 ranks" "^bytes sent a step +8200 +776" "$build/power_sgd"
 good "power_sgd, 3 ranks, factors that say everything" "^bytes sent a step +10932 +16392" "$build/power_sgd" 3 32
 [ "$(awk '/^step/ && $4 == $5 { n++ } END { print n + 0 }' "$tmp/out")" -eq 4 ]

@@ -51,7 +51,10 @@ run 3 together killed $((first + 300)) >"$tmp/resumed.txt" 2>"$tmp/err" && run 1
 result "a rank of two is killed; three ranks continue with the losses of a run that was not" $? "$tmp/err"
 
 mkdir "$tmp/damaged" && cp "$tmp/killed/field" "$tmp/damaged/field"
-run 2 together damaged $((first + 400)) >"$tmp/out" 2>&1 && status=1 || status=0
-grep -q "rank [01]: .*$tmp/damaged/net/step-" "$tmp/out" || status=1
-result "a field without its checkpoint: the sentence names it" $status "$tmp/out"
+for attempt in 1 2 3 4 5; do # MPICH's launcher can lose what a rank writes before it aborts
+    run 2 together damaged $((first + 400)) >"$tmp/out" 2>&1 && break
+    grep -q "^rank 0: .*$tmp/damaged/net/step-" "$tmp/out" && attempt=found && break
+done
+[ "$attempt" = found ]
+result "a field without its checkpoint: the sentence names it" $? "$tmp/out"
 finish

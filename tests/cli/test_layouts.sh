@@ -23,8 +23,8 @@ kills=0 draw=1
 # draw_below N: the next of a row of numbers that is the same in each test
 draw_below() { draw=$(((draw * 1103515245 + 12345) % 2147483648)); drawn=$((draw / 65536 % $1)); }
 runs="ddp:1f1b:0 zero1:zb_h1:0"
-[ "$full" = 0 ] || runs="$runs ddp:interleaved:2 zero1:zbv:2"
-[ "$full" -lt 2 ] || runs="$runs ddp:gpipe:0 ddp:zbv:2 zero1:1f1b:0 ddp:zb_h1:0"
+[ "$full" = 0 ] || runs="$runs ddp:interleaved:2 zero1:interleaved:2"
+[ "$full" -lt 2 ] || runs="$runs ddp:gpipe:0 zero1:1f1b:0 ddp:zb_h1:0"
 for how in $runs; do
     oldifs=$IFS; IFS=:; set -- $how; IFS=$oldifs
     flags="--strategy $1 --pipeline-schedule $2"

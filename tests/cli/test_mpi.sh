@@ -236,7 +236,7 @@ for mpi in openmpi mpich; do
     done
     # So do pipelines: messages between stages, beside a tensor and a data axis, with the embedding tied over two stages.
     for layout in "4 --tensor 2 --pipeline 2 --accum 4" "4 --pipeline 2 --accum 3 --pipeline-schedule zb_h1 --strategy zero1" \
-        "2 --pipeline 2 --accum 4 --pipeline-schedule zbv --chunks 2 --layers 4"; do
+        "2 --pipeline 2 --accum 4 --pipeline-schedule interleaved --chunks 2 --layers 4"; do
         status=0
         $gpt --ranks $layout >"$tmp/forked" 2>&1 || status=1
         start "${layout%% *}" $gpt --ranks $layout --comm mpi || status=1

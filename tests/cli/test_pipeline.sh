@@ -22,7 +22,7 @@ as --ranks 2 --pipeline 2 --batch 2 --accum 4
 as --ranks 4 --pipeline 4 --batch 2 --accum 4 --pipeline-schedule gpipe --strategy zero1
 as --ranks 4 --pipeline 2 --batch 1 --accum 4 --pipeline-schedule interleaved --chunks 3 --strategy zero1
 as --ranks 4 --pipeline 4 --batch 2 --accum 4 --pipeline-schedule zb_h1 --activation-checkpointing 2
-as --ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --pipeline-schedule zbv --sequence-parallel
+as --ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --pipeline-schedule zb_h1 --sequence-parallel
 as --ranks 2 --pipeline 2 --batch 2 --accum 4 --stage-units 2,6
 grep -q '^stages  have 2, 6 units$' "$tmp/out"; result "the start says which units stages have" $? "$tmp/out"
 as --ranks 8 --tensor 2 --pipeline 2 --batch 2 --accum 2
@@ -39,11 +39,11 @@ timeout 120 $gpt --sample 40 --prompt "static " --ranks 1 --batch 2 --accum 4 >"
 result "a sample of one rank" $? "$tmp/out"
 sample --ranks 2 --pipeline 2 --batch 2 --accum 4
 sample --ranks 4 --pipeline 2 --batch 1 --accum 4 --pipeline-schedule interleaved --chunks 3 --no-cache
-sample --ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --pipeline-schedule zbv
+sample --ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --pipeline-schedule zb_h1
 
 # ---- a Llama ----
 llama="$build/llama --data $tmp/data --steps 20 --seq 16 --batch 4 --accum 2"
-for run in "first --ranks 1" "second --ranks 2 --pipeline 2" "third --ranks 4 --tensor 2 --pipeline 2 --pipeline-schedule zbv --strategy zero1"; do
+for run in "first --ranks 1" "second --ranks 2 --pipeline 2" "third --ranks 4 --tensor 2 --pipeline 2 --pipeline-schedule zb_h1 --strategy zero1"; do
     set -- $run
     mkdir "$tmp/$1" && timeout 120 $llama --export "$tmp/$1/model.safetensors" $(echo "$run" | cut -d ' ' -f 2-) >"$tmp/$1/out" 2>"$tmp/$1/err" && cmp "$tmp/first/out" "$tmp/$1/out"
     result "llama, $run" $? "$tmp/$1/err"
@@ -80,7 +80,7 @@ fits() {
 }
 fits "the largest batch of 1F1B" --ranks 2 --pipeline 2 --accum 4
 fits "of GPipe, which keeps all micro-batches" --ranks 4 --tensor 2 --pipeline 2 --accum 4 --pipeline-schedule gpipe
-fits "of ZBV under ZERO1" --ranks 4 --pipeline 2 --accum 4 --pipeline-schedule zbv --strategy zero1
+fits "of interleaved stages under ZERO1" --ranks 4 --pipeline 2 --accum 4 --pipeline-schedule interleaved --strategy zero1
 good "a global batch of many" '^step +4 x 64 tokens x 8 micro-batches x 2 replicas' $wide --ranks 4 --pipeline 2 --global-batch 64 --auto-batch --memory-limit 12
 bad "a global batch of which not even one fits" 'not even one sample fits' $wide --ranks 4 --pipeline 2 --global-batch 64 --auto-batch --memory-limit 12 --pipeline-schedule gpipe
 
@@ -96,7 +96,7 @@ bad "a list without a pipeline" '--stage-units does nothing without --pipeline' 
 bad "a short list" 'it takes 2 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --stage-units 8
 bad "a long list" 'it takes 2 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --stage-units 4,3,1
 bad "a list with an empty stage" 'it takes 2 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --stage-units 8,0
-bad "a list of other things" 'it takes 4 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --pipeline-schedule zbv --stage-units 2,2,2,x
+bad "a list of other things" 'it takes 4 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --pipeline-schedule interleaved --stage-units 2,2,2,x
 bad "a list with another sum" '--stage-units 5,4 adds up to 9 units, and the model has 8' $gpt --ranks 2 --pipeline 2 --stage-units 5,4
 
 # ---- a forecast ----
@@ -117,5 +117,5 @@ forecast --ranks 4 --pipeline 2 --stage-units 1,7 --strategy auto
 awk '/^# *rank stage/ { getline; exit !($4 == "0-0") }' "$tmp/out"; result "it has the list" $? "$tmp/out"
 forecast --ranks 3 --pipeline 3 --pipeline-schedule zb_h1 --cluster h100
 forecast --ranks 8 --tensor 2 --pipeline 2 --pipeline-schedule interleaved --strategy zero1
-forecast --ranks 2 --pipeline 2 --pipeline-schedule zbv
+forecast --ranks 2 --pipeline 2 --pipeline-schedule interleaved --chunks 3
 finish

@@ -48,9 +48,12 @@ traced --ranks 2 --layers 4 --steps 2 --batch 2 --accum 3 --pipeline 2
 result "a pipeline, 1F1B: runs" $? "$tmp/out"
 check passes "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0" "$tmp/t.rank0.json" && check passes "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1" "$tmp/t.rank1.json"
 result "passes are traced in the order of 1F1B" $? "$tmp/said"
-traced --ranks 2 --layers 4 --steps 2 --batch 2 --accum 2 --pipeline 2 --pipeline-schedule zbv
-check rules "$tmp"/t.rank*.json && check passes "F0.1 F0.2 F1.1 F1.2 B0.2 B0.1 B1.2 B1.1 W0.2 W1.2 W0.1 W1.1" "$tmp/t.rank1.json"
-result "passes are traced in the order of ZBV" $? "$tmp/said"
+traced --ranks 2 --layers 4 --steps 2 --batch 2 --accum 2 --pipeline 2 --pipeline-schedule zb_h1
+check rules "$tmp"/t.rank*.json && check passes "F0.1 B0.1 F1.1 B1.1 W0.1 W1.1" "$tmp/t.rank1.json"
+result "passes are traced in the order of ZB-H1" $? "$tmp/said"
+traced --ranks 2 --layers 4 --steps 2 --batch 1 --accum 4 --pipeline 2 --pipeline-schedule interleaved
+check rules "$tmp"/t.rank*.json && check passes "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3 B2.3 F3.3 B3.3 B2.1 B3.1" "$tmp/t.rank1.json"
+result "passes are traced in the order of interleaved stages" $? "$tmp/said"
 good "trace passes" "step 2" "$build/trace" passes "$tmp/passes.svg" "$tmp"/t.rank*.json 2
 [ "$(grep -c '<rect' "$tmp/passes.svg")" -ge 20 ] && grep -q '>rank 1<' "$tmp/passes.svg"
 result "trace passes: the drawing has passes of both ranks" $? "$tmp/passes.svg"

@@ -19,8 +19,8 @@ import time
 # The tests of a section, which is a file of src/device/cuda, the quickest verdict first. A section without an entry
 # takes all.
 TESTS = {
-    "device": ["device"],
-    "memory": ["device"],
+    "device": ["device", "guest"],
+    "memory": ["device", "guest"],
     "elements": ["elementwise"],
     "elementwise": ["elementwise"],
     "reductions": ["elementwise", "optim", "device"],

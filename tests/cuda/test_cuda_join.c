@@ -20,6 +20,11 @@ enum { RANKS = 2, PARAMS = 3, COUNT = 1000, BYTES = COUNT * (int)sizeof(float), 
 
 /* ---- The host's model ---- */
 
+enum {
+    DIES_IN_LAUNCH = 1, /* rank 1, before it launches its graph for the second time */
+    DIES_IN_CAPTURE     /* rank 1, while rank 0 captures */
+};
+
 typedef struct program {
     host_group *group;
     uint32_t kind, optimizer; /* dtrain_strategy_kind, dtrain_optimizer_kind */
@@ -28,8 +33,8 @@ typedef struct program {
     bool on_host;             /* gradients are in host memory */
     bool graph;
     int order;
-    enum { NO_FAULT, DIES } fault; /* of rank 1, before it launches a graph for the second time */
-    uint64_t *hashes;              /* (RANKS) shared memory */
+    int fault;
+    uint64_t *hashes; /* (RANKS) shared memory */
 } program;
 
 typedef struct model {
@@ -41,6 +46,7 @@ typedef struct model {
     float *values, *grads;
     float *pinned; /* (PARAMS * COUNT) */
     float on_host[PARAMS * COUNT];
+    bool loses; /* in the middle of the pass it hears that the other rank is dead */
     dtrain_world *world;
     dtrain_param params[PARAMS];
     dtrain_strategy *strategy;
@@ -84,6 +90,7 @@ static dtrain_result pass(model *m)
         if (result == DTRAIN_OK) result = dtrain_strategy_release(m->strategy, i);
     }
     for (uint32_t i = PARAMS; i-- > 0 && result == DTRAIN_OK;) {
+        while (i == 0 && m->loses && dtrain_world_poll(m->world) == DTRAIN_OK) sched_yield();
         result = dtrain_strategy_gather(m->strategy, i, DTRAIN_PASS_BACKWARD);
         if (result == DTRAIN_OK && m->how->on_host)
             memcpy(m->params[i].grad, m->pinned + i * COUNT, BYTES);
@@ -231,10 +238,20 @@ static int run_steps(int rank, void *user)
             RANKS_TRY(update(&m));
             continue;
         }
+        if (how->fault == DIES_IN_CAPTURE && rank == 1) _exit(0);
+        m.loses = how->fault == DIES_IN_CAPTURE;
         if (step == 2) { /* recorded once, launched three times */
             CHECK_CUDA(cudaStreamBeginCapture(m.stream, how->order
                                                             ? cudaStreamCaptureModeThreadLocal
                                                             : cudaStreamCaptureModeGlobal));
+            if (m.loses) {
+                CHECK(pass(&m) != DTRAIN_OK);
+                CHECK_SAYS("rank 1");
+                if (cudaStreamEndCapture(m.stream, &graph) == cudaSuccess)
+                    CHECK_CUDA(cudaGraphDestroy(graph));
+                cudaGetLastError(); /* the collectives that were captured may be unjoined */
+                return guest_end(&m, true);
+            }
             RANKS_TRY(pass(&m));
             if (in_graph(&m)) RANKS_TRY(update(&m));
             else
@@ -314,10 +331,16 @@ static void test_adamw(void)
 
 static void test_death(void)
 {
-    program how = plain(DTRAIN_STRATEGY_DDP, DTRAIN_OPTIMIZER_SGD);
-    how.graph = true;
-    how.fault = DIES;
-    check_run(&how, run_steps);
+    for (int fault = DIES_IN_LAUNCH; fault <= DIES_IN_CAPTURE; fault++) {
+        program how = plain(DTRAIN_STRATEGY_DDP, DTRAIN_OPTIMIZER_SGD);
+        const double start = dtrain_seconds();
+        how.graph = true;
+        how.fault = fault;
+        dtrain_emulation_set_quiet(1);
+        check_run(&how, run_steps);
+        CHECK_MSG(dtrain_seconds() - start < RANKS_SOON, "it took %.1f s",
+                  dtrain_seconds() - start);
+    }
 }
 
 /* ---- Steps that cannot be captured ---- */
@@ -371,6 +394,88 @@ static void test_refused(void)
     }
 }
 
+/* ---- dtrain's own graph on the host's stream ---- */
+
+enum { ROWS = 4, WIDTH = 8 };
+
+typedef struct trained {
+    int rank, step;
+    float x[ROWS * WIDTH];
+    dtrain_param weight;
+} trained;
+
+static dtrain_result next_batch(void *user)
+{
+    trained *t = (trained *)user;
+    for (int i = 0; i < ROWS * WIDTH; i++)
+        t->x[i] = (float)((t->rank + 1) * (i + 3 * t->step) % 7) - 3;
+    t->step++;
+    return DTRAIN_OK;
+}
+
+static dtrain_tensor *loss(dtrain_tape *tape, void *user)
+{
+    trained *t = (trained *)user;
+    const int64_t shape[2] = {ROWS, WIDTH};
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, t->x, false);
+    dtrain_tape_unit(tape, 0);
+    dtrain_tensor *h = dtrain_linear(tape, x, &t->weight, NULL, DTRAIN_ACTIVATION_GELU);
+    return dtrain_mean(tape, dtrain_multiply(tape, h, h));
+}
+
+/* The trainer records its step on the host's stream, between work of the host's. */
+static int run_trainer(int rank, void *user)
+{
+    const program *how = (const program *)user;
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    dtrain_trainer_desc desc;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_step_record record;
+    model m;
+    trained t;
+    if (guest_begin(&m, how, rank)) return 1;
+    memset(&t, 0, sizeof t);
+    memset(&desc, 0, sizeof desc);
+    t.rank = rank;
+    t.weight.name = "weight";
+    t.weight.shape[0] = 3;
+    t.weight.shape[1] = WIDTH;
+    t.weight.init = DTRAIN_INIT_NORMAL;
+    t.weight.init_scale = 0.5f;
+    RANKS_TRY(dtrain_strategy_create(m.world, &t.weight, 1, NULL, &strategy));
+    RANKS_TRY(dtrain_optimizer_create(m.world, strategy, &adamw, &optimizer));
+    desc.micro_batches = 1;
+    desc.graph = how->graph;
+    desc.schedule.lr = 0.01f;
+    desc.strategy = strategy;
+    desc.optimizer = optimizer;
+    desc.next_batch = next_batch;
+    desc.loss = loss;
+    desc.user = &t;
+    RANKS_TRY(dtrain_trainer_create(m.world, &desc, &trainer));
+    for (int step = 0; step < STEPS; step++) {
+        RANKS_TRY(dtrain_trainer_step(trainer, &record));
+        copy_on(&m, m.seen, m.batch);
+    }
+    RANKS_TRY(dtrain_strategy_verify(strategy, &how->hashes[rank]));
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return guest_end(&m, false);
+}
+
+static void test_trainer(void)
+{
+    program eager = plain(DTRAIN_STRATEGY_DDP, DTRAIN_OPTIMIZER_SGD), graph = eager;
+    graph.graph = true;
+    graph.hashes = (uint64_t *)ranks_shared(RANKS * sizeof *graph.hashes);
+    check_run(&eager, run_trainer);
+    check_run(&graph, run_trainer);
+    CHECK(eager.hashes[0] && eager.hashes[0] == graph.hashes[0]);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -378,5 +483,6 @@ int main(int argc, char **argv)
     RUN(test_adamw);
     RUN(test_refused);
     RUN(test_death);
+    RUN(test_trainer);
     return test_summary();
 }

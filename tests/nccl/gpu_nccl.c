@@ -178,8 +178,8 @@ static int use(dtrain_world *world, void *user)
 static int run_line(dtrain_world *world, void *user)
 {
     (void)user;
-    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZBV; kind++) {
-        const bool twice = kind == DTRAIN_PIPELINE_INTERLEAVED || kind == DTRAIN_PIPELINE_ZBV;
+    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZB_H1; kind++) {
+        const bool twice = kind == DTRAIN_PIPELINE_INTERLEAVED;
         long wrong = 0;
         if (line_try(dtrain_world_comm(world), kind, twice ? 2 : 1, 4, &wrong) != DTRAIN_OK)
             return report_failure("a schedule failed");

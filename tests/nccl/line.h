@@ -16,7 +16,7 @@ enum { LINE_MICROS = 16, LINE_CHUNKS = 3 }; /* at most */
 typedef struct line {
     const dtrain_pipeline_schedule *s;
     dtrain_device *device;
-    int rank, slot_of[LINE_CHUNKS][LINE_MICROS];
+    int rank;
     float *samples, *losses, *results;                  /* (micro-batches) rows */
     float *outputs, *gradients, *made, *sent, *inboxes; /* (chunks * micro-batches) rows */
 } line;
@@ -30,10 +30,7 @@ static float line_factor(int stage)
     static const float factors[] = {2, 0.5f, -1};
     return factors[stage % 3];
 }
-static int line_stage(const line *l, int chunk)
-{
-    return dtrain_pipeline_stage(l->s->kind, l->s->ranks, l->s->chunks, l->rank, chunk);
-}
+static int line_stage(const line *l, int chunk) { return chunk * l->s->ranks + l->rank; }
 static dtrain_result line_multiply(const line *l, float factor, const float *from, float *to)
 {
     dtrain_axpby_args args;
@@ -46,27 +43,16 @@ static dtrain_result line_multiply(const line *l, float factor, const float *fro
     return l->device->ops->axpby(l->device, &args);
 }
 
-/* The slot of the pass of the stage before, if that is on this rank; else -1. */
-static int line_before(const line *l, const dtrain_pipeline_action *a, int stage)
-{
-    for (int c = 0; c < l->s->chunks && stage; c++)
-        if (line_stage(l, c) == stage - 1) return l->slot_of[c][a->micro_batch];
-    return -1;
-}
-
 static dtrain_result line_compute(void *user, const dtrain_pipeline_action *a)
 {
     line *l = (line *)user;
     const int stage = line_stage(l, a->chunk), micro = a->micro_batch;
-    const int before = line_before(l, a, stage);
     const float factor = line_factor(stage);
     if (a->act == DTRAIN_PIPELINE_ACT_FORWARD) {
         float *output = line_row(l->outputs, a->slot);
-        const float *input = stage == 0    ? line_row(l->samples, micro)
-                             : before >= 0 ? line_row(l->outputs, before)
-                                           : line_row(l->inboxes, a->inbox);
+        const float *input =
+            stage == 0 ? line_row(l->samples, micro) : line_row(l->inboxes, a->inbox);
         dtrain_result result = line_multiply(l, factor, input, output);
-        l->slot_of[a->chunk][micro] = a->slot;
         if (result != DTRAIN_OK || stage + 1 < l->s->ranks * l->s->chunks) return result;
         result = line_multiply(l, 1, output, line_row(l->losses, micro));
         if (result != DTRAIN_OK) return result;
@@ -74,9 +60,7 @@ static dtrain_result line_compute(void *user, const dtrain_pipeline_action *a)
     }
     if (a->act != DTRAIN_PIPELINE_ACT_BACKWARD) return DTRAIN_OK;
     return line_multiply(l, factor, line_row(l->gradients, a->slot),
-                         stage == 0    ? line_row(l->results, micro)
-                         : before >= 0 ? line_row(l->gradients, before)
-                                       : line_row(l->made, a->slot));
+                         stage == 0 ? line_row(l->results, micro) : line_row(l->made, a->slot));
 }
 
 /* Activations go in two parts. */

@@ -665,7 +665,7 @@ static int rank_line(dtrain_world *world, void *user)
 
 static void run_line(int ranks, uint32_t kind, int least, int most)
 {
-    const bool twice = kind == DTRAIN_PIPELINE_INTERLEAVED || kind == DTRAIN_PIPELINE_ZBV;
+    const bool twice = kind == DTRAIN_PIPELINE_INTERLEAVED;
     line_case c = {kind, twice ? 2 : 1, least, most};
     dtrain_launch_desc desc = nccl_desc(ranks, 20000);
     const dtrain_result result = ranks_launch(&desc, rank_line, &c, NULL);
@@ -681,7 +681,7 @@ static void run_line(int ranks, uint32_t kind, int least, int most)
 static void test_pipelines(void)
 {
     static const int few[][2] = {{2, 2}, {2, 4}, {3, 4}, {4, 8}, {8, 16}};
-    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZBV; kind++) {
+    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZB_H1; kind++) {
         for (size_t i = 0; i < sizeof few / sizeof *few && !test_full(); i++)
             run_line(few[i][0], kind, few[i][1], few[i][1]);
         for (int ranks = 1; ranks <= MOST && test_full(); ranks++)

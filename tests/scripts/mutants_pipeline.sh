@@ -2,7 +2,6 @@
 # mutants_pipeline.sh [WORD]: do the tests of pipelines notice what is broken in schedules, messages, stages, tied
 # weights, errors? Random programs over three axes (test_3d_programs) must fail for what makes wrong numbers,
 # test_pipeline_faults for what an error should say or who should get one, two others for halves and long messages,
-# test_circle for circles of waits.
 # WORD: only the mutants whose words have it.
 only=${1:-}
 . tests/scripts/mutants.sh
@@ -20,12 +19,12 @@ mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/    if
 mutant "stage: tensors go to the next stage alone" tape/stage.c 's/c->last_stage <= stage ||/c->last_stage <= stage || c->stage < stage ||/'
 mutant "runner: FORWARD does not wait for what it reads" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD .*/    if (false)/'
 mutant "runner: BACKWARD does not wait for its gradient" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)/    if (false)/'
-mutant "schedule: ZBV does not turn" parallel/chunks.c '/_pipeline_place(/,/^}/s/place.chunk % 2/false/'
+mutant "stage: parameters of stages before this rank's are here" strategy/stages.c 's/% map->ranks != map->rank;/% map->ranks > map->rank;/'
 mutant "tie: the largest instead of the sum" strategy/ties.c 's/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
 mutant "tie: each stage has its own" strategy/ties.c 's/    if (!bucket->tied) return DTRAIN_OK;/    return DTRAIN_OK;/'
 mutant "norm: each stage counts a tied weight" strategy/norm.c 's/!= groups->pipeline_rank)/!= groups->pipeline_rank \&\& false)/'
 mutant "norm: the last stage is not counted" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline_rank \&\& strategy->groups.pipeline_rank == strategy->groups.pipeline_ranks - 1) continue;\n&/'
-mutant "loss: every stage's counts" strategy/view.c '/_loss_counts(/,/^}/s/return strategy->stages.here.*/return true ||/'
+mutant "loss: every stage's counts" strategy/view.c '/_loss_counts(/,/^}/s/return groups->pipeline_rank == .*/return true ||/'
 mutant "read: from the first stage" strategy/values.c 's/if (strategy->groups.pipeline \&\& result == DTRAIN_OK)/if (false)/'
 
 arguments=""
@@ -71,36 +70,5 @@ mutant "settings: trainers differ" train/create.c 's/    if (trainer->compared) 
 mutant "refused: Muon where it has a matrix alone" strategy/query.c 's/!strategy->layout.entries\[i\].whole/dtrain__shard_bucket(\&strategy->layout, i)/'
 mutant "refused: an evaluation without next_batch" train/trainer.c 's/    DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));//'
 
-arguments="--count 500"
-prepare test_circle
-mutant "circle: a new number at each look" comm/circle.c 's/if (!wait->number) dtrain__show_wait/dtrain__show_wait/'
-mutant "circle: an all-gather has no number" comm/circle.c 's/work->op.sequence : world->gather_count/work->op.sequence : 0/'
-mutant "circle: an all-gather that has begun has not" comm/circle.c 's/return world->gather_count >= sequence/return world->gather_count > sequence/'
-mutant "circle: a call of a communicator that is gone" comm/circle.c 's/if (!comm) return false/if (!comm) return true/'
-mutant "circle: a collective that has begun has not" comm/circle.c 's/return comm->sequence >= sequence/return comm->sequence > sequence/'
-mutant "circle: a message to another rank" comm/circle.c 's/if (!work->op.sequence \&\& comm->base.world_ranks\[work->op.what.root\] == waiter \&\&/if (!work->op.sequence \&\&/'
-mutant "circle: both send" comm/circle.c 's/            work->op.what.kind != dtrain__load(&other->kind))/            true)/'
-mutant "circle: ranks of the communicator" comm/circle.c 's/comm->base.world_ranks\[work->op.what.root\] == waiter/work->op.what.root == waiter/'
-mutant "circle: a message under way" comm/circle.c 's/            return true;/            return false;/'
-mutant "circle: confirmed facts are written again" comm/circle.c 's/if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;//'
-mutant "circle: facts of the awaited rank's older wait" comm/circle.c 's/dtrain__load(fact) >> 1 == (n << 31 | m)/dtrain__load(fact) >> 32 == n/'
-mutant "circle: facts of the waiter's older wait" comm/circle.c 's/dtrain__load(fact) >> 1 == (n << 31 | m)/(dtrain__load(fact) >> 1 \& 0x7fffffffu) == m/'
-mutant "circle: what has been heard is missing" comm/circle.c 's/ : !comm->transport->heard(\&comm->base, work->op.sequence, rank)/ : true/'
-mutant "circle: a message of any rank" comm/circle.c 's/if (message ? rank != work->op.what.root : /if (message ? false : /'
-mutant "circle: messages do not lag" comm/circle.c 's/? comm->transport->lags(\&comm->base, \&work->op, rank)/? true/'
-mutant "circle: what is done is missing" comm/circle.c 's/work \&\& (work->done || (work->op.sequence/work \&\& (false || (work->op.sequence/'
-mutant "circle: an older wait is confirmed" comm/circle.c 's/if (found\[i\] >> 32 != wait->number) found\[i\] = 0;//'
-mutant "circle: no grace" comm/circle.c 's/ || (work \&\& wait->last_ns - wait->facts_ns < comm->transport->grace_ns)//'
-mutant "circle: grace from the first fact on" comm/circle.c 's/if (sum != wait->facts) wait->facts_ns/if (!wait->facts) wait->facts_ns/'
-mutant "circle: nothing is moved before" comm/circle.c 's/    if (work) dtrain__engine_advance(comm);//'
-mutant "circle: moved before facts are read" comm/circle.c 's/    if (work) dtrain__engine_advance(comm);//;s/^    const int size = work/    if (work) dtrain__engine_advance(comm);\n&/'
-mutant "circle: confirmed without a second look" comm/circle.c 's/ \&\& (!work || dtrain__waits_for(comm, work, i))//'
-mutant "circle: another fact is confirmed" comm/circle.c 's/dtrain__store(at\[i\], found\[i\] | 1)/dtrain__store(at[i], dtrain__load(at[i]) | 1)/'
-mutant "circle: of facts that nobody confirmed" comm/circle.c 's/if (!(fact \& 1) || /if (/'
-mutant "circle: of waits that are over" comm/circle.c 's/ ends_after != waits\[reached\[at\]\] ||//'
-mutant "circle: of waits that ended with errors" comm/circle.c 's/ || fact >> 32 != number) continue/) continue/;s/waits\[i\] = number/waits[i] = fact >> 32/'
-mutant "circle: a long one" comm/circle.c 's/for (int i = 0; i < world->size; i++) {\n            const uint64_t fact = dtrain__load(&world->control->facts\[re/&/;s/if (i == world->rank) {/if (i == world->rank \&\& at + 1 >= count) {/'
-mutant "circle: short waits" comm/circle.c 's/if (wait->waited_ns < world->long_wait_ns ||/if (/'
-mutant "circle: at every poll" comm/circle.c 's/        wait->last_ns - wait->looked_ns < world->long_wait_ns \/ 512)/        false)/'
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

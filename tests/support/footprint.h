@@ -6,11 +6,12 @@
  *     footprint_take(&after);
  *     if (footprint_differs(&before, &after, why, sizeof why)) ...
  *
- * A section is text, one line for each thing: two footprints differ if the lines of a section do, in any order. Of
- * private anonymous memory only the sum counts, and it may grow by FOOTPRINT_HEAP_KB: free() keeps memory for the next
- * malloc(), and glibc reserves an arena of 64 MiB for a thread and caches the stacks of ended threads.
- * Take one footprint and throw it away first: the first use of stdio and of threads loads what then stays. It needs
- * _GNU_SOURCE before the first system header. */
+ * A section is text, one line for each thing: two footprints differ if the lines of a section do,
+ * in any order. Of private anonymous memory only the sum counts, and it may grow by
+ * FOOTPRINT_HEAP_KB: free() keeps memory for the next malloc(), and glibc reserves an arena of 64
+ * MiB for a thread and caches the stacks of ended threads. Take one footprint and throw it away
+ * first: the first use of stdio and of threads loads what then stays. It needs _GNU_SOURCE before
+ * the first system header. */
 #ifndef DTRAIN_TEST_FOOTPRINT_H
 #define DTRAIN_TEST_FOOTPRINT_H
 
@@ -171,7 +172,8 @@ static inline size_t footprint_lines(char *text, char **lines, size_t room)
     return count;
 }
 
-/* Tell whether anything was added or taken away, and write to `why` (room bytes) the first thing found. */
+/* Tell whether anything was added or taken away, and write to `why` (room bytes) the first thing
+ * found. */
 static inline bool footprint_differs(const struct footprint *before, const struct footprint *after,
                                      char *why, size_t room)
 {

@@ -1,5 +1,5 @@
-/* nvml_stub.c: stands for NVIDIA's management library in tests: a shared library with the functions that dtrain
- * looks for.
+/* nvml_stub.c: stands for NVIDIA's management library in tests: a shared library with the functions that
+ * tools/nvml.h looks for.
  *
  *     NVML_STUB="CALL=CODE,..."   what calls return instead of success: init, find, utilization, memory, clock, power,
  *                                 temperature, reasons, ecc

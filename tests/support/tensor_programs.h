@@ -508,10 +508,8 @@ static inline void make_layout(maker *m, tp_layout *l, int tensor, int units)
     const tp_program *g = m->g;
     l->tensor = tensor;
     l->kind = off(m, WITHOUT_KIND) ? DTRAIN_STRATEGY_DDP : (uint32_t)(1 + roll(m, 2));
-    l->schedule = (uint32_t)roll(m, 5);
-    l->chunks = l->schedule == DTRAIN_PIPELINE_ZBV           ? 2
-                : l->schedule == DTRAIN_PIPELINE_INTERLEAVED ? 1 + (uint32_t)roll(m, 3)
-                                                             : 1;
+    l->schedule = (uint32_t)roll(m, 4);
+    l->chunks = l->schedule == DTRAIN_PIPELINE_INTERLEAVED ? 1 + (uint32_t)roll(m, 3) : 1;
     if (units / (int)l->chunks < 2) l->schedule = 0, l->chunks = 1;
     const int room = MOST_RANKS / tensor / g->data, most = units / (int)l->chunks;
     l->pipeline = 2 + (int)roll(m, (uint64_t)((most < room ? most : room) - 1));

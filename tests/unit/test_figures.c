@@ -1,5 +1,5 @@
 /* test_figures.c: what every rank tells of a step: figures of ranks of which one is slow, operations counted, spans
- * before a step, histograms under every way of sharding, GPUs by a library that stands for NVML.
+ * before a step, histograms under every way of sharding.
  *
  *     make build/tests/test_figures && build/tests/test_figures */
 #include "train/trainer_internal.h"
@@ -24,8 +24,7 @@ typedef struct training {
     dtrain_step_record records[8];         /* of each, last step */
     double span[8]; /* by each, before step 2: no less than the time of its span there */
     dtrain_step_record last;
-    double flops, predicted, held, gpu, throttle, ecc;
-    char no_gpu[200];
+    double flops, predicted, held;
     uint64_t seen; /* histograms */
 } training;
 
@@ -145,7 +144,6 @@ static int train_rank(dtrain_world *world, void *user)
     report.sinks = &sink;
     report.sink_count = 1;
     report.histogram_every = t->histograms ? 2 : 0;
-    report.gpu_every_ms = 1;
     report.trainer = trainer;
     TRY(dtrain_metrics_create(world, &report, &metrics));
     for (int step = 0; step < t->steps; step++) {
@@ -188,11 +186,7 @@ static int train_rank(dtrain_world *world, void *user)
         CHECK(isfinite(t->flops = last_value(metrics, "flops_per_second")));
         CHECK(isfinite(t->predicted = last_value(metrics, "predicted_optimizer_bytes")));
         CHECK(isfinite(t->held = last_value(metrics, "memory_optimizer_bytes")));
-        t->gpu = last_value(metrics, "gpu_utilization");
-        t->throttle = last_value(metrics, "gpu_throttle");
-        t->ecc = last_value(metrics, "gpu_ecc_errors");
         CHECK(isnan(last_value(metrics, "peak_share"))); /* desc says no peak */
-        snprintf(t->no_gpu, sizeof t->no_gpu, "%s", info.no_gpu);
         CHECK(info.no_plan[0] == 0);
     }
     TRY(dtrain_metrics_finish(metrics));
@@ -262,7 +256,7 @@ static void test_figures(void)
                 CHECK(own[DTRAIN_FIGURE_MEMORY] > 0 &&
                       own[DTRAIN_FIGURE_MEMORY_PEAK] >= own[DTRAIN_FIGURE_MEMORY]);
                 CHECK(ranks == 1 ? isnan(own[DTRAIN_FIGURE_BUS]) : own[DTRAIN_FIGURE_BUS] > 0);
-                CHECK(own[DTRAIN_FIGURE_ACTIVATIONS] > 0 && isnan(own[DTRAIN_FIGURE_GPU_POWER]));
+                CHECK(own[DTRAIN_FIGURE_ACTIVATIONS] > 0);
             }
             uint64_t sent = 0;
             const dtrain_spread *kinds = &r->figures[DTRAIN_FIGURE_COMM_BYTES];
@@ -279,7 +273,6 @@ static void test_figures(void)
                         1e-6 * t->flops);
             CHECK_MSG(t->seen == 2 * 2 * 2, "%llu histograms",
                       (unsigned long long)t->seen); /* steps 2, 4; w, b; both */
-            CHECK(isnan(t->gpu) && strstr(t->no_gpu, "compute on the CPU"));
             munmap(t, sizeof *t);
         }
 }
@@ -342,78 +335,6 @@ static void test_axes(void)
         munmap(t, sizeof *t);
         munmap(plain, sizeof *plain);
     }
-}
-
-/* ---- GPUs --------------------------------------------------------------------------------------- */
-
-static char stub[2][600]; /* the library that stands for NVML, of today and of before; "" */
-
-static void gpus(const char *answers, const char *library, training *t, uint32_t ranks)
-{
-    setenv("NVML_STUB", answers, 1);
-    setenv("DTRAIN_NVML", library, 1);
-    warnings = 0;
-    CHECK_MSG(with_ranks(ranks, DTRAIN_LAUNCH_THREADS, NULL, train_rank, t) == DTRAIN_OK, "%s",
-              dtrain_last_error());
-}
-
-/* Without a trainer a rank knows its own GPU. */
-static int own_gpu_rank(dtrain_world *world, void *user)
-{
-    dtrain_metrics_desc desc;
-    dtrain_metrics *metrics;
-    dtrain_step_record r;
-    dtrain_metrics_info info;
-    (void)user;
-    memset(&desc, 0, sizeof desc);
-    memset(&r, 0, sizeof r);
-    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
-    CHECK(isnan(last_value(metrics, "gpu_temperature_celsius")));
-    CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
-    CHECK(last_value(metrics, "gpu_temperature_celsius") == 60 + dtrain_world_rank(world));
-    dtrain_metrics_query(metrics, &info);
-    CHECK(!info.last.figures); /* only a trainer exchanges them */
-    dtrain_metrics_destroy(metrics);
-    return 0;
-}
-
-static void test_gpus(void)
-{
-    training *t = training_create();
-    gpus("", stub[0], t, 3);
-    for (int r = 0; r < 3; r++) {
-        CHECK_CLOSE(t->got[r][DTRAIN_FIGURE_GPU_UTILIZATION], 0.5 + 0.01 * r, 1e-6);
-        CHECK_CLOSE(t->got[r][DTRAIN_FIGURE_GPU_MEMORY], 1073741824.0 + 1048576.0 * r, 0);
-        CHECK_CLOSE(t->got[r][DTRAIN_FIGURE_GPU_CLOCK], 1e6 * (1980 + r), 1e-6);
-        CHECK_CLOSE(t->got[r][DTRAIN_FIGURE_GPU_POWER], 350.5 + r, 1e-6);
-        CHECK(t->got[r][DTRAIN_FIGURE_GPU_TEMPERATURE] == 60 + r &&
-              t->got[r][DTRAIN_FIGURE_GPU_THROTTLE] == 1 << r);
-        CHECK(t->got[r][DTRAIN_FIGURE_GPU_ECC] == 3 + r);
-    }
-    CHECK(t->no_gpu[0] == 0);
-    CHECK_CLOSE(t->gpu, 0.51, 1e-6);
-    CHECK(t->throttle == (1 | 2 | 4) && t->ecc == 3 + 4 + 5); /* the union of bits, and the sum */
-    CHECK(with_ranks(2, DTRAIN_LAUNCH_THREADS, NULL, own_gpu_rank, NULL) == DTRAIN_OK);
-    /* what a GPU cannot tell is unknown, the rest is there */
-    gpus("utilization=3,ecc=3,reasons=4", stub[0], t, 1);
-    CHECK(isnan(t->gpu) && isnan(t->got[0][DTRAIN_FIGURE_GPU_ECC]));
-    CHECK(isnan(t->got[0][DTRAIN_FIGURE_GPU_THROTTLE]) &&
-          t->got[0][DTRAIN_FIGURE_GPU_TEMPERATURE] == 60 && warnings == 0);
-    /* functions that an old library lacks, and one that it calls otherwise */
-    gpus("", stub[1], t, 1);
-    CHECK(t->got[0][DTRAIN_FIGURE_GPU_THROTTLE] == 1 && isnan(t->got[0][DTRAIN_FIGURE_GPU_POWER]));
-    /* a lost GPU: one warning, and no more questions */
-    gpus("power=15", stub[0], t, 1);
-    CHECK_MSG(warnings == 1 && strstr(t->no_gpu, "lost"), "%d warnings, %s", warnings, t->no_gpu);
-    gpus("init=9", stub[0], t, 1);
-    CHECK_MSG(strstr(t->no_gpu, "cannot be started (its error 9)"), "%s", t->no_gpu);
-    gpus("find=2", stub[0], t, 1);
-    CHECK_MSG(strstr(t->no_gpu, "does not know this rank's GPU (its error 2)"), "%s", t->no_gpu);
-    gpus("", "/nowhere/libnvidia-ml.so.1", t, 1);
-    CHECK_MSG(strstr(t->no_gpu, "/nowhere/libnvidia-ml.so.1"), "%s", t->no_gpu);
-    CHECK(warnings == 0 && isnan(t->gpu));
-    unsetenv("DTRAIN_NVML");
-    munmap(t, sizeof *t);
 }
 
 /* ---- histograms of a weight that two stages have ------------------------------------------------- */
@@ -513,16 +434,9 @@ static void test_histograms_of_a_tie(void)
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    const ssize_t length = readlink("/proc/self/exe", stub[0], sizeof stub[0] - 32);
-    char *slash = length > 0 ? strrchr(stub[0], '/') : NULL;
-    if (slash) *slash = 0;
-    snprintf(stub[1], sizeof stub[1], "%.500s/nvml_old.so", stub[0]);
-    snprintf(stub[0] + strlen(stub[0]), 32, "/nvml_stub.so");
     RUN(test_figures);
     RUN(test_sent);
     RUN(test_axes);
     RUN(test_histograms_of_a_tie);
-    if (access(stub[0], R_OK) == 0) RUN(test_gpus);
-    else SKIP(test_gpus, "nvml_stub.so is not beside this program");
     return test_summary();
 }

@@ -6,6 +6,7 @@
 #include "dtrain.h"
 #include "tools/run/split.h"
 #include "ranks.h"
+#include "tools/process_memory.h"
 
 enum { BLOCKS = 5, VOCAB = 200, MOST_BATCH = 1 << 12, PARAMS = 2 + 4 * BLOCKS, STEPS = 3 };
 enum { MOST = 4 }; /* ranks */
@@ -161,7 +162,7 @@ static dtrain_result train(dtrain_world *world, run *r, model *m)
     for (int s = 0; s < STEPS && result == DTRAIN_OK; s++)
         result = dtrain_trainer_step(trainer, &record);
     if (result == DTRAIN_OK) {
-        dtrain_process_memory(&r->resident[rank], NULL);
+        process_memory(&r->resident[rank], NULL);
         result = dtrain_barrier(dtrain_world_comm(world)); /* others read what is here */
     }
     snprintf(r->errors[rank], sizeof r->errors[rank], "%s",

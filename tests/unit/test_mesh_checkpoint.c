@@ -195,8 +195,7 @@ static bool stage_here(const rank_of *s, size_t i)
     const bool folded = s->j->schedule >= DTRAIN_PIPELINE_INTERLEAVED;
     for (size_t k = i;; k = PARAMS - 1) {
         const int unit = (int)s->params[k].unit, stage = p == 2 && !folded ? unit / 2 : unit;
-        const int back = s->j->schedule == DTRAIN_PIPELINE_ZBV && stage >= p;
-        if ((back ? 2 * p - 1 - stage : stage % p) == s->at.pipeline_rank) return true;
+        if (stage % p == s->at.pipeline_rank) return true;
         if (i || k) return false;
     }
 }
@@ -473,8 +472,7 @@ static job *job_random(uint64_t *random, uint64_t shapes)
     if (t * d <= MOST_RANKS / 2 && ranks_random(random, 2)) { /* stages, of units 0 to 3 */
         j->p = t * d <= MOST_RANKS / 4 && ranks_random(random, 2) ? 4 : 2;
         j->kind = kinds[ranks_random(random, 2)];
-        j->schedule = (uint32_t)ranks_random(random, j->p == 2 ? 5 : 2);
-        if (j->schedule == DTRAIN_PIPELINE_ZB_H1) j->schedule = DTRAIN_PIPELINE_1F1B;
+        j->schedule = (uint32_t)ranks_random(random, j->p == 2 ? 3 : 2);
     }
     return j;
 }

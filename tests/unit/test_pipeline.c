@@ -107,10 +107,8 @@ static spec spec_of(uint64_t seed)
     s.optimizer = draw(&s, 2) ? DTRAIN_OPTIMIZER_ADAMW : DTRAIN_OPTIMIZER_SGD;
     s.kind = draw(&s, 2) ? DTRAIN_STRATEGY_DDP : DTRAIN_STRATEGY_ZERO1;
     s.tensor = draw(&s, 4) ? 1 : 2;
-    s.schedule = (uint32_t)draw(&s, 5);
-    const int chunks = s.schedule == DTRAIN_PIPELINE_ZBV           ? 2
-                       : s.schedule == DTRAIN_PIPELINE_INTERLEAVED ? 1 + draw(&s, 3)
-                                                                   : 1;
+    s.schedule = (uint32_t)draw(&s, 4);
+    const int chunks = s.schedule == DTRAIN_PIPELINE_INTERLEAVED ? 1 + draw(&s, 3) : 1;
     s.chunks = (uint32_t)chunks;
     int most = s.units / chunks;
     if (most < 2) s.schedule = s.chunks = 0, most = s.units;
@@ -259,8 +257,7 @@ static dtrain_result balance(dtrain_world *world, const dtrain_trainer_desc *tra
 {
     const spec *s = &r->s;
     uint32_t units = 0;
-    const bool chunked =
-        s->schedule == DTRAIN_PIPELINE_INTERLEAVED || s->schedule == DTRAIN_PIPELINE_ZBV;
+    const bool chunked = s->schedule == DTRAIN_PIPELINE_INTERLEAVED;
     const int stages = s->pipeline * (int)(s->chunks ? s->chunks : chunked ? 2 : 1);
     if (s->pipeline == 1 || s->of_stage[0] || s->seed % 2 == 0) return DTRAIN_OK;
     dtrain_result result =
@@ -493,7 +490,7 @@ static void test_long_messages(void)
         s.rows = LONG;
         if (i < count / 2) {
             s.pipeline = 2, s.data = s.tensor = 1, s.units = UNITS, s.of_stage[0] = 0;
-            s.schedule = (uint32_t)i % 5, s.chunks = 0, s.micro_batches = 8, s.tied = false;
+            s.schedule = (uint32_t)i % 4, s.chunks = 0, s.micro_batches = 8, s.tied = false;
             for (int u = 1; u < UNITS; u++) s.skip_from[u] = -1;
         }
         if (!check_spec(&s, i % 2 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS)) return;
@@ -539,7 +536,7 @@ static void test_bytes(void)
     s.tensor = 1, s.pipeline = 4, s.data = 2;
     for (int u = 0; u < UNITS; u++) s.skip_from[u] = -1;
     for (int r = 0; r < RANKS; r++) s.ends[r] = 1000;
-    for (s.schedule = DTRAIN_PIPELINE_1F1B; s.schedule <= DTRAIN_PIPELINE_ZBV; s.schedule++) {
+    for (s.schedule = DTRAIN_PIPELINE_1F1B; s.schedule <= DTRAIN_PIPELINE_ZB_H1; s.schedule++) {
         const uint64_t boundary = s.micro_batches * ROWS * WIDTH * sizeof(float);
         const uint64_t norm =
             3 * 2 * sizeof(double); /* the axis also gathers two sums of its other ranks */
@@ -551,11 +548,8 @@ static void test_bytes(void)
                                                        : 1;
             uint64_t messages = 0;
             for (int c = 0; c < chunks; c++) {
-                const int stage = dtrain_pipeline_stage(s.schedule, 4, chunks, at, c);
-                const bool turns =
-                    s.schedule == DTRAIN_PIPELINE_ZBV; /* stages 3 and 4 are on rank 3 */
-                messages += (uint64_t)(stage < 4 * chunks - 1 && !(turns && stage == 3)) +
-                            (stage > 0 && !(turns && stage == 4));
+                const int stage = c * 4 + at;
+                messages += (uint64_t)(stage < 4 * chunks - 1) + (stage > 0);
             }
             CHECK_MSG(r->out.bytes[rank] == messages * boundary + norm,
                       "schedule %u: rank %d sent %llu bytes, expected %llu", s.schedule, rank,
@@ -631,7 +625,7 @@ static void test_factorisations(void)
             spec s = spec_of(9000 + (uint64_t)(10 * tensor + pipeline));
             s.tensor = tensor, s.pipeline = pipeline, s.data = RANKS / tensor / pipeline;
             s.units = UNITS, s.tied = false, s.of_stage[0] = 0;
-            s.chunks = s.schedule == DTRAIN_PIPELINE_ZBV ? 2 : 1;
+            s.chunks = 1;
             if (pipeline == RANKS) s.schedule = DTRAIN_PIPELINE_ZB_H1, s.chunks = 1;
             for (int u = 1; u < UNITS; u++) s.skip_from[u] = u % 3 ? -1 : u / 2;
             if (!check_spec(&s, DTRAIN_LAUNCH_PROCESSES)) return;

@@ -332,7 +332,7 @@ static job job_of(int pipeline, int data, uint32_t schedule, enum misfortune wha
     job j;
     memset(&j, 0, sizeof j);
     j.tensor = 1, j.pipeline = pipeline, j.data = data, j.schedule = schedule, j.what = what;
-    j.chunks = schedule == DTRAIN_PIPELINE_INTERLEAVED || schedule == DTRAIN_PIPELINE_ZBV ? 2 : 1;
+    j.chunks = schedule == DTRAIN_PIPELINE_INTERLEAVED ? 2 : 1;
     j.micros = 4, j.kind = DTRAIN_STRATEGY_DDP, j.to = 3;
     return j;
 }
@@ -415,7 +415,8 @@ static void test_data_ends_elsewhere(void)
 {
     for (int rank = 0; rank < 2; rank++)
         for (int micro = rank; micro < 4; micro += 2) {
-            job j = job_of(2, 1, micro / 2 ? DTRAIN_PIPELINE_ZBV : DTRAIN_PIPELINE_1F1B, DATA_ENDS);
+            job j =
+                job_of(2, 1, micro / 2 ? DTRAIN_PIPELINE_ZB_H1 : DTRAIN_PIPELINE_1F1B, DATA_ENDS);
             j.rank = rank, j.micro = micro;
             check_errors(&j, DTRAIN_LAUNCH_THREADS, RANKS_SHORT_MS, "", "");
         }
@@ -665,14 +666,14 @@ static void test_resumed_elsewhere(void)
 {
     static const layout layouts[] = {{1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_STRATEGY_ZERO1},
                                      {1, 2, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_STRATEGY_DDP},
-                                     {1, 2, 2, DTRAIN_PIPELINE_ZBV, DTRAIN_STRATEGY_ZERO1},
+                                     {1, 2, 2, DTRAIN_PIPELINE_INTERLEAVED, DTRAIN_STRATEGY_ZERO1},
                                      {1, 4, 2, DTRAIN_PIPELINE_ZB_H1, DTRAIN_STRATEGY_ZERO1},
                                      {1, 2, 2, DTRAIN_PIPELINE_INTERLEAVED, DTRAIN_STRATEGY_DDP},
                                      {1, 3, 2, DTRAIN_PIPELINE_GPIPE, DTRAIN_STRATEGY_ZERO1},
                                      {2, 2, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_STRATEGY_ZERO1},
                                      {2, 2, 2, DTRAIN_PIPELINE_ZB_H1, DTRAIN_STRATEGY_DDP},
                                      {2, 4, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_STRATEGY_DDP},
-                                     {1, 2, 4, DTRAIN_PIPELINE_ZBV, DTRAIN_STRATEGY_ZERO1}};
+                                     {1, 2, 4, DTRAIN_PIPELINE_INTERLEAVED, DTRAIN_STRATEGY_ZERO1}};
     const size_t count = sizeof layouts / sizeof *layouts;
     const char *directory = path_of("saved");
     for (size_t i = 0; i < count; i++) {

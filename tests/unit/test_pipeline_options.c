@@ -404,7 +404,7 @@ static void check_run(const char *name, const job *cut, const job *whole)
 /* A run that is saved in the middle, over a pipeline, and goes on is one that is not. */
 static void check_resumed(const char *name, option_fn *option, int data)
 {
-    static const uint32_t schedules[] = {DTRAIN_PIPELINE_1F1B, DTRAIN_PIPELINE_ZBV};
+    static const uint32_t schedules[] = {DTRAIN_PIPELINE_1F1B, DTRAIN_PIPELINE_INTERLEAVED};
     const char *directory = path_of("saved");
     char command[300];
     job *whole = run(option, 1, data, 0);
@@ -440,7 +440,7 @@ static void check_schedules(const char *name, option_fn *option, int data, uint3
 
 static void check_same(const char *name, option_fn *option, int data)
 {
-    check_schedules(name, option, data, DTRAIN_PIPELINE_ZBV);
+    check_schedules(name, option, data, DTRAIN_PIPELINE_ZB_H1);
 }
 
 /* Every rank of a pipeline refuses an option with a sentence that has these words, and none waits for another. */
@@ -457,7 +457,7 @@ static void check_refused(const char *name, option_fn *option, int data, const c
 /* Ranks whose trainers differ hear of it in the first step, all of them. */
 static void check_differs(const char *name, option_fn *option, const char *words, const char *other)
 {
-    job *j = run(option, 2, 2, DTRAIN_PIPELINE_ZBV);
+    job *j = run(option, 2, 2, DTRAIN_PIPELINE_INTERLEAVED);
     for (int r = 0; r < 4; r++)
         CHECK_MSG(j->created[r] == DTRAIN_OK && j->stepped[r][0] == DTRAIN_ERROR_MISMATCH &&
                       strstr(j->wrong[r][0], words) && strstr(j->wrong[r][0], other) &&
@@ -1106,7 +1106,7 @@ static int search_rank(dtrain_world *world, void *user)
 static void test_largest_batch(void)
 {
     found *f = (found *)ranks_shared(sizeof *f);
-    for (f->schedule = 0; f->schedule <= DTRAIN_PIPELINE_ZBV; f->schedule++) {
+    for (f->schedule = 0; f->schedule <= DTRAIN_PIPELINE_ZB_H1; f->schedule++) {
         uint64_t most = 0, more = 0;
         ranks_run(4, DTRAIN_LAUNCH_THREADS, search_rank, f);
         for (int r = 0; r < 4; r++) {

@@ -15,7 +15,7 @@ enum { RANKS = 8, CHUNKS = 3, MICROS = 12, ROOM = 40, STEPS = 2 };
 enum { F = 1, B, W, SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT, REDUCE, STEP };
 typedef dtrain_pipeline_action action;
 
-static const char *const kinds[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
+static const char *const kinds[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1"};
 static const char *const acts[] = {"",       "FORWARD", "BACKWARD",      "WEIGHT",
                                    "SEND",   "RECEIVE", "SEND_GRADIENT", "RECEIVE_GRADIENT",
                                    "REDUCE", "STEP"};
@@ -123,28 +123,17 @@ typedef struct inbox {
 } inbox;
 typedef struct local {
     const job *j;
-    int rank, step, reduced, slot_of[CHUNKS][MICROS];
+    int rank, step, reduced;
     weights model;
     float grad[LAYERS][MATRIX];
     pass slots[ROOM];
     inbox inboxes[ROOM];
 } local;
 
-static int stage_of(const local *l, int chunk)
-{
-    return dtrain_pipeline_stage(l->j->kind, l->j->ranks, l->j->chunks, l->rank, chunk);
-}
+static int stage_of(const local *l, int chunk) { return chunk * l->j->ranks + l->rank; }
 static int first_layer(const local *l, int stage)
 {
     return LAYERS * stage / (l->j->ranks * l->j->chunks);
-}
-/* The slot of the pass that is before this one, if it is on the same rank. */
-static pass *pass_before(local *l, const action *a)
-{
-    for (int c = 0; c < l->j->chunks; c++)
-        if (stage_of(l, c) == stage_of(l, a->chunk) - 1)
-            return &l->slots[l->slot_of[c][a->micro_batch]];
-    return NULL;
 }
 
 static dtrain_result misfortune(const local *l, const action *a)
@@ -161,16 +150,13 @@ static dtrain_result misfortune(const local *l, const action *a)
 
 static dtrain_result forward(local *l, const action *a)
 {
-    pass *slot = &l->slots[a->slot], *before = pass_before(l, a);
+    pass *slot = &l->slots[a->slot];
     const int stage = stage_of(l, a->chunk), first = first_layer(l, stage),
               end = first_layer(l, stage + 1);
-    l->slot_of[a->chunk][a->micro_batch] = a->slot;
     memset(slot, 0xff, offsetof(pass, sent)); /* NaN: whoever still needed it sees it */
     for (int i = 0; i < AREA; i++)
-        slot->x[0][i] = stage == 0 ? sample(l->step, a->micro_batch, i)
-                        : before   ? before->x[first - first_layer(l, stage - 1)][i]
-                                   : l->inboxes[a->inbox].x[i];
-    if (stage && !before && l->inboxes[a->inbox].tag != 1000 * stage + a->micro_batch)
+        slot->x[0][i] = stage == 0 ? sample(l->step, a->micro_batch, i) : l->inboxes[a->inbox].x[i];
+    if (stage && l->inboxes[a->inbox].tag != 1000 * stage + a->micro_batch)
         return dtrain_fail(DTRAIN_ERROR_DATA, "this is message %d", l->inboxes[a->inbox].tag);
     for (int k = first; k < end; k++)
         layer(l->model.w[k], slot->x[k - first], slot->x[k - first + 1]);
@@ -181,7 +167,7 @@ static dtrain_result forward(local *l, const action *a)
 }
 static void backward(local *l, const action *a)
 {
-    pass *slot = &l->slots[a->slot], *before = pass_before(l, a);
+    pass *slot = &l->slots[a->slot];
     const int stage = stage_of(l, a->chunk), first = first_layer(l, stage),
               end = first_layer(l, stage + 1);
     float d_x[AREA];
@@ -191,7 +177,6 @@ static void backward(local *l, const action *a)
                      d_x);
         memcpy(slot->d_in, d_x, sizeof d_x);
     }
-    if (before) memcpy(before->d_out, slot->d_in, sizeof d_x);
 }
 static void weight(local *l, const action *a)
 {
@@ -205,7 +190,7 @@ static void weight(local *l, const action *a)
 static dtrain_result compute(void *user, const action *a)
 {
     local *l = (local *)user;
-    const bool splits = l->j->kind == DTRAIN_PIPELINE_ZB_H1 || l->j->kind == DTRAIN_PIPELINE_ZBV;
+    const bool splits = l->j->kind == DTRAIN_PIPELINE_ZB_H1;
     TRY(misfortune(l, a));
     if (a->act == F) TRY(forward(l, a));
     if (a->act == B) backward(l, a);
@@ -301,12 +286,11 @@ static void check_bits(uint32_t kind, int ranks, int chunks, int micros, uint32_
 static void check_all_bits(uint32_t mode)
 {
     static const int counts[] = {1, 2, 3, 5, 8, 12};
-    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZBV; kind++)
+    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZB_H1; kind++)
         for (int ranks = 1; ranks <= RANKS; ranks += ranks > 3 && !test_full() ? 2 : 1)
             for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-                const int chunks = kind == DTRAIN_PIPELINE_ZBV           ? 2
-                                   : kind == DTRAIN_PIPELINE_INTERLEAVED ? 2 + (int)i % 2
-                                                                         : 1;
+                const bool loops = kind == DTRAIN_PIPELINE_INTERLEAVED && ranks > 1;
+                const int chunks = loops ? 2 + (int)i % 2 : 1;
                 if (!test_full() && (ranks + (int)i) % 2) continue;
                 check_bits(kind, ranks, chunks, counts[i], mode);
             }
@@ -314,9 +298,8 @@ static void check_all_bits(uint32_t mode)
 static void test_bits_threads(void) { check_all_bits(DTRAIN_LAUNCH_THREADS); }
 static void test_bits_processes(void)
 {
-    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZBV; kind++)
-        check_bits(kind, 4,
-                   kind == DTRAIN_PIPELINE_INTERLEAVED || kind == DTRAIN_PIPELINE_ZBV ? 2 : 1, 8,
+    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZB_H1; kind++)
+        check_bits(kind, 4, kind == DTRAIN_PIPELINE_INTERLEAVED ? 2 : 1, 8,
                    DTRAIN_LAUNCH_PROCESSES);
 }
 
@@ -328,16 +311,15 @@ static void test_alone(void)
     local *l = (local *)calloc(1, sizeof *l);
     if (!l) return;
     learn_alone(&alone, 7);
-    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZBV; kind++) {
+    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZB_H1; kind++) {
         memset(l, 0, sizeof *l);
-        j.kind = kind,
-        j.chunks = kind == DTRAIN_PIPELINE_ZBV || kind == DTRAIN_PIPELINE_INTERLEAVED ? 2 : 1;
+        j.kind = kind;
         l->j = &j;
         draw_weights(&l->model);
         CHECK_MSG(run_steps(l, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
         CHECK(memcmp(&alone, &l->model, sizeof alone) == 0);
     }
-    j.kind = DTRAIN_PIPELINE_GPIPE, j.chunks = 1, j.bad_act = B, j.bad_micro = 3;
+    j.kind = DTRAIN_PIPELINE_GPIPE, j.bad_act = B, j.bad_micro = 3;
     CHECK(run_steps(l, NULL) == DTRAIN_ERROR_DATA);
     CHECK_MSG(
         strstr(dtrain_last_error(), "stage 0 of 1, BACKWARD of micro-batch 3: the hamster ate it"),
@@ -353,8 +335,8 @@ static void check_misfortune(job j, uint32_t mode, uint32_t timeout_ms)
     dtrain_launch_desc desc = ranks_desc(j.ranks, mode);
     desc.timeout_ms = timeout_ms ? timeout_ms : desc.timeout_ms;
     j.page = (page *)ranks_shared(sizeof(page));
-    snprintf(place, sizeof place, "stage %d of %d, %s of micro-batch %d:",
-             dtrain_pipeline_stage(j.kind, j.ranks, j.chunks, j.bad_rank, j.bad_chunk),
+    snprintf(place, sizeof place,
+             "stage %d of %d, %s of micro-batch %d:", j.bad_chunk * j.ranks + j.bad_rank,
              j.ranks * j.chunks, acts[j.bad_act], j.bad_micro);
     snprintf(heard, sizeof heard, "rank %d had to give up: %s", j.bad_rank, place);
     const double begin = test_seconds();
@@ -385,11 +367,10 @@ static void check_misfortune(job j, uint32_t mode, uint32_t timeout_ms)
 /* Each kind of action of some rank in the middle. */
 static void test_failing_actions(void)
 {
-    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZBV; kind++)
+    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZB_H1; kind++)
         for (uint32_t act = F; act <= STEP; act++) {
-            const bool splits = kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
-            const int chunks =
-                kind == DTRAIN_PIPELINE_ZBV || kind == DTRAIN_PIPELINE_INTERLEAVED ? 2 : 1;
+            const bool splits = kind == DTRAIN_PIPELINE_ZB_H1;
+            const int chunks = kind == DTRAIN_PIPELINE_INTERLEAVED ? 2 : 1;
             const job j = {kind,
                            3,
                            chunks,

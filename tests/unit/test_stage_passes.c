@@ -167,7 +167,6 @@ typedef struct line {
     int stages, ranks, live; /* micro-batches under way */
     bool halves;
     int32_t units[2 * UNITS];
-    bool here[STAGES][STAGES];
     dtrain__stage_map maps[STAGES];
     dtrain_tape *tapes[STAGES];
     dtrain_tensor *losses[MICROS];
@@ -187,18 +186,16 @@ static void line_create(line *l, model *m, dtrain_device *device, int stages, in
         l->units[2 * u] = u;
         l->units[2 * u + 1] = u < stages ? u : stages - 1; /* late stages have most */
     }
-    for (int s = 0; s < stages; s++) l->here[s % ranks][s] = true;
     for (int r = 0; r < ranks; r++) {
         l->tapes[r] = open_tape(m, device);
         const uint32_t slots = (uint32_t)(live * ((stages + ranks - 1) / ranks));
         l->maps[r].stages = stages;
-        l->maps[r].here = l->here[r];
+        l->maps[r].ranks = ranks, l->maps[r].rank = r;
         l->maps[r].units = l->units;
         l->maps[r].unit_count = (size_t)m->units;
         CHECK(dtrain__stages_create(l->tapes[r], &l->maps[r], slots, slots) == DTRAIN_OK);
-        const dtrain__stage_source none = {-1, -1};
         dtrain_result result =
-            dtrain__stage_begin(l->tapes[r], 0, 0, DTRAIN__SURVEY, none, m->flags, 0);
+            dtrain__stage_begin(l->tapes[r], 0, 0, DTRAIN__SURVEY, -1, m->flags, 0);
         if (result == DTRAIN_OK) model_loss(l->tapes[r], m);
         if (result == DTRAIN_OK) result = dtrain__stage_end(l->tapes[r]);
         if (result != DTRAIN_OK) l->result = result;
@@ -230,7 +227,6 @@ static void carry(line *l, int micro, int from, bool gradient)
                                             first,
                                             next};
     const int sender = gradient ? from + 1 : from, receiver = gradient ? from : from + 1;
-    if (l->ranks == 1) return;
     for (size_t i = 0;; i++) {
         dtrain_pipeline_part ours = {NULL, 0, DTRAIN_DTYPE_F32},
                              theirs = {NULL, 0, DTRAIN_DTYPE_F32};
@@ -250,16 +246,14 @@ static void forward(line *l, int micro)
     for (int s = 0; s < l->stages && l->result == DTRAIN_OK; s++) {
         dtrain_tape *tape = l->tapes[s % l->ranks];
         const uint32_t slot = slot_of(l, s, micro);
-        dtrain__stage_source source = {-1, -1};
-        if (s && l->ranks == 1) source.slot = (int32_t)slot_of(l, s - 1, micro);
-        else if (s) source.inbox = (int32_t)slot;
         if (s) carry(l, micro, s - 1, false);
         batch_fetch(l->m,
                     s < l->ranks
                         ? micro
                         : micro + 1); /* later passes of a tape share the first one's inputs */
-        l->result = dtrain__stage_begin(tape, slot, slot_of(l, s % l->ranks, micro), s, source,
-                                        l->m->flags, (uint64_t)(40 + micro));
+        l->result =
+            dtrain__stage_begin(tape, slot, slot_of(l, s % l->ranks, micro), s,
+                                s ? (int32_t)slot : -1, l->m->flags, (uint64_t)(40 + micro));
         dtrain_tensor *loss = model_loss(tape, l->m);
         if (l->result == DTRAIN_OK) l->result = dtrain__stage_end(tape);
         if (s == l->stages - 1) l->losses[micro] = loss;
@@ -271,8 +265,7 @@ static void backward(line *l, int micro, float *loss)
     for (int s = l->stages - 1; s >= 0 && l->result == DTRAIN_OK; s--) {
         dtrain_tape *tape = l->tapes[s % l->ranks];
         const bool last = s == l->stages - 1;
-        const uint32_t slot = slot_of(l, s, micro), behind = last ? 0 : slot_of(l, s + 1, micro);
-        if (!last && l->ranks == 1) CHECK(dtrain__stage_seed(tape, slot, &behind) == DTRAIN_OK);
+        const uint32_t slot = slot_of(l, s, micro);
         if (!last) carry(l, micro, s, true);
         l->result = dtrain__stage_backward(tape, slot, last ? l->losses[micro] : NULL, 0.25f, false,
                                            l->halves);
@@ -313,7 +306,7 @@ static void check_model(uint64_t seed)
     run_whole(&m, device, losses);
     memcpy(grads, m.grads, sizeof grads);
     const int stages = 1 + (int)draw(&m, (uint32_t)(m.units < STAGES ? m.units : STAGES));
-    int ranks = 1 + (int)draw(&m, (uint32_t)stages);
+    const int ranks = stages == 1 ? 1 : 2 + (int)draw(&m, (uint32_t)stages - 1); /* of neighbours */
     line_create(&l, &m, device, stages, ranks, 1 + (int)draw(&m, MICROS));
     l.halves = draw(&m, 2);
     CHECK_MSG(l.result == DTRAIN_OK, "seed %llu: %s", (unsigned long long)seed,

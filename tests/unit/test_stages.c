@@ -117,16 +117,11 @@ static void registered(rank_of *s)
 
 static int chunks_of(const program *c)
 {
-    const bool two =
-        c->line.kind == DTRAIN_PIPELINE_INTERLEAVED || c->line.kind == DTRAIN_PIPELINE_ZBV;
+    const bool two = c->line.kind == DTRAIN_PIPELINE_INTERLEAVED;
     return c->p == 1 ? 1 : c->line.chunks ? (int)c->line.chunks : two ? 2 : 1;
 }
 
-static int rank_of_stage(const program *c, int stage)
-{
-    const int lap = stage / c->p, at = stage % c->p;
-    return c->line.kind == DTRAIN_PIPELINE_ZBV && lap == 1 ? c->p - 1 - at : at;
-}
+static int rank_of_stage(const program *c, int stage) { return stage % c->p; }
 
 /* The rank of the pipeline axis with a unit, by dealing units out one by one. */
 static int rank_of_unit(const program *c, uint32_t unit)
@@ -486,7 +481,7 @@ static program random_program(uint64_t seed)
     c.d = sizes[size][2];
     c.kind = ranks_random(&random, 2) ? DTRAIN_STRATEGY_DDP : DTRAIN_STRATEGY_ZERO1;
     c.optimizer = ranks_random(&random, 2) ? DTRAIN_OPTIMIZER_ADAMW : DTRAIN_OPTIMIZER_SGD;
-    c.line.kind = (uint32_t)ranks_random(&random, 5);
+    c.line.kind = (uint32_t)ranks_random(&random, 4);
     c.ties = (int)ranks_random(&random, 4);
     c.joins = c.d > 1 && ranks_random(&random, 4) == 0;
     c.lacks = ranks_random(&random, 3) == 0;
@@ -566,7 +561,7 @@ static void test_layouts(void)
 {
     for (int p = 2; p <= 8; p *= 2)
         for (int t = 1; t * p <= 8; t *= 2)
-            for (uint32_t schedule = 0; schedule <= DTRAIN_PIPELINE_ZBV; schedule++) {
+            for (uint32_t schedule = 0; schedule <= DTRAIN_PIPELINE_ZB_H1; schedule++) {
                 if (p == 8 && schedule >= DTRAIN_PIPELINE_INTERLEAVED &&
                     schedule != DTRAIN_PIPELINE_ZB_H1)
                     continue; /* 16 stages, of 8 units */
@@ -684,10 +679,10 @@ static int refused_rank(dtrain_world *world, void *user)
     FAILS(dtrain_strategy_create(world, s->params, 9, &desc, &s->strategy), DTRAIN_ERROR_ARGUMENT,
           "8 units, which leave a stage of 10 (2 ranks x 5 chunks) empty");
     line.chunks = 0;
-    line.kind = s->at.rank == 2 ? DTRAIN_PIPELINE_ZBV : DTRAIN_PIPELINE_INTERLEAVED;
+    line.kind = s->at.rank == 2 ? DTRAIN_PIPELINE_ZB_H1 : DTRAIN_PIPELINE_INTERLEAVED;
     registered(s);
     FAILS(dtrain_strategy_create(world, s->params, 9, &desc, &s->strategy), DTRAIN_ERROR_MISMATCH,
-          "rank 2 has pipeline.kind 4, the others have pipeline.kind 2");
+          "rank 2 has pipeline.kind 3, the others have pipeline.kind 2");
     line.kind = 99;
     registered(s);
     CHECK(dtrain_strategy_create(world, s->params, 9, &desc, &s->strategy) != DTRAIN_OK);

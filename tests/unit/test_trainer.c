@@ -4,6 +4,7 @@
 #include "test.h"
 #include "dtrain.h"
 #include "allocator.h"
+#include "tools/process_memory.h"
 
 #define VOCAB 16
 #define WIDTH 8
@@ -1000,7 +1001,7 @@ static void test_process_memory(void)
 {
     uint64_t before = 0, now = 0, peak = 0;
     const size_t bytes = (size_t)64 << 20;
-    dtrain_process_memory(&before, &peak);
+    process_memory(&before, &peak);
     if (before == 0) {
         CHECK(access("/proc/self/smaps_rollup", R_OK) != 0);
         return;
@@ -1008,13 +1009,13 @@ static void test_process_memory(void)
     volatile char *memory = (volatile char *)mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                                                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     for (size_t i = 0; i < bytes; i += 1024) memory[i] = 1;
-    dtrain_process_memory(&now, &peak);
+    process_memory(&now, &peak);
     CHECK_MSG(now >= before + bytes * 9 / 10, "%g bytes more after %g were touched",
               (double)now - (double)before, (double)bytes); /* sanitizers add their own */
     munmap((void *)(uintptr_t)memory, bytes);
-    dtrain_process_memory(&now, NULL);
+    process_memory(&now, NULL);
     CHECK(now < before + bytes);
-    dtrain_process_memory(NULL, &peak);
+    process_memory(NULL, &peak);
     CHECK(peak >= before + bytes * 9 / 10);
 }
 

@@ -1,8 +1,8 @@
 # fortran.awk: prints the tables of header.awk as a Fortran module.
 
 function prepare() {
-    split("int integer(c_int) unsigned integer(c_int) int8_t integer(c_int8_t) uint8_t integer(c_int8_t) int16_t integer(c_int16_t) " \
-          "uint16_t integer(c_int16_t) int32_t integer(c_int32_t) uint32_t integer(c_int32_t) int64_t integer(c_int64_t) " \
+    split("int integer(c_int) unsigned integer(c_int) int8_t integer(c_int8_t) uint8_t integer(c_int8_t) " \
+          "int16_t integer(c_int16_t) uint16_t integer(c_int16_t) int32_t integer(c_int32_t) uint32_t integer(c_int32_t) int64_t integer(c_int64_t) " \
           "uint64_t integer(c_int64_t) size_t integer(c_size_t) float real(c_float) double real(c_double) bool logical(c_bool) " \
           "char character(kind=c_char)", words, " ")
     for (i = 1; i in words; i += 2) Scalar[words[i]] = words[i + 1]
@@ -37,7 +37,10 @@ function put(text,    at, i, indent) {
 }
 # Fortran has one name for what differs in case only in C.
 function once(name) {
-    if (tolower(name) in Seen) { print "bindings: " name " and " Seen[tolower(name)] " are one name in Fortran" >"/dev/stderr"; exit 1 }
+    if (tolower(name) in Seen) {
+        print "bindings: " name " and " Seen[tolower(name)] " are one name in Fortran" >"/dev/stderr"
+        exit 1
+    }
     Seen[tolower(name)] = name
 }
 
@@ -168,8 +171,8 @@ function table_of_sizes(    i) {
     print "    table%count = " abi_count
     for (i = 1; i <= abi_count; i++)
         if (!(i in Abi_last)) print "    table%bytes(" i ") = int(c_sizeof(s" i "))"
-        else put("    table%bytes(" i ") = int(transfer(c_loc(s" i "%" Abi_last[i] "), 0_c_intptr_t) - transfer(c_loc(s" i "), 0_c_intptr_t)" \
-                 ", c_int) + int(c_sizeof(s" i "%" Abi_last[i] "))")
+        else put("    table%bytes(" i ") = int(transfer(c_loc(s" i "%" Abi_last[i] "), 0_c_intptr_t) - " \
+                 "transfer(c_loc(s" i "), 0_c_intptr_t), c_int) + int(c_sizeof(s" i "%" Abi_last[i] "))")
     print "    address = c_loc(table)"
     print "  end function"
 }

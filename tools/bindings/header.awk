@@ -80,8 +80,9 @@ function refuse(name, why) { if (!(name in Refused)) { Refused[name] = why; Refu
 # ---- Declarations ----
 
 function expect(what) {
-    if (Token[p] != what) { printf "bindings: %s expected, found %s %s %s\n", what, Token[p], Token[p + 1], Token[p + 2] >"/dev/stderr"; broken = 1; exit 1 }
-    p++
+    if (Token[p] == what) { p++; return }
+    printf "bindings: %s expected, found %s %s %s\n", what, Token[p], Token[p + 1], Token[p + 2] >"/dev/stderr"
+    exit 1
 }
 function skip_group(    level) { # the brackets that begin at the current token
     do { level += Token[p] ~ /^[({[]$/; level -= Token[p] ~ /^[])}]$/; p++ } while (level > 0 && p <= token_count)
@@ -198,12 +199,17 @@ function statement(    name, d, kind) {
         return
     }
     if (kind == "typedef") p++
-    if (Token[p] ~ /^(struct|enum)$/ && (Token[p + 1] == "{" || Token[p + 2] == "{" || (kind != "typedef" && Token[p + 2] == ";"))) {
+    if (Token[p] ~ /^(struct|enum)$/ &&
+        (Token[p + 1] == "{" || Token[p + 2] == "{" || (kind != "typedef" && Token[p + 2] == ";"))) {
         name = Token[p + 1] == "{" ? "" : Token[p + 1]
         d = Token[p] == "enum"
         p += name == "" ? 1 : 2
         if (Token[p] == "{") { if (d) enumerators(name); else fields(name) }
-        while (Token[p] != ";") { if (Token[p] != name && Token[p] != ",") { Alias[Token[p]] = name; if (d) Is_enum[Token[p]] = 1 } p++ }
+        for (; Token[p] != ";"; p++) {
+            if (Token[p] == name || Token[p] == ",") continue
+            Alias[Token[p]] = name
+            if (d) Is_enum[Token[p]] = 1
+        }
         p++
         return
     }
@@ -289,7 +295,6 @@ function left_out(sign,    i) {
 }
 
 END {
-    if (broken) exit 1
     p = 1
     while (p <= token_count) statement()
     if (!structs || !functions) { print "bindings: this is not dtrain.h" >"/dev/stderr"; exit 1 }

@@ -2,7 +2,8 @@
 
 function prepare() {
     split("int c_int unsigned c_uint int8_t c_int8 uint8_t c_uint8 int16_t c_int16 uint16_t c_uint16 int32_t c_int32 " \
-          "uint32_t c_uint32 int64_t c_int64 uint64_t c_uint64 size_t c_size_t float c_float double c_double bool c_bool char c_char", words, " ")
+          "uint32_t c_uint32 int64_t c_int64 uint64_t c_uint64 size_t c_size_t float c_float double c_double " \
+          "bool c_bool char c_char", words, " ")
     for (i = 1; i in words; i += 2) Scalar[words[i]] = "_c." words[i + 1]
 }
 function value_type(d) {
@@ -55,7 +56,7 @@ function emit(    i, d) {
     print "\"\"\"What dtrain.h of dtrain " version() " declares, for Python. Made by `make bindings`."
     print ""
     print "Names are those of C; dtrain.h says what they mean. The module needs the standard library and libdtrain.so: the"
-    print "file that DTRAIN_LIBRARY names, or one beside the module, or where the system finds it."
+    print "file that DTRAIN_LIBRARY names, or one beside the module or installed with it, or where the system finds it."
     print ""
     print "    world = dtrain_world_join(desc)           an argument `out` is the result"
     print "    dtrain_strategy_finish(strategy)          an error raises DtrainError with the sentence"
@@ -165,8 +166,11 @@ function emit(    i, d) {
     print ""
     print ""
     print "def _load():"
-    print "    beside = _os.path.join(_os.path.dirname(_os.path.abspath(__file__)), \"libdtrain.so\")"
-    print "    path = _os.environ.get(\"DTRAIN_LIBRARY\") or (beside if _os.path.exists(beside) else _util.find_library(\"dtrain\"))"
+    print "    here = _os.path.dirname(_os.path.abspath(__file__))"
+    print "    built, installed = (), (\"..\", \"..\", \"lib\")"
+    print "    places = [_os.path.join(here, *folder, \"libdtrain.so\") for folder in (built, installed)]"
+    print "    found = [place for place in places if _os.path.exists(place)]"
+    print "    path = _os.environ.get(\"DTRAIN_LIBRARY\") or (found[0] if found else _util.find_library(\"dtrain\"))"
     print "    if not path:"
     print "        raise OSError(\"libdtrain.so is not installed: DTRAIN_LIBRARY can name the file\")"
     print "    return _c.CDLL(path)"
@@ -180,12 +184,14 @@ function emit(    i, d) {
     print "    \"\"\"Define a function of the library.\"\"\""
     print "    def check(code, function, arguments):"
     print "        if result is _RESULT and code != DTRAIN_OK:"
-    print "            raise DtrainError(code, dtrain_last_error() or dtrain_result_text(code)) from (_raised.pop() if _raised else None)"
+    print "            cause = _raised.pop() if _raised else None"
+    print "            raise DtrainError(code, dtrain_last_error() or dtrain_result_text(code)) from cause"
     print "        return code.decode() if result is _c.c_char_p and code is not None else arguments"
     print ""
     print "    flags = [(2, n) if n == \"out\" else (1, n, None) if n == \"work\" else (1, n) for n, _ in parameters]"
     print "    try:"
-    print "        function = _c.CFUNCTYPE(_c.c_int if result is _RESULT else result, *[t for _, t in parameters])((name, _library), tuple(flags))"
+    print "        kind = _c.CFUNCTYPE(_c.c_int if result is _RESULT else result, *[t for _, t in parameters])"
+    print "        function = kind((name, _library), tuple(flags))"
     print "    except AttributeError:"
     print "        def missing(*_):"
     print "            raise DtrainError(DTRAIN_ERROR_UNSUPPORTED, f\"{name}: this libdtrain does not have it\")"

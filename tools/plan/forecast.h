@@ -12,6 +12,7 @@
 
 #include "tools/plan/stages.h"
 #include "tools/simulate/simulate_comm.h"
+#include "tools/process_memory.h"
 
 typedef struct forecast_row {
     int ranks, nodes;
@@ -373,7 +374,7 @@ static int choose_machine(forecast *f)
                     : s->node_size             ? (int)s->node_size
                     : f->place.host_rank_count ? f->place.host_rank_count
                                                : f->ranks;
-    if (cpu) dtrain_process_memory(&f->workspace, &peak);
+    if (cpu) process_memory(&f->workspace, &peak);
     if (f->named) {
         f->machine = *f->named;
         f->node_ranks = s->node_size ? (int)s->node_size : (int)f->machine.gpus_per_node;

@@ -95,7 +95,7 @@ static bool unit_is_in(const stage_plan *p, size_t place, int rank, int chunk)
 {
     const dtrain_pipeline_schedule *s = p->schedule;
     for (int c = chunk < 0 ? 0 : chunk; c < (chunk < 0 ? s->chunks : chunk + 1); c++) {
-        const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, c);
+        const int stage = c * s->ranks + rank;
         const size_t first = first_unit(p, stage);
         if (place >= first && place < first + p->divided[stage]) return true;
     }
@@ -184,8 +184,7 @@ static dtrain_result print_rank(const stage_plan *p, int rank, dtrain_param *roo
     TRY(plan_stage_rank(p, rank, room, &memory));
     const double held = held_bytes(p, rank, report.slots) / 1048576;
     for (int chunk = 0; chunk < schedule->chunks; chunk++) {
-        const int stage =
-            dtrain_pipeline_stage(schedule->kind, schedule->ranks, schedule->chunks, rank, chunk);
+        const int stage = chunk * schedule->ranks + rank;
         const dtrain_pipeline_costs *c = &p->of_stage[stage];
         const double share = p->accum * (c->forward + c->backward + c->weight) / p->total;
         char units[32];

@@ -4,6 +4,8 @@
 #define RUN_JOB_H
 
 #include "tools/balance.h"
+#include "tools/nvml.h"
+#include "tools/prometheus.h"
 #include "tools/run/monitor.h"
 #include "tools/run/recorded.h"
 #include "tools/run/settings.h"
@@ -68,6 +70,8 @@ struct run_job {
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
+    prometheus file; /* of --prometheus */
+    nvml gpus;
     dtrain_state *state;
     dtrain_checkpoint *checkpoint; /* NULL without --checkpoint */
     dtrain_load_info resumed;      /* step -1: the run begins */
@@ -181,8 +185,7 @@ static long model_ranks(const run_settings *s) { return s->tensor * s->pipeline;
 /* Count the stages of a pipeline. */
 static int stage_count(const run_settings *s)
 {
-    const bool chunked =
-        s->line.kind == DTRAIN_PIPELINE_INTERLEAVED || s->line.kind == DTRAIN_PIPELINE_ZBV;
+    const bool chunked = s->line.kind == DTRAIN_PIPELINE_INTERLEAVED;
     return (int)(s->pipeline * (s->chunks ? s->chunks : chunked ? 2 : 1));
 }
 
@@ -556,6 +559,11 @@ static dtrain_result open_metrics(dtrain_world *world, run_job *j)
     char *const texts = (char *)malloc(2 * MONITOR_TEXT);
     if (!texts) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the text of the flags");
     dtrain_metrics_desc desc = metrics_desc(j->s, texts);
+    const dtrain_metrics_sink sink = prometheus_sink(&j->file);
+    if (j->s->prometheus) desc.sinks = &sink, desc.sink_count = 1;
+    j->file.path = j->s->prometheus;
+    j->file.share = nvml_share;
+    j->file.user = &j->gpus;
     desc.append = j->resumed.step >= 0;
     desc.first_step = j->resumed.step > 0 ? j->resumed.step + 1 : 0;
     desc.total_steps = j->steps;
@@ -564,7 +572,7 @@ static dtrain_result open_metrics(dtrain_world *world, run_job *j)
     desc.trainer = j->trainer;
     const dtrain_result result = dtrain_metrics_create(world, &desc, &j->metrics);
     free(texts);
-    return result;
+    return result == DTRAIN_OK ? nvml_open(world, 5000, &j->gpus) : result;
 }
 
 /* Make everything of a run. After a failure close_job frees what is there. */
@@ -591,6 +599,7 @@ static void close_job(run_job *j)
     snprintf(first, sizeof first, "%s", dtrain_last_error());
     (void)sscanf(first, "rank %*d: %n", &prefix);
     dtrain_metrics_destroy(j->metrics);
+    nvml_close(&j->gpus);
     dtrain_checkpoint_close(j->checkpoint);
     dtrain_state_destroy(j->state);
     dtrain_trainer_destroy(j->trainer);

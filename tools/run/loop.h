@@ -70,6 +70,7 @@ static dtrain_result train_steps(dtrain_world *world, run_job *j)
         stopping =
             record.stop_requested; /* in the step, or in the validation, which has ended then */
         if (stopping) j->stopped_at = step + 1;
+        TRY(nvml_step(&j->gpus, &record));
         TRY(dtrain_metrics_step(j->metrics, &record));
         TRY(save(j, step + 1, &record, stopping));
     }

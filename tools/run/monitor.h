@@ -61,7 +61,6 @@ static dtrain_metrics_desc metrics_desc(const run_settings *s, char *texts)
     dtrain_metrics_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.jsonl_path = s->log;
-    desc.prometheus_path = s->prometheus;
     desc.tensorboard_dir = s->tensorboard;
     desc.histogram_every = (uint32_t)s->histograms;
     desc.run_name = RUN_NAME;

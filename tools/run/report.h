@@ -4,6 +4,7 @@
 #define RUN_REPORT_H
 
 #include "tools/run/job.h"
+#include "tools/process_memory.h"
 
 static double mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
@@ -253,7 +254,7 @@ static void show_memory(dtrain_world *world, const run_job *j)
     const double planned = mib(j->memory.total);
     uint64_t now, peak;
     if (device->ops->host_memory) {
-        dtrain_process_memory(&now, &peak);
+        process_memory(&now, &peak);
         printf("  process memory       %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
                mib(now), mib(peak), planned);
     }

@@ -69,9 +69,8 @@ static run_settings run_flags = {
 typedef const char *const words[8];                                 /* ends with NULL */
 static words optimizers = {"adamw", "sgd", "lion", "muon"};         /* dtrain_optimizer_kind - 1 */
 static words schedules = {"constant", "linear", "cosine", "steps"}; /* dtrain_schedule_kind */
-static words pipelines = {"1f1b", "gpipe", "interleaved", "zb_h1",
-                          "zbv"};                   /* dtrain_pipeline_kind */
-static words scalings = {"none", "linear", "sqrt"}; /* schedule_desc in job.h */
+static words pipelines = {"1f1b", "gpipe", "interleaved", "zb_h1"}; /* dtrain_pipeline_kind */
+static words scalings = {"none", "linear", "sqrt"};                 /* schedule_desc in job.h */
 static words precisions = {"fp32", "tf32", "bf16", "fp16"};
 static words dtypes = {"fp32", "bf16", "fp16"};
 static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard", /* kind - 1 */

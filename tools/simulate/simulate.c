@@ -120,8 +120,7 @@ static words optimizers = {"adamw", "sgd"};
 static words compressions = {"none", "topk"}; /* dtrain_compression */
 enum { ATTENTION_FUSED, ATTENTION_SCORES, ATTENTION_AGAIN };
 static words attentions = {"fused", "scores", "scores_again"};
-static words schedules = {"1f1b", "gpipe", "interleaved", "zb_h1",
-                          "zbv"}; /* dtrain_pipeline_kind */
+static words schedules = {"1f1b", "gpipe", "interleaved", "zb_h1"}; /* dtrain_pipeline_kind */
 static words losses = {"fused", "passes"};
 enum { MOST_STAGES = 512 };
 enum { OVERLAP_SUMS, OVERLAP_NONE, OVERLAP_PIECES };

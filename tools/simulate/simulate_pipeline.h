@@ -160,8 +160,7 @@ static void add_messages(const model *m, const row *r, pipeline_run *run, int *r
 {
     const dtrain_pipeline_schedule *s = run->schedule;
     for (int rank = 0; rank < s->ranks; rank++)
-        for (int c = 0; c < s->chunks; c++)
-            ranks[dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, c)] = rank;
+        for (int c = 0; c < s->chunks; c++) ranks[c * s->ranks + rank] = rank;
     for (int k = 0; k < run->count; k++)
         for (int to = k - 1; to <= k + 1; to += 2)
             if (to >= 0 && to < run->count && ranks[to] != ranks[k])
@@ -183,7 +182,7 @@ static size_t play_rank(pipeline_run *run, const int *ranks, pipeline_pass *pass
     for (; s->first[rank] + at < s->first[rank + 1]; at++) {
         const dtrain_pipeline_action *a = &s->actions[s->first[rank] + at];
         if (a->act > DTRAIN_PIPELINE_ACT_WEIGHT) continue;
-        const int k = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, a->chunk);
+        const int k = a->chunk * s->ranks + rank;
         const bool back = a->act == DTRAIN_PIPELINE_ACT_BACKWARD;
         const int to = back ? k - 1 : k + 1;
         const dtrain_pipeline_costs *costs = &run->stages[k].cost.seconds;
@@ -246,8 +245,7 @@ static dtrain_result rank_model(const model *m, const pipeline_run *run, int ran
     own->names = NULL;
     if (!own->params || !own->layers) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory");
     for (int c = 0; c < s->chunks; c++) {
-        const pipeline_stage *stage =
-            &run->stages[dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, c)];
+        const pipeline_stage *stage = &run->stages[c * s->ranks + rank];
         for (size_t i = stage->first; i < stage->end; i++) {
             dtrain_param *p = &own->params[own->count];
             *p = m->params[i];
@@ -276,8 +274,7 @@ static dtrain_result rank_tail(dtrain_strategy *strategy, const model *m, const 
     }
     size_t behind = own->count;
     for (int c = s->chunks; c-- > 0;) {
-        const pipeline_stage *stage =
-            &run->stages[dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, c)];
+        const pipeline_stage *stage = &run->stages[c * s->ranks + rank];
         sim.now = most(sim.now, start + stage->last);
         behind -= stage->end - stage->first;
         for (size_t i = stage->end; i-- > stage->first;) {
@@ -306,8 +303,7 @@ static dtrain_result simulate_rank(dtrain_world *world, const model *m, row *r,
         if (s->actions[i].inbox >= inboxes) inboxes = s->actions[i].inbox + 1;
     }
     for (int c = 0; c < s->chunks; c++) {
-        const pipeline_stage *stage =
-            &run->stages[dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, c)];
+        const pipeline_stage *stage = &run->stages[c * s->ranks + rank];
         const model part = model_part(m, stage->first, stage->end);
         kept = most(kept, kept_bytes(&part, r->batch));
         again = most(again, again_bytes(&part, r->batch));
@@ -337,7 +333,7 @@ static double tied_seconds(const model *m, const pipeline_run *run)
     const dtrain_pipeline_schedule *s = run->schedule;
     const dtrain_param *head = &m->params[m->count - 1];
     const group two = {2, (s->ranks - 1) * run->ranks / sim.machine.gpus_per_node ? 2 : 1};
-    if (!head->alias_of || s->kind == DTRAIN_PIPELINE_ZBV) return 0;
+    if (!head->alias_of) return 0;
     const double bytes = 4.0 * (double)(head->shape[0] * head->shape[1]) / (double)flags.tensor;
     return collective_cost(&sim.machine, DTRAIN_COLLECTIVE_ALL_REDUCE, bytes, two).links;
 }
@@ -363,8 +359,7 @@ static dtrain_result simulate_schedule(dtrain_world *world, const model *m, row 
         double own_ready = 0, own_update = 0, own_waited = 0;
         TRY(simulate_rank(world, m, r, run, rank, &own_ready, &own_update));
         for (int c = 0; c < s->chunks; c++)
-            own_waited += run->stages[dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, c)]
-                              .cost.tensor;
+            own_waited += run->stages[c * s->ranks + rank].cost.tensor;
         ready = most(ready, own_ready);
         update = most(update, own_update);
         waited = most(waited, own_waited * s->micro_batches);
@@ -407,7 +402,7 @@ static dtrain_result simulate_pipeline(dtrain_world *world, const model *m, row 
             "whole stages on each node",
             r->gpus, flags.pipeline, per_node);
     run.nodes = run.ranks > per_node ? (int)(run.ranks / per_node) : 1;
-    run.splits = desc.kind == DTRAIN_PIPELINE_ZB_H1 || desc.kind == DTRAIN_PIPELINE_ZBV;
+    run.splits = desc.kind == DTRAIN_PIPELINE_ZB_H1;
     TRY(dtrain_pipeline_create(&desc, (int)flags.pipeline, (int)r->accum, &run.schedule));
     dtrain_result result = mesh_open(world, run.ranks, run.nodes, &run.comm, &run.mesh);
     if (result == DTRAIN_OK)

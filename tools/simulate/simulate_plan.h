@@ -2,7 +2,7 @@
  *
  *     axes         tensor up to a node's GPUs, pipeline any divisor of the rest; powers of two samples a micro-batch
  *     kinds        one stage: ddp, zero1, full_shard, hybrid_shard; a pipeline: ddp and zero1, in 1F1B, interleaved (2
- *                  and 4 chunks), ZB-H1 and ZBV. GPipe takes the time of 1F1B and more memory: it is left out
+ *                  and 4 chunks) and ZB-H1. GPipe takes the time of 1F1B and more memory: it is left out
  *     memory       with and without checkpointing, and sequence parallelism where there is a tensor axis
  *
  * Layouts are simulated in the order of a bound of their time: what the model computes, on all GPUs alike, nothing
@@ -41,13 +41,12 @@ static double plan_bubble(const layout *one, long micros)
     const double gaps = (double)(one->pipeline - 1) / (double)micros;
     if (one->schedule == DTRAIN_PIPELINE_INTERLEAVED) return gaps / (double)one->chunks;
     if (one->schedule == DTRAIN_PIPELINE_ZB_H1) return gaps / 3;
-    return one->schedule == DTRAIN_PIPELINE_ZBV ? gaps / 6 : gaps;
+    return gaps;
 }
 
 static bool plan_add(plan *p, layout one, long micros)
 {
-    const long chunks = one.chunks ? one.chunks : one.schedule == DTRAIN_PIPELINE_ZBV ? 2 : 1;
-    if (one.pipeline * chunks > p->units) {
+    if (one.pipeline * (one.chunks ? one.chunks : 1) > p->units) {
         p->refused++;
         return true;
     }
@@ -75,13 +74,12 @@ static bool plan_add_all(plan *p, layout one, long micros)
     static const long orders[][2] = {{DTRAIN_PIPELINE_1F1B, 0},
                                      {DTRAIN_PIPELINE_INTERLEAVED, 2},
                                      {DTRAIN_PIPELINE_INTERLEAVED, 4},
-                                     {DTRAIN_PIPELINE_ZB_H1, 0},
-                                     {DTRAIN_PIPELINE_ZBV, 0}};
+                                     {DTRAIN_PIPELINE_ZB_H1, 0}};
     static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
                                      DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_HYBRID_SHARD};
     const long nodes = flags.gpus.items[0] / sim.machine.gpus_per_node;
     const int kind_count = one.pipeline > 1 ? 2 : nodes > 1 ? 4 : 3;
-    const int order_count = one.pipeline > 1 ? 5 : 1;
+    const int order_count = one.pipeline > 1 ? 4 : 1;
     for (int o = 0; o < order_count; o++)
         for (int k = 0; k < kind_count; k++)
             for (int way = 0; way < (one.tensor > 1 ? 4 : 2); way++) {

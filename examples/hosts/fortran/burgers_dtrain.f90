@@ -100,7 +100,7 @@ contains
 
   subroutine fail(text)
     character(*), intent(in) :: text
-    write (error_unit, '(a, i0, 2a)') 'rank ', rank, ': ', text
+    write (error_unit, '(a)') text
     call MPI_Abort(MPI_COMM_WORLD, 1, error)
   end subroutine
 

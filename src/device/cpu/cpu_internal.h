@@ -46,11 +46,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain_
                                                   dtrain_dtype dtype);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device);
 DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b);
-DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
-                                        int64_t i, int64_t count, uint32_t *words);
 
 #if DTRAIN__MODELS
 /* device/cpu/launch_layers.c */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words);
 DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
                                       double sum, float wanted, double logits_sum);
 

@@ -10,16 +10,16 @@
 
        @contents@
 
-   In a program that has CUDA of its own (dtrain_world_join, or dtrain_device_desc) the device is the
-   one that is current on the calling thread, and has to be current in every later call. Kernels and
-   copies are queued on the host's stream, if it hands one in (its default stream: cudaStreamLegacy):
-   they run after what the host has queued there, and before what it queues later. Other streams of
-   dtrain are ordered with it by events. The stream outlives the device. Device, flags and context
-   are never changed or reset. An error that the host has not read by cudaGetLastError can be
-   overwritten by a call of dtrain, which leaves none.
+   In a program that has CUDA of its own (dtrain_world_join, or dtrain_device_desc) the device is
+   the one that is current on the calling thread, and has to be current in every later call. Kernels
+   and copies are queued on the host's stream, if it hands one in (its default stream:
+   cudaStreamLegacy): they run after what the host has queued there, and before what it queues
+   later. Other streams of dtrain are ordered with it by events. The stream outlives the device.
+   Device, flags and context are never changed or reset. An error that the host has not read by
+   cudaGetLastError can be overwritten by a call of dtrain, which leaves none.
 
-   Graphs. A host can capture its stream around dtrain_strategy_gather, _ready, _release, _finish and
-   dtrain_optimizer_step, after one whole step without a capture. It needs NCCL where there are
+   Graphs. A host can capture its stream around dtrain_strategy_gather, _ready, _release, _finish
+   and dtrain_optimizer_step, after one whole step without a capture. It needs NCCL where there are
    several ranks, parameters and gradients in device memory, no offload, compression or
    DTRAIN_MISSING_GRADIENT_ERROR. A rate is recorded as it is; AdamW's update is called after each
    launch instead, because its corrections of bias change. What cannot be captured is refused with
