@@ -50,13 +50,12 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
     return directory;
 }
 
-/* Return when a process was started, in the system's ticks: its number can be given to another one
- * after its end. 0: no such process runs (one that waits to be reaped has no threads left), or /proc
- * does not show it. */
+/* Return when a process was started, in the system's ticks: after its end another one can get its
+ * number. 0: it does not run (one that waits to be reaped has no threads), or /proc hides it. */
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid)
 {
     char path[64], text[1024] = "";
-    /* its first thread, because emulators of processors (qemu-user) invent their own process's stat */
+    /* of its first thread: qemu-user shows a process another stat of itself than others see */
     snprintf(path, sizeof path, "/proc/%lld/task/%lld/stat", (long long)pid, (long long)pid);
     const int file = dtrain__open(path, O_RDONLY);
     if (file < 0 || read(file, text, sizeof text - 1) < 0) text[0] = 0;

@@ -23,7 +23,7 @@ static const struct {
 } dtrain__abi_rows[] = {DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS_ROW, DTRAIN__ABI_FIXED_ROW)};
 #endif
 
-/* An array of a negative size: a struct of the list was changed in a way that core/abi.h forbids. */
+/* An array of a negative size: a struct was changed in a way that core/abi.h forbids. */
 #define DTRAIN__ABI_GROWN(name, last, first) \
     typedef char dtrain__abi_grown_##name    \
         [offsetof(dtrain_##name, last) + sizeof(((dtrain_##name *)NULL)->last) >= first ? 1 : -1];
